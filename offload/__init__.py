@@ -1,0 +1,1 @@
+"""KV offloading for vLLM: what to keep, where it is, and how it comes back."""

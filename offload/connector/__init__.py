@@ -1,0 +1,1 @@
+"""The vLLM connector: the only place of this project that imports vllm."""

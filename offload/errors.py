@@ -1,0 +1,78 @@
+"""The errors of this package. Misses, damaged records and full tiers are outcomes, not errors.
+
+    OffloadError
+      ConfigError (ValueError)       bad configuration; ``problems`` lists every one of them
+      LayoutError
+        AlignmentError               block, hash and chunk sizes that do not fit
+        PageSizeError                page bytes that disagree with the memory they lie in
+        UnsupportedSpecError         a KV cache kind that is not offloaded
+      CapacityError                  a tier too small to hold one chunk
+      TransferError                  a copy that failed (raised by ``tiers.copy``)
+      TierUnavailableError           a tier that cannot be opened
+      NamespaceError                 stored geometry or format differs
+      InvariantError                 our bug; the message carries the state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class OffloadError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration: where (``$.tiers[0].capacity``), what, how to fix."""
+
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}. {self.fix}" if self.fix else f"{self.where}: {self.what}"
+
+
+class ConfigError(OffloadError, ValueError):
+    """One or more problems of a configuration, all reported at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        count = len(self.problems)
+        noun = "problem" if count == 1 else "problems"
+        super().__init__(f"kvtiers: {count} {noun} in kv_connector_extra_config:\n{lines}")
+
+
+class LayoutError(OffloadError, ValueError):
+    """The model's KV caches cannot be offloaded as they are."""
+
+
+class AlignmentError(LayoutError):
+    """Block, hash, scheduler or chunk sizes do not fit each other."""
+
+
+class PageSizeError(LayoutError):
+    """A layer's pages do not lie where the configuration says."""
+
+
+class UnsupportedSpecError(LayoutError):
+    """A KV cache kind that cannot be offloaded."""
+
+
+class CapacityError(OffloadError, ValueError):
+    """A tier cannot hold even one chunk."""
+
+
+class TierUnavailableError(OffloadError):
+    """A tier could not be opened."""
+
+
+class NamespaceError(OffloadError):
+    """Stored blocks belong to another model, geometry or format."""
+
+
+class InvariantError(OffloadError, AssertionError):
+    """A bug in this package; the message carries the state."""

@@ -1,0 +1,1 @@
+"""Eviction and admission policies: they order keys and never own memory."""

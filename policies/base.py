@@ -1,0 +1,89 @@
+"""The interface of eviction and admission policies.
+
+A policy orders keys. It never owns slots, pins or bytes: the index asks for victims, decides,
+and then calls ``remove``. Policies are synchronous, single-threaded, and deterministic given
+their options; no call may take more than O(log n) per key.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+Key = Hashable
+_NO_HINTS: Mapping[str, Any] = MappingProxyType({})
+
+
+class RemoveCause(enum.Enum):
+    """Why a key left the tier. Ghost lists of adaptive policies care only about ``EVICTED``."""
+
+    EVICTED = "evicted"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """What a policy may know of a chunk.
+
+    ``kind`` is the group's restore rule (``full``, ``window`` or ``state``); ``depth_tokens`` is
+    the token position at which the chunk ends in its prefix; ``cost`` is the cost of recomputing
+    it in any fixed unit (0 = unknown); ``salt`` digests the tenant's cache salt; ``hints`` come
+    from the client or are observed. Every hint may be ignored.
+    """
+
+    group: int = 0
+    kind: str = "full"
+    depth_tokens: int = 0
+    size_bytes: int = 1
+    cost: float = 0.0
+    salt: bytes = b""
+    hints: Mapping[str, Any] = field(default=_NO_HINTS)
+
+
+class EvictionPolicy(ABC):
+    """Orders the keys of one tier. Membership equals the tier's resident keys."""
+
+    keeps_prefixes_closed: bool = False
+    """Promise: if a chunk is a member, all chunks before it in its prefix are members too."""
+
+    @abstractmethod
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        """Add a key that is not a member."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Note one request's use of these keys, given in prefix order (head first).
+
+        Keys that are not members are ignored.
+        """
+
+    @abstractmethod
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        """At most ``count`` distinct members for which ``evictable`` holds, worst first.
+
+        Membership is unchanged: the caller removes what it really evicts.
+        """
+
+    @abstractmethod
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        """Take a member out; unknown keys are ignored."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all members and all history."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of members."""
+
+
+class AdmissionPolicy(ABC):
+    """Decides whether a chunk that was just computed may enter a tier at all."""
+
+    @abstractmethod
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        """Whether to store this key now. May count the attempt."""

@@ -1,0 +1,130 @@
+"""The interface of a key-addressed tier below the CPU slab.
+
+A tier keeps immutable records under byte keys. It decides nothing: what to keep and what to
+evict is decided above it; the tier enforces its own hard capacity and says so by an outcome.
+Everything is asyncio and batched; one call may carry hundreds of keys.
+
+Ownership: the caller owns every buffer until the call returns, also when the call is cancelled
+(a cancelled ``read`` returns only after nobody writes into ``into`` any more).
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Key = bytes
+Buffer = npt.NDArray[np.uint8]
+"""One-dimensional, C-contiguous bytes. A buffer whose address and length are multiples of
+``ALIGNMENT`` can be moved by direct I/O without a copy; any other one still works."""
+
+ALIGNMENT = 4096
+
+
+class ReadOutcome(enum.Enum):
+    """What became of one key of a ``read``. Only ``OK`` means that the buffer may be used."""
+
+    OK = "ok"
+    MISS = "miss"
+    CORRUPT = "corrupt"
+    BUSY = "busy"
+
+
+class WriteOutcome(enum.Enum):
+    """What became of one key of a ``write``. ``OK`` means durable and readable."""
+
+    OK = "ok"
+    FULL = "full"
+    FAILED = "failed"
+
+
+class TierError(Exception):
+    """The tier itself is gone; trouble with one key is an outcome instead."""
+
+
+class TierClosedError(TierError):
+    """The tier was closed, or never opened."""
+
+
+class TierIoError(TierError):
+    """The medium failed in a way that concerns every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """What a tier says of itself after ``open``.
+
+    ``capacity_bytes`` is what records may occupy together, each counted with
+    ``footprint_bytes(payload length)``; ``used_bytes`` is the part taken at open.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    record_count: int
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """One record found by ``keys``: its key and the length of its payload in bytes."""
+
+    key: Key
+    payload_bytes: int
+
+
+class Tier(ABC):
+    """A medium that keeps records under keys. All methods raise ``TierClosedError`` when closed
+    and ``TierIoError`` when the medium as a whole has failed; nothing else."""
+
+    @abstractmethod
+    async def open(self) -> TierInfo:
+        """Open or create the medium and recover what it holds."""
+
+    @abstractmethod
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        """Bytes of capacity that one record with a payload of this length takes."""
+
+    @abstractmethod
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        """Store one record per key. A key that is present already is ``OK`` and stays as it is."""
+
+    @abstractmethod
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Fill ``into[i]`` with the payload of ``keys[i]``, verified after the copy.
+
+        A record whose length differs from the buffer's is ``CORRUPT``.
+        """
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """Forget these keys; unknown ones are ignored. Their space can be used by later writes."""
+
+    @abstractmethod
+    async def touch(self, keys: Sequence[Key]) -> None:
+        """Note a use, so that ``keys`` reports recency after a restart. Best effort."""
+
+    @abstractmethod
+    def keys(self) -> AsyncIterator[list[StoredKey]]:
+        """Every record, least recently used first, in batches; for recovery after ``open``."""
+
+    @abstractmethod
+    async def reset(self, epoch: int) -> None:
+        """Forget everything at once: only records written under ``epoch`` exist from now on.
+
+        Durable when it returns; space is reclaimed in the background.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Finish or abandon what is in flight and release everything. Idempotent."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since ``open`` (plain numbers), for metrics. Never raises."""
+        return {}

@@ -1,0 +1,104 @@
+"""Copies between KV caches ("GPU blocks", on any torch device) and the slots of a slab.
+
+Layers are described by bytes alone (`PageRegion`), never by tensor shape: a page is the bytes of
+one layer for one block. In a slot the pages of a chunk lie block by block, within a block in
+the order of the group's regions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = npt.NDArray[np.int64]
+SlotIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRegion:
+    """Where one layer's pages lie: page of block ``b`` is ``page_bytes`` bytes at
+    ``address + b * block_stride`` (bytes). ``page_bytes`` excludes padding."""
+
+    layer: str
+    address: int
+    block_stride: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRegions:
+    """All regions of one KV cache group and how many blocks make a chunk."""
+
+    group: int
+    chunk_blocks: int
+    regions: tuple[PageRegion, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the sum of its layers' pages."""
+        return sum(region.page_bytes for region in self.regions)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk in a slot."""
+        return self.chunk_blocks * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Chunks of one group to move: ``blocks[i, j]`` is block ``j`` of the chunk in ``slots[i]``.
+
+    Shapes: ``blocks`` ``[n, chunk_blocks]``, ``slots`` ``[n]``. A block id below 0 is skipped
+    (that part of the chunk is not wanted).
+    """
+
+    group: int
+    blocks: BlockIds
+    slots: SlotIds
+
+
+class TransferError(Exception):
+    """A copy could not be done; the bytes at its target must not be used."""
+
+
+class Ticket(ABC):
+    """One submitted copy. Completes exactly once, in submission order within its lane."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the copy has ended, well or not."""
+
+    @abstractmethod
+    async def completed(self) -> None:
+        """Wait for the end; raises ``TransferError`` if the copy failed. Cancelling the wait
+        does not cancel the copy."""
+
+
+class CopyEngine(ABC):
+    """Two FIFO lanes, store (GPU to slab) and load (slab to GPU), independent of each other.
+
+    ``after`` is what the copy must wait for on the compute stream (an event recorded by
+    ``record_event``); ``None`` means that the data is ready now. Submitting never blocks on a
+    copy. Called from the offload loop's thread only; ``record_event`` from the model-runner
+    thread.
+    """
+
+    @abstractmethod
+    def record_event(self) -> object | None:
+        """Mark the present end of the compute stream; ``None`` where compute is synchronous."""
+
+    @abstractmethod
+    def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
+        """Copy blocks into slots."""
+
+    @abstractmethod
+    def submit_load(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
+        """Copy slots into blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in flight, then release threads and streams. Idempotent."""
