@@ -1,0 +1,118 @@
+"""A tier in ordinary memory: for tests, simulations and as the shortest example of a tier.
+
+It keeps sealed copies and verifies them as a disk tier would, so that wrappers which damage
+records meet the same checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+
+from tiers.base import (
+    Buffer,
+    Key,
+    ReadOutcome,
+    StoredKey,
+    Tier,
+    TierClosedError,
+    TierInfo,
+    WriteOutcome,
+)
+from tiers.record import NO_NAMESPACE, Identity, check_identity, check_key, seal, verify
+
+KEYS_PER_BATCH = 1024
+
+
+class MemoryTier(Tier):
+    """Records in a dict, oldest first. Loses everything on ``aclose``."""
+
+    def __init__(
+        self, capacity_bytes: int, *, namespace: bytes = NO_NAMESPACE, rank: int = 0, epoch: int = 0
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._identity = Identity(namespace, rank)
+        check_identity(self._identity)
+        self._epoch = epoch
+        self._open = False
+        self._used_bytes = 0
+        self.records: dict[Key, tuple[bytes, Buffer]] = {}
+        """Header and payload by key, for tests that damage them behind the tier's back."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which records are written and read now."""
+        return self._epoch
+
+    async def open(self) -> TierInfo:
+        self._open = True
+        return TierInfo("memory", self._capacity_bytes, self._used_bytes, len(self.records), False)
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return payload_bytes
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        self._check_open()
+        return [self._write_one(key, data) for key, data in zip(keys, buffers, strict=True)]
+
+    def _write_one(self, key: Key, data: Buffer) -> WriteOutcome:
+        check_key(key)
+        if key in self.records:
+            return WriteOutcome.OK
+        if self._used_bytes + data.nbytes > self._capacity_bytes:
+            return WriteOutcome.FULL
+        header = seal(self._identity, key, self._epoch, data, data.nbytes)
+        self.records[key] = (header, data.copy())
+        self._used_bytes += data.nbytes
+        return WriteOutcome.OK
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        self._check_open()
+        return [self._read_one(key, data) for key, data in zip(keys, into, strict=True)]
+
+    def _read_one(self, key: Key, into: Buffer) -> ReadOutcome:
+        record = self.records.get(key)
+        if record is None:
+            return ReadOutcome.MISS
+        header, payload = record
+        if payload.nbytes != into.nbytes:
+            return ReadOutcome.CORRUPT
+        np.copyto(into, payload)
+        good = verify(header, self._identity, key, self._epoch, into)
+        return ReadOutcome.OK if good else ReadOutcome.CORRUPT
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        self._check_open()
+        for key in keys:
+            record = self.records.pop(key, None)
+            if record is not None:
+                self._used_bytes -= record[1].nbytes
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        self._check_open()
+        for key in keys:
+            record = self.records.pop(key, None)
+            if record is not None:
+                self.records[key] = record
+
+    async def keys(self) -> AsyncIterator[list[StoredKey]]:
+        self._check_open()
+        found = [StoredKey(key, data.nbytes) for key, (_, data) in self.records.items()]
+        for start in range(0, len(found), KEYS_PER_BATCH):
+            yield found[start : start + KEYS_PER_BATCH]
+
+    async def reset(self, epoch: int) -> None:
+        self._check_open()
+        self._epoch = max(epoch, self._epoch + 1)
+        self.records.clear()
+        self._used_bytes = 0
+
+    async def aclose(self) -> None:
+        self._open = False
+        self.records.clear()
+        self._used_bytes = 0
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierClosedError("the memory tier is not open")

@@ -1,0 +1,189 @@
+"""The envelope of a record on disk: what it is, whose it is, and a tag over all of that.
+
+A header is ``HEADER_BYTES`` long, little-endian, without padding between fields:
+
+    offset  bytes  field
+    0       4      magic ``KVTR``
+    4       1      version of this format
+    5       1      flags: 1 compressed, 2 encrypted
+    6       2      rank that wrote it
+    8       4      group, as packed into the end of the key
+    12      2      length of the key
+    14      2      zero
+    16      8      weights epoch
+    24      8      payload length in bytes, as the caller gave it
+    32      8      stored length in bytes (differs from the payload's when compressed)
+    40      16     namespace
+    56      12     nonce (zero unless encrypted)
+    68      4      id of the encryption key (zero unless encrypted)
+    72      16     tag
+
+The key follows the header where records are files; an index keeps it as its own key.
+
+The tag of a record that is not encrypted is xxh3-128 over ``header[:72] + key + payload``, so it
+fails for a flipped bit, a torn or truncated payload, and equally for a whole and healthy record
+that belongs to another key, namespace, rank or epoch. It does not stop somebody who wants to
+forge a record: that takes encryption (``tiers.codec``), whose tag is AES-GCM's.
+
+This module knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import xxhash
+
+MAGIC = b"KVTR"
+VERSION = 1
+COMPRESSED = 1
+ENCRYPTED = 2
+
+NAMESPACE_BYTES = 16
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+TAG_BYTES = 16
+NONCE_BYTES = 12
+KEY_ID_BYTES = 4
+KEY_BYTES_MAX = 511
+"""LMDB's limit for a key; the same for every tier, so that records can move between them."""
+
+_PREFIX = struct.Struct("<4sBBHIHHQQQ16s12s4s")
+PREFIX_BYTES = _PREFIX.size
+HEADER_BYTES = PREFIX_BYTES + TAG_BYTES
+_NO_NONCE = bytes(NONCE_BYTES)
+_NO_KEY_ID = bytes(KEY_ID_BYTES)
+
+
+class RecordError(ValueError):
+    """Bytes that are not a header of this format."""
+
+
+class Identity(NamedTuple):
+    """Whose records a tier holds. ``namespace`` has 16 bytes."""
+
+    namespace: bytes = NO_NAMESPACE
+    rank: int = 0
+
+
+class Header(NamedTuple):
+    """A decoded header, in the order of its fields."""
+
+    version: int
+    flags: int
+    rank: int
+    group: int
+    key_bytes: int
+    epoch: int
+    payload_bytes: int
+    stored_bytes: int
+    namespace: bytes
+    nonce: bytes
+    key_id: bytes
+    tag: bytes
+
+
+def group_of_key(key: bytes) -> int:
+    """The group id that vLLM packs into the last four bytes of a key, big-endian (0 if shorter).
+
+    Only a label: the tag binds the whole key anyway.
+    """
+    return int.from_bytes(key[-4:], "big") if len(key) > 4 else 0
+
+
+def prefix(
+    identity: Identity,
+    key: bytes,
+    epoch: int,
+    payload_bytes: int,
+    *,
+    stored_bytes: int | None = None,
+    flags: int = 0,
+    nonce: bytes = _NO_NONCE,
+    key_id: bytes = _NO_KEY_ID,
+) -> bytes:
+    """The header without its tag; this and the key are what the tag binds to the payload."""
+    return _PREFIX.pack(
+        MAGIC,
+        VERSION,
+        flags,
+        identity.rank,
+        group_of_key(key),
+        len(key),
+        0,
+        epoch,
+        payload_bytes,
+        payload_bytes if stored_bytes is None else stored_bytes,
+        identity.namespace,
+        nonce,
+        key_id,
+    )
+
+
+def tag_of(prefix_bytes: bytes, key: bytes, payload: Any) -> bytes:
+    """xxh3-128 over prefix, key and payload (contiguous). Frees the GIL for large ones."""
+    digest = xxhash.xxh3_128(prefix_bytes)
+    digest.update(key)
+    digest.update(payload)
+    return bytes(digest.digest())
+
+
+def seal(identity: Identity, key: bytes, epoch: int, payload: Any, payload_bytes: int) -> bytes:
+    """The whole header of a plain record."""
+    head = prefix(identity, key, epoch, payload_bytes)
+    return head + tag_of(head, key, payload)
+
+
+def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: Any) -> bool:
+    """Whether ``payload`` is exactly what was sealed for this key, identity and epoch.
+
+    Call it on the bytes that will be used, after they were copied to where they are used.
+    """
+    head = header[:PREFIX_BYTES]
+    flags = header[5] if len(header) == HEADER_BYTES else 0
+    stored_bytes = int.from_bytes(header[32:40], "little")
+    expected = prefix(
+        identity, key, epoch, len(payload), stored_bytes=stored_bytes, flags=flags & COMPRESSED
+    )
+    return head == expected and header[PREFIX_BYTES:] == tag_of(head, key, payload)
+
+
+def parse(header: bytes) -> Header:
+    """Decode a header. Raises ``RecordError`` if it is not one of this format."""
+    if len(header) != HEADER_BYTES:
+        raise RecordError(f"a header has {HEADER_BYTES} bytes, this one {len(header)}")
+    magic, version, *fields, key_id = _PREFIX.unpack_from(header)
+    if magic != MAGIC or version != VERSION:
+        raise RecordError(f"magic {magic!r} version {version}, expected {MAGIC!r} {VERSION}")
+    flags, rank, group, key_bytes, _zero, epoch, payload_bytes, stored_bytes = fields[:8]
+    namespace, nonce = fields[8:]
+    return Header(
+        version,
+        flags,
+        rank,
+        group,
+        key_bytes,
+        epoch,
+        payload_bytes,
+        stored_bytes,
+        namespace,
+        nonce,
+        key_id,
+        header[PREFIX_BYTES:],
+    )
+
+
+def check_key(key: bytes) -> None:
+    """Raise ``ValueError`` for a key that no tier can hold."""
+    if not 0 < len(key) <= KEY_BYTES_MAX:
+        raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes, this one {len(key)}")
+
+
+def check_identity(identity: Identity) -> None:
+    """Raise ``ValueError`` for an identity that does not fit a header."""
+    if len(identity.namespace) != NAMESPACE_BYTES:
+        raise ValueError(
+            f"a namespace has {NAMESPACE_BYTES} bytes, this one {len(identity.namespace)}"
+        )
+    if not 0 <= identity.rank < 1 << 16:
+        raise ValueError(f"a rank lies in 0..65535, this one is {identity.rank}")
