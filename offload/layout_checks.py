@@ -1,0 +1,301 @@
+"""The start-up checks of a model's geometry: what does not fit, and what would help.
+
+``build_layout`` checks a ``LayoutInput`` and answers the ``ModelLayout`` that the rest of the
+package works with. Every misfit of every group is listed in one error. A hint is a changed input
+together with the words that lead to it. It is printed only if the checks pass on that changed
+input; hints that help only together are tried together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from .errors import AlignmentError, UnsupportedSpecError
+from .layout import STATE, GroupLayout, ModelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInput:
+    """What is known of one KV cache group before the checks.
+
+    ``spec`` is the name of its kind; ``kind`` its restore rule, empty if it has none.
+    ``refused`` says why it cannot be offloaded; ``skipped`` why it need not be.
+    ``unaligned_state`` marks a recurrent state that is not kept at block boundaries.
+    """
+
+    group: int
+    spec: str
+    kind: str
+    layers: tuple[str, ...]
+    block_tokens: int
+    block_bytes: int = 0
+    window_tokens: int = 0
+    span_tokens: int = 0
+    draft: bool = False
+    skipped: str = ""
+    refused: str = ""
+    unaligned_state: bool = False
+    per_token_scales: bool = False
+
+    @property
+    def name(self) -> str:
+        """``group 1 (sliding_window; 3 layers: a, b, c)``: how messages name a group."""
+        shown = ", ".join(self.layers[:3]) + (", ..." if len(self.layers) > 3 else "")
+        noun = "layer" if len(self.layers) == 1 else "layers"
+        return f"group {self.group} ({self.spec}; {len(self.layers)} {noun}: {shown})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutInput:
+    """Everything that the checks look at.
+
+    ``scheduler_tokens`` is vLLM's scheduler block size (its hits are multiples of it).
+    Exactly one of ``chunk_blocks`` (the same for every group) and ``chunk_tokens`` (the same
+    tokens for every group) is above 0. ``context_parallel`` is the product of the decode and
+    prefill context parallel sizes.
+    """
+
+    groups: tuple[GroupInput, ...]
+    num_blocks: int
+    hash_tokens: int
+    scheduler_tokens: int
+    chunk_blocks: int = 1
+    chunk_tokens: int = 0
+    context_parallel: int = 1
+    prefix_caching: bool = True
+
+    @property
+    def taking_part(self) -> tuple[GroupInput, ...]:
+        """The groups that are to be offloaded."""
+        return tuple(group for group in self.groups if not group.skipped)
+
+
+def build_layout(given: LayoutInput) -> ModelLayout:
+    """Check the geometry and derive the chunks.
+
+    Raises ``UnsupportedSpecError`` or ``AlignmentError``, listing every offender.
+    """
+    raise_if_bad(given)
+    groups = tuple(_group_layout(group, given) for group in given.taking_part)
+    alignment = math.lcm(given.scheduler_tokens, *(group.chunk_tokens for group in groups))
+    return ModelLayout(
+        num_blocks=given.num_blocks,
+        hash_tokens=given.hash_tokens,
+        alignment_tokens=alignment,
+        groups=groups,
+        skipped=tuple(f"{g.name}: {g.skipped}" for g in given.groups if g.skipped),
+    )
+
+
+def chunk_blocks_of(group: GroupInput, given: LayoutInput) -> int:
+    """Blocks per chunk of one group. A state is one block: it is never joined with others."""
+    if group.kind == STATE:
+        return 1
+    if given.chunk_tokens:
+        return given.chunk_tokens // group.block_tokens
+    return given.chunk_blocks
+
+
+def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
+    return GroupLayout(
+        group=group.group,
+        kind=group.kind,
+        block_tokens=group.block_tokens,
+        chunk_blocks=chunk_blocks_of(group, given),
+        layers=group.layers,
+        block_bytes=group.block_bytes,
+        window_tokens=group.window_tokens,
+        span_tokens=group.span_tokens,
+        draft=group.draft and group.kind != STATE,
+        spec=group.spec,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """One offender: ``unsupported`` kinds cannot be offloaded, others do not fit together."""
+
+    text: str
+    unsupported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Words for the user, and the input that following them leads to."""
+
+    text: str
+    changed: LayoutInput
+
+
+def raise_if_bad(given: LayoutInput) -> None:
+    """Raise one error that lists every misfit; ``UnsupportedSpecError`` if any kind is refused."""
+    misfits = find_misfits(given)
+    if not misfits:
+        return
+    lines = [f"  {misfit.text}" for misfit in misfits]
+    lines += [f"  To fix it: {text}" for text in helping_hints(given)]
+    noun = "problem" if len(misfits) == 1 else "problems"
+    message = f"kvtiers cannot offload this model, {len(misfits)} {noun}:\n" + "\n".join(lines)
+    if any(misfit.unsupported for misfit in misfits):
+        raise UnsupportedSpecError(message)
+    raise AlignmentError(message)
+
+
+def find_misfits(given: LayoutInput) -> list[Misfit]:
+    """Everything that stands against offloading, in the order of the groups."""
+    misfits = [misfit for group in given.taking_part for misfit in _kind_misfits(group)]
+    misfits += _parallel_misfits(given)
+    if not given.taking_part:
+        misfits.append(Misfit("no KV cache group takes part in prefix caching", unsupported=True))
+    misfits += _chunk_size_misfits(given)
+    for group in given.taking_part:
+        misfits += _alignment_misfits(group, given)
+    return misfits
+
+
+def helping_hints(given: LayoutInput) -> list[str]:
+    """The texts of the smallest set of hints after which all checks pass; empty if none is."""
+    hints = [hint for hint in _single_hints(given) if not find_misfits(hint.changed)]
+    if hints:
+        return [" or ".join(hint.text for hint in hints)]
+    for first, second in combinations(_single_hints(given), 2):
+        for both in _single_hints(first.changed):
+            if both.text == second.text and not find_misfits(both.changed):
+                return [f"{first.text} and {second.text}"]
+    return []
+
+
+def _kind_misfits(group: GroupInput) -> list[Misfit]:
+    """Reasons that lie in the group's kind alone."""
+    if group.refused:
+        return [Misfit(f"{group.name}: {group.refused}", unsupported=True)]
+    if not group.kind:
+        what = "this kind of KV cache is not known here and cannot be offloaded"
+        return [Misfit(f"{group.name}: {what}", unsupported=True)]
+    if group.unaligned_state:
+        what = (
+            f"its states are not kept at block boundaries (block size {group.block_tokens}, "
+            'mamba_cache_mode is not "align"), so no prefix could be restored'
+        )
+        return [Misfit(f"{group.name}: {what}", unsupported=True)]
+    if group.per_token_scales:
+        what = (
+            "KV quantised with one scale per token and head does not repeat exactly even with "
+            "vLLM's own prefix cache"
+        )
+        return [Misfit(f"{group.name}: {what}", unsupported=True)]
+    return []
+
+
+def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
+    count = len(given.taking_part)
+    if given.context_parallel <= 1 or count <= 1:
+        return []
+    what = (
+        f"context parallelism of {given.context_parallel} with {count} KV cache groups is not "
+        "supported: vLLM shards the groups' tokens differently"
+    )
+    return [Misfit(what, unsupported=True)]
+
+
+def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
+    if given.chunk_tokens < 0 or given.chunk_blocks < 0:
+        return [Misfit(f"chunk size below 0: {given.chunk_tokens or given.chunk_blocks}")]
+    if not given.chunk_tokens and not given.chunk_blocks:
+        return [Misfit("the chunk size is 0")]
+    return []
+
+
+def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
+    """Where this group's block size does not fit the sizes of hash, scheduler and chunk."""
+    block, misfits = group.block_tokens, []
+    if group.unaligned_state or group.refused or not group.kind:
+        return []
+    if block < 1 or given.hash_tokens < 1 or given.scheduler_tokens < 1:
+        what = (
+            f"sizes must be above 0: block {block}, hash block {given.hash_tokens}, scheduler "
+            f"block {given.scheduler_tokens}"
+        )
+        return [Misfit(f"{group.name}: {what}")]
+    if block % given.hash_tokens:
+        what = f"block size {block} is not a multiple of the hash block size {given.hash_tokens}"
+        misfits.append(Misfit(f"{group.name}: {what}"))
+    for divisor, name in ((block, "block size"), (given.hash_tokens, "hash block size")):
+        if given.scheduler_tokens % divisor:
+            what = (
+                f"the scheduler block size {given.scheduler_tokens} is not a multiple of the "
+                f"{name} {divisor}"
+            )
+            misfits.append(Misfit(f"{group.name}: {what}"))
+    if given.chunk_tokens and group.kind != STATE and given.chunk_tokens % block:
+        what = f"the chunk of {given.chunk_tokens} tokens is not a multiple of its block of {block}"
+        misfits.append(Misfit(f"{group.name}: {what}"))
+    return misfits
+
+
+def _single_hints(given: LayoutInput) -> list[Hint]:
+    """Every single change that could help; whether it does is for the caller to try."""
+    hints = [_aligned_states(given), _finer_hash(given), _fitting_chunk(given)]
+    hints += [_no_context_parallel(given), _no_token_scales(given)]
+    return [hint for hint in hints if hint is not None]
+
+
+def _aligned_states(given: LayoutInput) -> Hint | None:
+    """Prefix caching makes vLLM keep states at block boundaries and widen all blocks to match."""
+    if not any(group.unaligned_state for group in given.taking_part):
+        return None
+    others = [g.block_tokens for g in given.taking_part if not g.unaligned_state]
+    block = math.lcm(*others) if others else given.taking_part[0].block_tokens
+    groups = tuple(
+        replace(group, unaligned_state=False, block_tokens=block)
+        if group.unaligned_state
+        else group
+        for group in given.groups
+    )
+    changed = _with_block_sizes(replace(given, groups=groups, prefix_caching=True))
+    flags = "" if given.prefix_caching else "--enable-prefix-caching "
+    return Hint(f"start vLLM with {flags}--mamba-cache-mode align", changed)
+
+
+def _finer_hash(given: LayoutInput) -> Hint | None:
+    if all(group.block_tokens % given.hash_tokens == 0 for group in given.taking_part):
+        return None
+    changed = _with_block_sizes(given)
+    return Hint(f"start vLLM with --prefix-match-unit {changed.hash_tokens}", changed)
+
+
+def _with_block_sizes(given: LayoutInput) -> LayoutInput:
+    """The hash and scheduler block sizes that vLLM derives by itself: their gcd and lcm."""
+    sizes = [group.block_tokens for group in given.taking_part]
+    if min(sizes) < 1:
+        return given
+    every = [group.block_tokens for group in given.groups]
+    return replace(given, hash_tokens=math.gcd(*sizes), scheduler_tokens=math.lcm(*every))
+
+
+def _fitting_chunk(given: LayoutInput) -> Hint | None:
+    sizes = [group.block_tokens for group in given.taking_part if group.kind != STATE]
+    if given.chunk_tokens < 1 or not sizes or min(sizes) < 1:
+        return None
+    unit = math.lcm(*sizes)
+    tokens = math.ceil(given.chunk_tokens / unit) * unit
+    if tokens == given.chunk_tokens:
+        return None
+    return Hint(f'set "chunk_tokens" to {tokens}', replace(given, chunk_tokens=tokens))
+
+
+def _no_context_parallel(given: LayoutInput) -> Hint | None:
+    if given.context_parallel <= 1:
+        return None
+    text = "start vLLM with --decode-context-parallel-size 1 --prefill-context-parallel-size 1"
+    return Hint(text, replace(given, context_parallel=1))
+
+
+def _no_token_scales(given: LayoutInput) -> Hint | None:
+    if not any(group.per_token_scales for group in given.taking_part):
+        return None
+    groups = tuple(replace(group, per_token_scales=False) for group in given.groups)
+    text = "start vLLM with --kv-cache-dtype auto or --kv-cache-dtype fp8"
+    return Hint(text, replace(given, groups=groups))
