@@ -1,0 +1,285 @@
+"""The kinds of values a configuration may hold, and the reading of one table of named fields.
+
+A reader takes a raw JSON value, where it stands, and the list of problems. It returns the value in
+its final form, or ``None`` after it has appended what is wrong: every problem of a configuration is
+found in one pass. This module knows no field by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from offload.errors import Problem
+from offload.sizes import format_size, parse_size
+
+Reader = Callable[[Any, str, list[Problem]], Any]
+
+_POLICY_NAME = re.compile(r"[A-Za-z0-9_.\-]+(:[A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)
+
+
+class PolicyConfig(msgspec.Struct, frozen=True):
+    """A policy by name, ``module:Class`` or entry point, and the options for its constructor."""
+
+    name: str
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class EncryptionConfig(msgspec.Struct, frozen=True):
+    """Encryption at rest: the file that holds the key."""
+
+    key_file: str
+
+
+class _Missing:
+    """Marks a field without a default."""
+
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED: Any = _Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of value is read, and how the reference names it."""
+
+    label: str
+    read: Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One option: its name, kind, default, and a sentence for the reference.
+
+    ``shown`` is the default as the reference prints it, where the value itself would not do.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    doc: str
+    shown: str = ""
+
+
+def show(value: Any) -> str:
+    """A value as it stood in the configuration, cut to one short line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``Did you mean "x"?`` for a near name, else the list of known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    return f'Did you mean "{close[0]}"?' if close else f"Known here: {', '.join(names)}."
+
+
+def read_table(
+    raw: Any,
+    where: str,
+    fields: Sequence[Field],
+    problems: list[Problem],
+    elsewhere: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Every field of ``fields`` from the mapping ``raw``; faulty and missing ones by default.
+
+    ``elsewhere`` says where a name is known that is unknown here. Problems are appended.
+    """
+    known = {field.name: field for field in fields}
+    if not isinstance(raw, Mapping):
+        problems.append(
+            Problem(
+                where, f"must be an object (got {show(raw)})", "Write { ... } with its options."
+            )
+        )
+        return {field.name: _default(field) for field in fields}
+    unknown = [str(name) for name in raw if name not in known]
+    problems.extend(_unknown(name, where, known, elsewhere or {}) for name in unknown)
+    return {name: _read(field, raw, where, problems) for name, field in known.items()}
+
+
+def anything(label: str) -> Kind:
+    """A value that its owner reads later."""
+    return Kind(label, lambda value, where, problems: value)
+
+
+def size(least: int = 1) -> Kind:
+    """A size in bytes of at least ``least``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> int | None:
+        try:
+            found = parse_size(value)
+        except ValueError as error:
+            what, _, fix = str(error).partition(". ")
+            problems.append(Problem(where, f"{what} (got {show(value)})", fix + "."))
+            return None
+        if found < least:
+            problems.append(
+                Problem(where, f"must be at least {format_size(least)} (got {show(value)})", "")
+            )
+            return None
+        return found
+
+    return Kind("size", read)
+
+
+def count(low: int, high: int) -> Kind:
+    """A whole number in ``[low, high]``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> int | None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            problems.append(_wrong(where, value, "a whole number", f"{low} to {high}"))
+            return None
+        if not low <= value <= high:
+            problems.append(_outside(where, value, low, high))
+            return None
+        return value
+
+    return Kind(f"whole number, {low} to {high:,}", read)
+
+
+def number(low: float, high: float, unit: str = "") -> Kind:
+    """A finite number in ``[low, high]``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            problems.append(_wrong(where, value, "a number", f"{low:g} to {high:g}{unit}"))
+            return None
+        if not math.isfinite(value) or not low <= value <= high:
+            problems.append(_outside(where, value, low, high, unit))
+            return None
+        return float(value)
+
+    return Kind(f"number, {low:g} to {high:g}{unit}", read)
+
+
+def choice(*names: str) -> Kind:
+    """One of a few words."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> str | None:
+        if isinstance(value, str) and value in names:
+            return value
+        fix = nearest(value, names) if isinstance(value, str) else f"Use one of: {_or(names)}."
+        problems.append(Problem(where, f"must be {_or(names)} (got {show(value)})", fix))
+        return None
+
+    return Kind(" / ".join(f"`{name}`" for name in names), read)
+
+
+def flag() -> Kind:
+    """``true`` or ``false``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> bool | None:
+        if isinstance(value, bool):
+            return value
+        problems.append(_wrong(where, value, "true or false", ""))
+        return None
+
+    return Kind("true / false", read)
+
+
+def path() -> Kind:
+    """An absolute path; ``.`` and doubled slashes are removed, ``..`` is refused."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> str | None:
+        if not isinstance(value, str) or not value or "\0" in value:
+            problems.append(_wrong(where, value, "an absolute path", ""))
+            return None
+        if not value.startswith("/"):
+            fix = f"Write the full path, for example {show(os.path.join('/var/cache', value))}."
+            problems.append(Problem(where, f"must be absolute (got {show(value)})", fix))
+            return None
+        if ".." in value.split("/"):
+            fix = f"Write {show(os.path.normpath(value))} if that is meant."
+            problems.append(Problem(where, f'must not contain ".." (got {show(value)})', fix))
+            return None
+        return "/" + os.path.normpath(value).lstrip("/")
+
+    return Kind("absolute path", read)
+
+
+def policy() -> Kind:
+    """``"name"``, ``"module:Class"`` or ``{"name": ..., option: value}``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> PolicyConfig | None:
+        options: dict[str, Any] = {}
+        name = value
+        if isinstance(value, Mapping):
+            options = {str(key): item for key, item in value.items() if key != "name"}
+            name = value.get("name")
+        if isinstance(name, str) and _POLICY_NAME.fullmatch(name):
+            return PolicyConfig(name, options)
+        fix = 'Use "lru", "module:Class" or {"name": "lru"} with its options beside the name.'
+        problems.append(Problem(where, f"is not a policy (got {show(value)})", fix))
+        return None
+
+    return Kind("policy", read)
+
+
+def encryption() -> Kind:
+    """``null`` (off) or ``{"key_file": path}``."""
+    fields = (Field("key_file", path(), REQUIRED, ""),)
+
+    def read(value: Any, where: str, problems: list[Problem]) -> EncryptionConfig | None:
+        if value is None:
+            return None
+        found = read_table(value, where, fields, problems)
+        return EncryptionConfig(found["key_file"]) if found["key_file"] else None
+
+    return Kind('`{"key_file": path}`', read)
+
+
+def _read(field: Field, raw: Mapping[str, Any], where: str, problems: list[Problem]) -> Any:
+    here = f"{where}.{field.name}"
+    if field.name in raw:
+        before = len(problems)
+        value = field.kind.read(raw[field.name], here, problems)
+        return value if len(problems) == before else _default(field)
+    if field.default is REQUIRED:
+        problems.append(
+            Problem(here, "is required", f"It takes a value of kind: {field.kind.label}.")
+        )
+    return _default(field)
+
+
+def _default(field: Field) -> Any:
+    return None if field.default is REQUIRED else field.default
+
+
+def _unknown(
+    name: str, where: str, known: Mapping[str, Field], elsewhere: Mapping[str, str]
+) -> Problem:
+    if name in elsewhere:
+        return Problem(
+            f"{where}.{name}", "stands in the wrong place", f"Move it to {elsewhere[name]}."
+        )
+    return Problem(f"{where}.{name}", "unknown option", nearest(name, known))
+
+
+def _wrong(where: str, value: Any, wanted: str, allowed: str) -> Problem:
+    return Problem(
+        where, f"must be {wanted} (got {show(value)})", f"Allowed: {allowed}." if allowed else ""
+    )
+
+
+def _outside(where: str, value: float, low: float, high: float, unit: str = "") -> Problem:
+    text = f"must be between {low:g} and {high:g}{unit} (got {show(value)})"
+    return Problem(where, text, "")
+
+
+def _or(names: Sequence[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]

@@ -1,0 +1,245 @@
+"""Every option by name: kind, default and meaning. The reference is printed from these tables.
+
+A new type of tier registers itself here with the options that only it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.config_fields import (
+    REQUIRED,
+    Field,
+    PolicyConfig,
+    anything,
+    choice,
+    count,
+    encryption,
+    flag,
+    number,
+    path,
+    policy,
+    show,
+    size,
+)
+
+LRU = PolicyConfig("lru")
+ADMIT_ALL = PolicyConfig("all")
+
+CPU_FIELDS = (
+    Field(
+        "capacity",
+        size(),
+        None,
+        "Host memory for chunks, per server: all ranks together, staging buffers included.",
+        "a quarter of the memory limit, 256MiB to 64GiB",
+    ),
+    Field("policy", policy(), LRU, "Which chunks go first when the tier is full.", "`lru`"),
+    Field("admission", policy(), ADMIT_ALL, "Which computed chunks may enter at all.", "`all`"),
+    Field(
+        "pin",
+        choice("require", "prefer", "off"),
+        "require",
+        "With a GPU: page-locked memory. `prefer` goes on without it, slower and with a warning, "
+        "where the memlock limit forbids it. Without a GPU nothing is pinned.",
+    ),
+)
+
+TIER_FIELDS = (
+    Field("path", path(), REQUIRED, "Folder of this tier; made with mode 0700. No link."),
+    Field(
+        "capacity",
+        size(),
+        REQUIRED,
+        "Hard limit for everything below `path`, per server: all ranks and all namespaces.",
+    ),
+    Field("policy", policy(), LRU, "Which records go first when the tier is full.", "`lru`"),
+    Field("admission", policy(), ADMIT_ALL, "Which chunks may be written at all.", "`all`"),
+    Field(
+        "io_threads",
+        count(1, 64),
+        4,
+        "Requests in flight, per rank. 4 is enough for one disk, 32 for an array of NVMe disks.",
+    ),
+    Field(
+        "high_watermark",
+        number(0.01, 1),
+        0.95,
+        "Share of `capacity` above which eviction starts, ahead of need.",
+    ),
+    Field("low_watermark", number(0.01, 1), 0.90, "Share of `capacity` at which eviction stops."),
+    Field(
+        "reserve",
+        size(least=0),
+        None,
+        "Disk space to leave free for others; stores pause below it.",
+        "5 % of the file system, at least 2GiB",
+    ),
+    Field(
+        "write_budget_per_day",
+        size(least=0),
+        0,
+        "Bytes to write per 24 hours (SSD endurance); 0 is no limit. Above it stores are skipped.",
+    ),
+    Field(
+        "recovery",
+        choice("off", "quiet", "strict"),
+        "quiet",
+        "At start: `off` begins empty, `quiet` moves what is damaged aside and goes on, `strict` "
+        "refuses to start on damage.",
+    ),
+    Field(
+        "encryption",
+        encryption(),
+        None,
+        "AES-256-GCM at rest with the key in this file. A wrong key means misses.",
+        "off",
+    ),
+    Field("compression", choice("off", "zstd"), "off", "Lossless; stops by itself where useless."),
+    Field(
+        "allow_shared_dir",
+        flag(),
+        False,
+        "Accept a folder that others own or can write. They can then read and damage the cache.",
+    ),
+)
+
+TOP_FIELDS = (
+    Field("cpu", anything("object"), {}, "The CPU tier, see below.", "`{}`"),
+    Field("tiers", anything("list of objects"), [], "Lower tiers, fastest first.", "`[]`"),
+    Field("chunk_blocks", count(1, 1024), 1, "Blocks per chunk, the unit of offload."),
+    Field(
+        "staging",
+        size(),
+        None,
+        "Part of `cpu.capacity` through which prefixes longer than the CPU tier are restored from "
+        "lower tiers. At least one chunk is taken; without lower tiers none.",
+        "a sixteenth of `cpu.capacity`, at most 256MiB",
+    ),
+    Field(
+        "max_inflight_load",
+        size(),
+        None,
+        "Bytes of loads under way at a time; beyond it a hit counts as a miss.",
+        "half of `cpu.capacity`",
+    ),
+    Field(
+        "max_inflight_store",
+        size(),
+        None,
+        "Bytes of stores under way at a time; beyond it a store is skipped.",
+        "a quarter of `cpu.capacity`",
+    ),
+    Field(
+        "load_timeout_s",
+        number(0.001, 600, " s"),
+        10.0,
+        "Longest time for one load; after it the prefix is recomputed.",
+    ),
+    Field(
+        "fence_timeout_s",
+        number(0.001, 60, " s"),
+        5.0,
+        "Longest time to wait for stores out of blocks that vLLM gives to another request; after "
+        "it the stores are abandoned.",
+    ),
+    Field(
+        "require_salt",
+        flag(),
+        False,
+        "Offload only requests with a `cache_salt`, so that no unsalted prompt is ever shared.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierType:
+    """A type of tier that a configuration may name.
+
+    ``fields`` are its own options beside ``TIER_FIELDS``; ``needs_local_disk`` refuses network
+    file systems. ``summary`` is for the reference.
+    """
+
+    name: str
+    summary: str
+    fields: tuple[Field, ...] = ()
+    needs_local_disk: bool = False
+
+
+TIER_TYPES: dict[str, TierType] = {}
+
+
+def register_tier_type(tier_type: TierType) -> None:
+    """Make a type of tier known to configurations. Raises ``ValueError`` if the name is taken."""
+    if tier_type.name in TIER_TYPES:
+        raise ValueError(f"tier type {tier_type.name!r} is registered already")
+    TIER_TYPES[tier_type.name] = tier_type
+
+
+register_tier_type(
+    TierType(
+        "lmdb",
+        "LMDB index with payloads in preallocated extents beside it; needs a local disk.",
+        (
+            Field(
+                "direct_io",
+                choice("auto", "on", "off"),
+                "auto",
+                "Bypass the page cache. `auto` does so where the file system can; `on` refuses "
+                "to start where it cannot.",
+            ),
+        ),
+        needs_local_disk=True,
+    )
+)
+register_tier_type(TierType("file", "One record per file; for file systems LMDB cannot use."))
+
+
+_CPU_NAMES = {field.name for field in CPU_FIELDS}
+_TIER_ONLY = {field.name for field in TIER_FIELDS} - _CPU_NAMES
+ELSEWHERE_TOP = {
+    **dict.fromkeys(_CPU_NAMES, '"cpu" or an entry of "tiers"'),
+    **dict.fromkeys(_TIER_ONLY | {"type"}, 'an entry of "tiers"'),
+}
+ELSEWHERE_CPU = {
+    **dict.fromkeys(_TIER_ONLY, 'an entry of "tiers"'),
+    **{field.name: "the top level" for field in TOP_FIELDS},
+}
+ELSEWHERE_TIER = {
+    "pin": '"cpu"',
+    **{field.name: "the top level" for field in TOP_FIELDS},
+}
+
+
+def reference() -> str:
+    """The tables of ``docs/reference/configuration.md``, generated from the fields above."""
+    parts = [
+        "## Top level\n",
+        _HEAD,
+        *map(_row, TOP_FIELDS),
+        "\n## `cpu`\n",
+        _HEAD,
+        *map(_row, CPU_FIELDS),
+        "\n## `tiers[i]`\n",
+        _HEAD,
+        f"| `type` | {' / '.join(f'`{name}`' for name in TIER_TYPES)} | required | Kind of tier. |",
+        *map(_row, TIER_FIELDS),
+    ]
+    for tier_type in TIER_TYPES.values():
+        parts.append(f"\n### Type `{tier_type.name}`\n\n{tier_type.summary}")
+        if tier_type.fields:
+            parts += ["", _HEAD, *map(_row, tier_type.fields)]
+    return "\n".join(parts) + "\n"
+
+
+_HEAD = "| option | value | default | meaning |\n|---|---|---|---|"
+
+
+def _row(field: Field) -> str:
+    if field.shown:
+        default = field.shown
+    elif field.default is REQUIRED:
+        default = "required"
+    else:
+        default = f"`{show(field.default)}`".replace('"', "")
+    return f"| `{field.name}` | {field.kind.label} | {default} | {field.doc} |"

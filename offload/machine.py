@@ -1,0 +1,128 @@
+"""What the machine has: memory under its control groups, and the file system below a path.
+
+Linux only; everything is read from ``/proc`` and ``/sys/fs/cgroup``, whose places are parameters so
+that tests can point at a copy. A file that is missing or unreadable counts as "no limit".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Memory that this process may use in all, and what sets the limit (``cgroup`` or ``RAM``).
+
+    ``available_bytes`` is what could be taken now without pushing others out.
+    """
+
+    limit_bytes: int
+    available_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The file system that holds a path: its type (``ext4``, ``nfs4``) and mount point."""
+
+    type: str
+    point: str
+    options: tuple[str, ...]
+
+
+def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
+    """The smallest of physical memory and the limits of every control group above this process."""
+    info = _meminfo(proc)
+    total = info.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = info.get("MemAvailable", total)
+    best = MemoryLimit(total, available, "RAM")
+    for limit, used in _cgroup_limits(proc, cgroup):
+        available = min(available, max(0, limit - used))
+        if limit < best.limit_bytes:
+            best = MemoryLimit(limit, available, "cgroup")
+    return MemoryLimit(best.limit_bytes, available, best.source)
+
+
+def mount_of(path: str | Path, proc: Path = PROC) -> Mount | None:
+    """The mount that holds ``path`` (which need not exist), or ``None`` if it cannot be told.
+
+    Format: proc_pid_mountinfo(5). Of mounts at one point the last one is on top.
+    """
+    real = os.path.realpath(path) + "/"
+    found: Mount | None = None
+    for line in _read(proc / "self" / "mountinfo").splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, kind = left.split(" "), right.split(" ")
+        if not separator or len(fields) < 6:
+            continue
+        point = _unescape(fields[4])
+        inside = real.startswith(point.rstrip("/") + "/")
+        if inside and (found is None or len(point) >= len(found.point)):
+            found = Mount(kind[0], point, tuple(fields[5].split(",")))
+    return found
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """``/proc/meminfo`` in bytes (it says kB and means 1,024)."""
+    pairs = re.findall(r"^(\w+):\s+(\d+) kB$", _read(proc / "meminfo"), re.MULTILINE)
+    return {name: int(value) * 1024 for name, value in pairs}
+
+
+def _cgroup_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
+    """(limit, used without reclaimable page cache) of each control group up to the root."""
+    found = []
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            names = (cgroup, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = (
+                cgroup / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        found += _limits_upwards(*names, inside)
+    return found
+
+
+def _limits_upwards(
+    root: Path, limit_file: str, used_file: str, cache_field: str, inside: str
+) -> list[tuple[int, int]]:
+    found = []
+    parts = [part for part in inside.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = root.joinpath(*parts[:depth])
+        limit = _number(_read(folder / limit_file))
+        if limit is None or limit >= _UNLIMITED:
+            continue
+        cache = re.search(rf"^{cache_field} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+        used = (_number(_read(folder / used_file)) or 0) - (int(cache[1]) if cache else 0)
+        found.append((limit, max(0, used)))
+    return found
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _unescape(text: str) -> str:
+    """A path as mountinfo writes it: space, tab, newline and backslash are octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

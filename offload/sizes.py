@@ -1,0 +1,82 @@
+"""Sizes in bytes as people write them: ``8GiB``, ``1.5TB``, ``4096``.
+
+Both families of units are understood, binary (``KiB`` = 1,024) and decimal (``KB`` = 1,000),
+in any case and with or without a space. A bare letter (``8G``) is refused, because the two
+readings differ by 7 % and a memory limit is no place to guess.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+SIZE_MAX = 1 << 60
+"""1 EiB: more than any machine has, small enough for every signed 64-bit field below."""
+
+_PREFIXES = "KMGTPE"
+_UNITS = {"b": 1}
+for _power, _prefix in enumerate(_PREFIXES, start=1):
+    _UNITS[f"{_prefix}iB".lower()] = 1024**_power
+    _UNITS[f"{_prefix}B".lower()] = 1000**_power
+
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([a-z]*)", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an integer or a text such as ``"8GiB"``; a fraction of a byte is cut off.
+
+    Raises ``ValueError`` whose text says what is wrong and, after the first period, how to write
+    it. Zero is allowed here; whether it makes sense is the caller's matter.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        size = _from_text(value)
+    else:
+        raise ValueError('is not a size. Use an integer (bytes) or a text such as "8GiB"')
+    if size < 0:
+        raise ValueError("is negative. Give a positive size")
+    if size > SIZE_MAX:
+        raise ValueError("is larger than 1EiB. Check the number and its unit")
+    return size
+
+
+def format_size(size: int) -> str:
+    """A short text for a size: exact where two decimals or the next smaller unit allow it
+    (``8GiB``, ``5.75GiB``, ``1537MiB``), else with two decimals.
+
+    The rounded form never rounds up, so that a limit that is quoted in a hint is really a limit.
+    """
+    if size < KIB:
+        return f"{size}B"
+    power = max(p for p in range(1, len(_PREFIXES) + 1) if size >= 1024**p)
+    hundredths, rest = divmod(size * 100, 1024**power)
+    if rest and power > 1 and size % 1024 ** (power - 1) == 0:
+        return f"{size // 1024 ** (power - 1)}{_PREFIXES[power - 2]}iB"
+    decimals = (
+        f".{hundredths % 100:02d}".rstrip("0").rstrip(".")
+        if not rest
+        else (f".{hundredths % 100:02d}")
+    )
+    return f"{hundredths // 100}{decimals}{_PREFIXES[power - 1]}iB"
+
+
+def _from_text(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError('is not a size. Use an integer (bytes) or a text such as "8GiB"')
+    number, unit = match.groups()
+    if len(unit) == 1 and unit.upper() in _PREFIXES:
+        letter = unit.upper()
+        raise ValueError(
+            f'has an ambiguous unit. Write "{number}{letter}iB" (powers of 1,024) '
+            f'or "{number}{letter}B" (powers of 1,000)'
+        )
+    scale = _UNITS.get(unit.lower() or "b")
+    if scale is None:
+        raise ValueError("has an unknown unit. Use KiB, MiB, GiB, TiB or KB, MB, GB, TB")
+    return int(Fraction(number) * scale)
