@@ -1,1 +1,1 @@
-"""The demonstration behind ``./run demo``; runs from a checkout, no part of the installed package."""
+"""The demonstration behind `./run demo`; it runs from a checkout and is not installed."""

@@ -1,0 +1,250 @@
+"""The process side of ``engine.Engine``: a nursery that imports vLLM once and forks engines.
+
+Importing vLLM takes four fifths of the start of an engine. The nursery (``python -m
+tests.vllm.engine_process FD``) imports it once per test session and then forks one process for
+each engine on request, before any thread was started. An engine process is its own session and
+process group, so that the test can kill it with everything it started, and it ends by itself
+when the test process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
+
+MAX_ORDER_BYTES = 1 << 20
+
+
+class EngineHost:
+    """Owns one in-process ``vllm.LLM``; each public method can be called by the test."""
+
+    def __init__(self, engine_kwargs: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**engine_kwargs)
+        self._finished: dict[str, Generation] = {}
+        self._names: dict[str, str] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Geometry of the KV cache: number of blocks, hash block, and kind of each group."""
+        config = self._scheduler.kv_cache_config
+        groups = [
+            {
+                "kind": type(group.kv_cache_spec).__name__,
+                "block_size": group.kv_cache_spec.block_size,
+                "page_bytes": group.kv_cache_spec.page_size_bytes,
+                "layers": list(group.layer_names),
+            }
+            for group in config.kv_cache_groups
+        ]
+        hash_block = getattr(config, "hash_block_size", None)
+        return {"num_blocks": config.num_blocks, "hash_block_size": hash_block, "groups": groups}
+
+    def generate(self, prompts: list[Prompt], **sampling: Any) -> list[Generation]:
+        """Answer all prompts, in flight together."""
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, _sampling(**sampling), use_tqdm=False)
+        return [_generation(output) for output in outputs]
+
+    def submit(self, request_id: str, prompt: Prompt, **sampling: Any) -> None:
+        """Add a request without running it; ``step`` moves it on."""
+        engine = self.llm.llm_engine
+        inputs = {"prompt_token_ids": prompt}
+        internal = engine.add_request(request_id, inputs, _sampling(**sampling))
+        self._names[request_id] = internal if isinstance(internal, str) else request_id
+
+    def step(self, times: int = 1) -> list[str]:
+        """Run engine steps, also when no request is unfinished (the connector may have work).
+        Returns the request ids that finished."""
+        finished = []
+        for _ in range(times):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self._finished[output.request_id] = _generation(output)
+                    finished.append(output.request_id)
+        return finished
+
+    def run_until_finished(self, deadline_s: float = 60.0) -> dict[str, Generation]:
+        """Step until no submitted request is left; raises ``TimeoutError``."""
+        end = time.monotonic() + deadline_s
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.step()
+            if time.monotonic() > end:
+                raise TimeoutError(f"requests unfinished after {deadline_s} s: {self.states()}")
+        return dict(self._finished)
+
+    def step_until(
+        self, condition: Callable[..., bool], *args: Any, deadline_s: float = 60.0
+    ) -> None:
+        """Step until ``condition(llm, *args)`` holds; raises ``TimeoutError``."""
+        end = time.monotonic() + deadline_s
+        while not condition(self.llm, *args):
+            self.step()
+            if time.monotonic() > end:
+                raise TimeoutError(f"{condition} not reached in {deadline_s} s: {self.states()}")
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort submitted requests."""
+        internal = [self._names.get(name, name) for name in request_ids]
+        self.llm.llm_engine.abort_request(internal, internal=True)
+
+    def states(self) -> dict[str, str]:
+        """The scheduler's state of each request that it knows."""
+        return {name: r.status.name for name, r in self._scheduler.requests.items()}
+
+    def reset_prefix_cache(self, connector: bool = False, running: bool = False) -> bool:
+        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps."""
+        return self.llm.reset_prefix_cache(
+            reset_running_requests=running, reset_connector=connector
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges as ``name{label="value"}``, without the labels of the engine."""
+        found = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                own = {k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")}
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(own.items()))
+                found[f"{metric.name}{{{labels}}}" if labels else metric.name] = metric.value
+        return found
+
+    def cached_blocks(self) -> dict[bytes, int]:
+        """Block id for each key (block hash + group id) in vLLM's own prefix cache."""
+        table = self._scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        keys = list(table._cache)
+        return {bytes(key): table.get_one_block(key).block_id for key in keys}
+
+    def kv_snapshot(self) -> dict[bytes, tuple[bytes, ...]]:
+        """The bytes of every block in vLLM's prefix cache, by key; one item for each rank."""
+        by_group: dict[int, list[tuple[bytes, int]]] = {}
+        for key, block in self.cached_blocks().items():
+            by_group.setdefault(int.from_bytes(key[-4:], "big"), []).append((key, block))
+        blocks = {group: [block for _, block in pairs] for group, pairs in by_group.items()}
+        ranks = self.llm.collective_rpc("kvtest_read", args=(blocks,))
+        return {
+            key: tuple(rank[group][index] for rank in ranks)
+            for group, pairs in by_group.items()
+            for index, (key, _) in enumerate(pairs)
+        }
+
+    def fill_blocks(self, blocks: dict[int, list[int]], value: int = 0) -> None:
+        """Overwrite blocks on every rank: a planted fault."""
+        self.llm.collective_rpc("kvtest_fill", args=(blocks, value))
+
+    def swap_blocks(self, group: int, first: int, second: int) -> None:
+        """Exchange two blocks on every rank: a planted fault."""
+        self.llm.collective_rpc("kvtest_swap", args=(group, first, second))
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function(llm, *args)`` here; it must be importable, its result picklable."""
+        return function(self.llm, *args)
+
+    def close(self) -> None:
+        """Shut the engine down the way vLLM does."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _sampling(max_tokens: int = 8, logprobs: int | None = 5, **others: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, **others
+    )
+
+
+def _generation(output: Any) -> Generation:
+    answer = output.outputs[0]
+    logprobs = tuple(
+        tuple(sorted((token, entry.logprob) for token, entry in position.items()))
+        for position in answer.logprobs or ()
+    )
+    cached = output.num_cached_tokens or 0
+    return Generation(tuple(answer.token_ids), logprobs, cached, answer.finish_reason)
+
+
+def serve(connection: Connection, order: StartEngine) -> None:
+    """Build the engine and answer calls until the connection or the engine is closed."""
+    host = None
+    try:
+        host = EngineHost(order.engine_kwargs)
+        connection.send(Answer(host.describe()))
+        while True:
+            call: Call = connection.recv()
+            connection.send(_answer(host, call))
+            if call.method == "close":
+                return
+    except EOFError:
+        return  # the test process is gone
+    except BaseException:  # whatever it was, the test must see it
+        with contextlib.suppress(OSError):
+            connection.send(Answer(None, traceback.format_exc()))
+        raise
+
+
+def _answer(host: EngineHost, call: Call) -> Answer:
+    try:
+        return Answer(getattr(host, call.method)(*call.args, **call.kwargs))
+    except Exception:  # reported to the test, which decides; the engine may still be usable
+        traceback.print_exc()
+        return Answer(None, traceback.format_exc())
+
+
+def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
+    """Run in the forked child. Returns its exit status."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    os.environ.update(order.env)
+    try:
+        serve(Connection(connection_fd), order)
+    except BaseException:  # the last stop of this process; the log gets the reason
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def nursery(control: socket.socket) -> None:
+    """Import vLLM, then fork an engine for each order until the control socket closes."""
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (all four only to have them in memory)
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries ended engines
+    control.sendall(b"ready")
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 2)
+        if not message:
+            return
+        order: StartEngine = pickle.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            os._exit(_become_engine(order, *fds))
+        for fd in fds:
+            os.close(fd)
+        control.sendall(pid.to_bytes(8, "big"))
+
+
+if __name__ == "__main__":
+    nursery(socket.socket(fileno=int(sys.argv[1])))
