@@ -1,0 +1,187 @@
+"""Contains a policy that misbehaves, so that it costs hits and never an answer.
+
+The guard watches every call. A policy that raises, is slow, names keys that it must not name or
+withholds victims is replaced for good by LRU over the same members; that is counted,
+logged once and told to ``on_fault``. The guard never raises because of what the policy did.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.lru import LruPolicy
+
+logger = logging.getLogger(__name__)
+
+_WINDOW_KEYS = 4096
+"""The mean time per key is judged each time this many keys have passed."""
+
+
+class GuardedPolicy(EvictionPolicy):
+    """A policy in a cage.
+
+    ``members`` is a live view of the tier's resident keys, which may be ahead of the policy by
+    the one key being inserted or removed; without it the guard keeps a set of its own.
+    ``call_budget_s`` bounds one call and ``key_budget_s`` both the mean time per key and, times
+    the keys in it, adds to the bound of a long call. Wall time, because a policy may sleep.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        on_fault: Callable[[str], None] | None = None,
+        *,
+        members: Collection[Key] | None = None,
+        call_budget_s: float = 0.25,
+        key_budget_s: float = 100e-6,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.faults: list[str] = []
+        self._active: EvictionPolicy = policy
+        self._name = type(policy).__name__
+        self._on_fault = on_fault
+        self._own: dict[Key, None] | None = {} if members is None else None
+        self._members: Collection[Key] = self._own if members is None else members  # type: ignore[assignment]  # one of the two is there
+        self._call_budget_s = call_budget_s
+        self._key_budget_s = key_budget_s
+        self._clock = clock
+        self._spent_s = 0.0
+        self._keys = 0
+
+    @property
+    def active(self) -> EvictionPolicy:
+        """The policy in charge: the guarded one, or LRU after a fault."""
+        return self._active
+
+    @property
+    def keeps_prefixes_closed(self) -> bool:  # type: ignore[override]  # changes with a fault
+        """The policy's promise; False after a fault, as LRU starts from any order there."""
+        return not self.faults and self._active.keeps_prefixes_closed
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        if self._own is not None:
+            self._own[key] = None
+        if self.faults:
+            self._active.insert(key, info)
+            return
+        start = self._clock()
+        try:
+            self._active.insert(key, info)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"insert raised {error!r}")
+        else:
+            self._charge("insert", start, 1)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        if self.faults:
+            self._active.touch(keys)
+            return
+        start = self._clock()
+        try:
+            self._active.touch(keys)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"touch raised {error!r}")
+            self._active.touch(keys)
+        else:
+            self._charge("touch", start, len(keys))
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        if self.faults:
+            return self._active.victims(count, evictable)
+        start = self._clock()
+        try:
+            names = self._active.victims(count, evictable)
+            fault = self._wrong(names, count, evictable)
+        except Exception as error:  # containing it is this class's purpose
+            fault = f"victims raised {error!r}"
+        if fault:
+            self._fall_back(fault)
+            return self._active.victims(count, evictable)
+        self._charge("victims", start, count)
+        return names
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        if self._own is not None:
+            self._own.pop(key, None)
+        if self.faults:
+            self._active.remove(key, cause)
+            return
+        start = self._clock()
+        try:
+            self._active.remove(key, cause)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"remove raised {error!r}")
+            self._active.remove(key, cause)
+        else:
+            self._charge("remove", start, 1)
+
+    def clear(self) -> None:
+        if self._own is not None:
+            self._own.clear()
+        try:
+            self._active.clear()
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"clear raised {error!r}")
+            self._active.clear()
+
+    def __len__(self) -> int:
+        if self._own is not None:
+            return len(self._own)
+        try:
+            return len(self._active)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"len raised {error!r}")
+            return len(self._active)
+
+    def _wrong(self, names: object, count: int, evictable: Callable[[Key], bool]) -> str:
+        """What is wrong with these victims; empty if nothing is."""
+        if not isinstance(names, list) or len(names) > count:
+            return f"victims({count}) returned {_brief(names)}"
+        if len(set(names)) != len(names):
+            return "victims named a key twice"
+        for key in names:
+            if key not in self._members:
+                return f"victims named an unknown key {_brief(key)}"
+            if not evictable(key):
+                return f"victims named a pinned key {_brief(key)}"
+        if len(names) < count and len(self._members) > len(names):
+            held = set(names)
+            if any(key not in held and evictable(key) for key in self._members):
+                return f"victims({count}) named {len(names)} and withheld others"
+        if len(self._active) != len(self._members):
+            return f"policy has {len(self._active)} keys, the tier {len(self._members)}"
+        return ""
+
+    def _charge(self, call: str, start: float, keys: int) -> None:
+        """Book a call's time; a fault if it was over budget."""
+        spent = self._clock() - start
+        if spent > self._call_budget_s + keys * self._key_budget_s:
+            self._fall_back(f"{call} of {keys} keys took {spent:.3f} s")
+            return
+        self._spent_s += spent
+        self._keys += max(1, keys)
+        if self._keys >= _WINDOW_KEYS:
+            mean_s = self._spent_s / self._keys
+            self._spent_s, self._keys = 0.0, 0
+            if mean_s > self._key_budget_s:
+                self._fall_back(f"took {mean_s * 1e6:.0f} us per key on average")
+
+    def _fall_back(self, reason: str) -> None:
+        """LRU over the same members takes over. Their first order is that of insertion."""
+        fallback = LruPolicy()
+        info = EntryInfo()
+        for key in self._members:
+            fallback.insert(key, info)
+        self._active = fallback
+        self.faults.append(reason)
+        logger.error("policy %s is replaced by LRU: %s", self._name, reason)
+        if self._on_fault is not None:
+            self._on_fault(reason)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,179 @@
+"""Finds policies by name: built in, ``module:Class``, or an entry point of another package.
+
+Other packages offer a policy under a short name with an entry point in the group
+``kvtiers.policies`` (eviction) or ``kvtiers.admission`` (admission):
+
+    [project.entry-points."kvtiers.policies"]
+    mine = "my_package.my_policy:MyPolicy"
+
+A spec is ``"lru"``, ``"my_package.my_policy:MyPolicy"``, or a mapping ``{"name": <one of these>}``
+whose other items are the options of the class's constructor. Built-in names come first, so that
+no installed package can replace ``lru``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any, TypeVar, cast
+
+from policies.base import AdmissionPolicy, EvictionPolicy
+
+Spec = str | Mapping[str, Any]
+P = TypeVar("P")
+
+POLICY_GROUP = "kvtiers.policies"
+ADMISSION_GROUP = "kvtiers.admission"
+
+_POLICIES = {
+    "lru": "policies.lru:LruPolicy",
+}
+_ADMISSIONS: dict[str, str] = {}
+
+
+class PolicySpecError(ValueError):
+    """A policy spec that leads to no policy. The text says what to write instead."""
+
+
+class UnknownPolicyError(PolicySpecError):
+    """No built-in policy and no entry point has this name."""
+
+
+class PolicyImportError(PolicySpecError):
+    """The module or the class cannot be imported, or is not a policy."""
+
+
+class PolicyOptionError(PolicySpecError):
+    """The constructor does not take these options or values."""
+
+
+def make_policy(spec: Spec) -> EvictionPolicy:
+    """A new eviction policy. Raises a ``PolicySpecError`` (a ``ValueError``)."""
+    return _make(spec, EvictionPolicy, "policy", _POLICIES, POLICY_GROUP)  # type: ignore[type-abstract]  # any concrete subclass comes back
+
+
+def make_admission(spec: Spec) -> AdmissionPolicy:
+    """A new admission policy. Raises a ``PolicySpecError`` (a ``ValueError``)."""
+    return _make(spec, AdmissionPolicy, "admission policy", _ADMISSIONS, ADMISSION_GROUP)  # type: ignore[type-abstract]  # any concrete subclass comes back
+
+
+def policy_names() -> list[str]:
+    """The names that ``make_policy`` knows, built in first."""
+    return _names(_POLICIES, POLICY_GROUP)
+
+
+def admission_names() -> list[str]:
+    """The names that ``make_admission`` knows, built in first."""
+    return _names(_ADMISSIONS, ADMISSION_GROUP)
+
+
+def policy_options(spec: Spec) -> list[str]:
+    """The options that the constructor of this eviction policy takes."""
+    name, _ = _split(spec, "policy")
+    return _option_names(_find(name, "policy", _POLICIES, POLICY_GROUP))
+
+
+def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], group: str) -> P:
+    name, options = _split(spec, noun)
+    found = _find(name, noun, builtin, group)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise PolicyImportError(f'{noun} "{name}" is not a subclass of {base.__name__}.')
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise PolicyImportError(f'{noun} "{name}" does not implement {missing}.')
+    _check_options(name, noun, found, options)
+    try:
+        return found(**options)
+    except Exception as error:  # whatever a foreign constructor raises is a bad option here
+        raise PolicyOptionError(
+            f'{noun} "{name}" does not take {_show(options)}: {error}. {_takes(found)}'
+        ) from error
+
+
+def _split(spec: Spec, noun: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(spec, str):
+        return spec, {}
+    name = spec.get("name") if isinstance(spec, Mapping) else None
+    if not isinstance(name, str):
+        raise PolicySpecError(
+            f'{noun} must be a name, "module:Class", or {{"name": ...}} with options beside it '
+            f"(got {spec!r})."
+        )
+    return name, {str(key): value for key, value in spec.items() if key != "name"}
+
+
+def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
+    """The object that a name leads to; imports it."""
+    path = builtin.get(name)
+    if path is None and ":" in name:
+        path = name
+    if path is not None:
+        return _load(path, noun)
+    for point in metadata.entry_points(group=group, name=name):
+        try:
+            return point.load()
+        except Exception as error:  # a foreign module may raise anything when imported
+            raise PolicyImportError(
+                f'cannot import {noun} "{name}" ({point.value}): {error}.'
+            ) from error
+    known = _names(builtin, group)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f' Did you mean "{near[0]}"?' if near else ""
+    raise UnknownPolicyError(
+        f'unknown {noun} "{name}".{hint} Available: {", ".join(known)}, or "module:Class".'
+    )
+
+
+def _load(path: str, noun: str) -> Any:
+    module_name, _, class_name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a foreign module may raise anything when imported
+        near = difflib.get_close_matches(class_name, dir(found), n=1) if "found" in locals() else []
+        hint = f' Did you mean "{module_name}:{near[0]}"?' if near else ""
+        raise PolicyImportError(f'cannot import {noun} "{path}": {error}.{hint}') from error
+    return found
+
+
+def _check_options(name: str, noun: str, found: type, options: Mapping[str, Any]) -> None:
+    known = _option_names(found)
+    if "**" in known:
+        return
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f' Did you mean "{near[0]}"?' if near else ""
+            raise PolicyOptionError(
+                f'{noun} "{name}" has no option "{option}".{hint} {_takes(found)}'
+            )
+
+
+def _option_names(found: type) -> list[str]:
+    """Constructor parameters; ``"**"`` stands for any."""
+    try:
+        parameters: Sequence[inspect.Parameter] = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # written in C, or with a broken __signature__
+        return ["**"]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ["**"]
+    wanted = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in wanted]
+
+
+def _takes(found: type) -> str:
+    known = _option_names(found)
+    return f"Its options are: {', '.join(known)}." if known else "It takes no options."
+
+
+def _names(builtin: Mapping[str, str], group: str) -> list[str]:
+    points = cast("Sequence[metadata.EntryPoint]", metadata.entry_points(group=group))
+    return [*builtin, *sorted({point.name for point in points} - set(builtin))]
+
+
+def _show(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
