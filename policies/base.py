@@ -18,6 +18,10 @@ Key = Hashable
 _NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
 
+def _no_hints() -> Mapping[str, Any]:
+    return _NO_HINTS  # a factory, because Python 3.11 takes a mapping proxy for mutable
+
+
 class RemoveCause(enum.Enum):
     """Why a key left the tier. Ghost lists of adaptive policies care only about ``EVICTED``."""
 
@@ -41,7 +45,7 @@ class EntryInfo:
     size_bytes: int = 1
     cost: float = 0.0
     salt: bytes = b""
-    hints: Mapping[str, Any] = field(default=_NO_HINTS)
+    hints: Mapping[str, Any] = field(default_factory=_no_hints)
 
 
 class EvictionPolicy(ABC):
