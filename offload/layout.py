@@ -6,8 +6,8 @@ from what ``offload.connector.vllm_layout`` or the in-process API found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 FULL = "full"
 WINDOW = "window"
@@ -75,6 +75,11 @@ class ModelLayout:
     alignment_tokens: int
     groups: tuple[GroupLayout, ...]
     skipped: tuple[str, ...] = ()
+
+    def with_block_bytes(self, block_bytes: Mapping[int, int]) -> ModelLayout:
+        """The same layout with the bytes per block that a worker found, by group id."""
+        groups = [replace(g, block_bytes=block_bytes[g.group]) for g in self.groups]
+        return replace(self, groups=tuple(groups))
 
     @property
     def token_bytes(self) -> float:

@@ -52,9 +52,9 @@ class LayoutInput:
     """Everything that the checks look at.
 
     ``scheduler_tokens`` is vLLM's scheduler block size (its hits are multiples of it).
-    Exactly one of ``chunk_blocks`` (the same for every group) and ``chunk_tokens`` (the same
-    tokens for every group) is above 0. ``context_parallel`` is the product of the decode and
-    prefill context parallel sizes.
+    ``chunk_blocks`` is the configured number of blocks per chunk. ``context_parallel`` is the
+    product of the decode and prefill context parallel sizes. ``max_tokens`` is the model's context
+    length, 0 if it is not known.
     """
 
     groups: tuple[GroupInput, ...]
@@ -62,8 +62,8 @@ class LayoutInput:
     hash_tokens: int
     scheduler_tokens: int
     chunk_blocks: int = 1
-    chunk_tokens: int = 0
     context_parallel: int = 1
+    max_tokens: int = 0
     prefix_caching: bool = True
 
     @property
@@ -78,24 +78,24 @@ def build_layout(given: LayoutInput) -> ModelLayout:
     Raises ``UnsupportedSpecError`` or ``AlignmentError``, listing every offender.
     """
     raise_if_bad(given)
-    groups = tuple(_group_layout(group, given) for group in given.taking_part)
-    alignment = math.lcm(given.scheduler_tokens, *(group.chunk_tokens for group in groups))
     return ModelLayout(
         num_blocks=given.num_blocks,
         hash_tokens=given.hash_tokens,
-        alignment_tokens=alignment,
-        groups=groups,
+        alignment_tokens=alignment_of(given),
+        groups=tuple(_group_layout(group, given) for group in given.taking_part),
         skipped=tuple(f"{g.name}: {g.skipped}" for g in given.groups if g.skipped),
     )
 
 
-def chunk_blocks_of(group: GroupInput, given: LayoutInput) -> int:
+def alignment_of(given: LayoutInput) -> int:
+    """Granularity of hits in tokens: every group's chunks and vLLM's own alignment fit in it."""
+    chunks = [_chunk_blocks(group, given) * group.block_tokens for group in given.taking_part]
+    return math.lcm(given.scheduler_tokens, *chunks)
+
+
+def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
     """Blocks per chunk of one group. A state is one block: it is never joined with others."""
-    if group.kind == STATE:
-        return 1
-    if given.chunk_tokens:
-        return given.chunk_tokens // group.block_tokens
-    return given.chunk_blocks
+    return 1 if group.kind == STATE else given.chunk_blocks
 
 
 def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
@@ -103,7 +103,7 @@ def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
         group=group.group,
         kind=group.kind,
         block_tokens=group.block_tokens,
-        chunk_blocks=chunk_blocks_of(group, given),
+        chunk_blocks=_chunk_blocks(group, given),
         layers=group.layers,
         block_bytes=group.block_bytes,
         window_tokens=group.window_tokens,
@@ -201,11 +201,18 @@ def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
-    if given.chunk_tokens < 0 or given.chunk_blocks < 0:
-        return [Misfit(f"chunk size below 0: {given.chunk_tokens or given.chunk_blocks}")]
-    if not given.chunk_tokens and not given.chunk_blocks:
-        return [Misfit("the chunk size is 0")]
-    return []
+    """A chunk that cannot be, or hits so coarse that no request is long enough for one."""
+    if given.chunk_blocks < 1:
+        return [Misfit(f'"chunk_blocks" must be at least 1, it is {given.chunk_blocks}')]
+    smallest = alignment_of(given)
+    if not given.max_tokens or smallest <= given.max_tokens:
+        return []
+    what = (
+        f"the smallest prefix that could be reused is {smallest} tokens (chunk_blocks="
+        f"{given.chunk_blocks}, scheduler block size {given.scheduler_tokens}), more than the "
+        f"model's context of {given.max_tokens}: there would never be a hit"
+    )
+    return [Misfit(what)]
 
 
 def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
@@ -229,15 +236,12 @@ def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
                 f"{name} {divisor}"
             )
             misfits.append(Misfit(f"{group.name}: {what}"))
-    if given.chunk_tokens and group.kind != STATE and given.chunk_tokens % block:
-        what = f"the chunk of {given.chunk_tokens} tokens is not a multiple of its block of {block}"
-        misfits.append(Misfit(f"{group.name}: {what}"))
     return misfits
 
 
 def _single_hints(given: LayoutInput) -> list[Hint]:
     """Every single change that could help; whether it does is for the caller to try."""
-    hints = [_aligned_states(given), _finer_hash(given), _fitting_chunk(given)]
+    hints = [_aligned_states(given), _finer_hash(given), _smaller_chunk(given)]
     hints += [_no_context_parallel(given), _no_token_scales(given)]
     return [hint for hint in hints if hint is not None]
 
@@ -275,15 +279,12 @@ def _with_block_sizes(given: LayoutInput) -> LayoutInput:
     return replace(given, hash_tokens=math.gcd(*sizes), scheduler_tokens=math.lcm(*every))
 
 
-def _fitting_chunk(given: LayoutInput) -> Hint | None:
-    sizes = [group.block_tokens for group in given.taking_part if group.kind != STATE]
-    if given.chunk_tokens < 1 or not sizes or min(sizes) < 1:
-        return None
-    unit = math.lcm(*sizes)
-    tokens = math.ceil(given.chunk_tokens / unit) * unit
-    if tokens == given.chunk_tokens:
-        return None
-    return Hint(f'set "chunk_tokens" to {tokens}', replace(given, chunk_tokens=tokens))
+def _smaller_chunk(given: LayoutInput) -> Hint | None:
+    for blocks in range(min(given.chunk_blocks - 1, 64), 0, -1):
+        changed = replace(given, chunk_blocks=blocks)
+        if not _chunk_size_misfits(changed):
+            return Hint(f'set "chunk_blocks" to {blocks}', changed)
+    return None
 
 
 def _no_context_parallel(given: LayoutInput) -> Hint | None:
