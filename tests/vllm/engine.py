@@ -36,6 +36,7 @@ LOG_CHARS = 60_000
 BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # exact repeats
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": str(ROOT),

@@ -10,6 +10,7 @@ when the test process is gone.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ class EngineHost:
     def __init__(self, engine_kwargs: dict[str, Any]) -> None:
         from vllm import LLM
 
+        _fork_ranks()
         self.llm = LLM(**engine_kwargs)
         self._finished: dict[str, Generation] = {}
         self._names: dict[str, str] = {}
@@ -157,6 +159,14 @@ class EngineHost:
     @property
     def _scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _fork_ranks() -> None:
+    """Let the ranks of a tensor parallel engine be forked, as vLLM does by default on other
+    platforms. Its CPU platform insists on new interpreters, which take 30 s to import vLLM."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _sampling(max_tokens: int = 8, logprobs: int | None = 5, **others: Any) -> Any:
