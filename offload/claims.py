@@ -1,0 +1,163 @@
+"""Who uses a folder now: claims and short locks, both ``flock`` of the kernel.
+
+A claim ends with its process, however that ends; its file stays and says only who held it last, for
+messages. The tiers' own ``owner.lock`` files count as claims too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import NamespaceError, TierUnavailableError
+from tiers.folder import LOCK_NAME as TIER_LOCK_NAME
+
+LOCK_NAME = ".kvtiers.lock"
+LOCK_WAIT_S = 10.0
+CLAIM_WAIT_S = 0.2
+"""Longer than somebody who only asks whether a claim is held keeps it locked."""
+_CLAIM = re.compile(r"rank-[0-9]+\.claim", re.ASCII)
+_FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that uses a folder now. ``pid`` and ``engine`` are what it wrote about itself."""
+
+    folder: str
+    pid: int
+    engine: str
+
+
+def live_owners(root: str | Path) -> list[Owner]:
+    """The processes that hold a claim anywhere below ``root`` now."""
+    found = []
+    for claim in claims_below(Path(root)):
+        owner = holder(claim)
+        if owner is not None:
+            found.append(owner)
+    return found
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``."""
+    fd = _open_lock(folder / LOCK_NAME)
+    try:
+        if not _lock(fd, LOCK_WAIT_S):
+            raise TierUnavailableError(
+                f"{folder} is locked by another process for more than {LOCK_WAIT_S:g} s"
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """A lock file, made if need be. Raises ``NamespaceError`` if something else lies there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise NamespaceError(f"{path} is not a regular file") from None
+        raise TierUnavailableError(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NamespaceError(f"{path} is not a regular file")
+    return fd
+
+
+def _lock(fd: int, wait_s: float) -> bool:
+    """Take an exclusive lock within ``wait_s`` seconds; whether that worked."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
+
+
+def claim(path: Path, engine: str) -> int:
+    """Claim ``path`` for this process; the descriptor to close when done with it.
+
+    Raises ``TierUnavailableError`` that names the owner if another process has it.
+    """
+    fd = _open_lock(path)
+    if not _lock(fd, CLAIM_WAIT_S):
+        owner = _read_owner(fd, path)
+        os.close(fd)
+        raise TierUnavailableError(
+            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}). "
+            "Stop that server or give this one another path."
+        )
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"pid": os.getpid(), "engine": engine[:200]}).encode(), 0)
+    return fd
+
+
+def holder(claim: Path) -> Owner | None:
+    """Who holds this claim now, found out by trying to take it; ``None`` if nobody does."""
+    try:
+        fd = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # A shared lock is enough to find out, and two that ask do not see each other as owners.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_owner(fd, claim)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_owner(fd: int, path: Path) -> Owner:
+    """What the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
+    try:
+        found = json.loads(os.pread(fd, 4096, 0))
+        if isinstance(found, int):
+            return Owner(str(path.parent), found, "")
+        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Owner(str(path.parent), 0, "")
+
+
+def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
+    """Every claim file below ``root``, or below its entry ``only``; held or not.
+
+    What was moved aside may still be in use: its claims moved with it, and are found too.
+    """
+    folders = [root / only if only else root]
+    while folders:
+        folder = folders.pop()
+        if os.path.lexists(folder / TIER_LOCK_NAME):
+            yield folder / TIER_LOCK_NAME
+        if folder.name.startswith("rank-"):
+            continue  # payload, perhaps a million files
+        for name in entries(folder):
+            inner = folder / name
+            if _CLAIM.fullmatch(name):
+                yield inner
+            elif _FOLDER.fullmatch(name) and inner.is_dir() and not inner.is_symlink():
+                folders.append(inner)
+
+
+def entries(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

@@ -1,0 +1,168 @@
+"""What else lies below a tier's path: other namespaces, how they differ, and making room.
+
+The configured capacity of a tier covers everything below its path, also what
+other models left there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.claims import claims_below, entries, holder, locked
+from offload.errors import NamespaceError
+from offload.namespace import (
+    MANIFEST_NAME,
+    NAME,
+    Namespace,
+    differing_fields,
+    read_manifest,
+    sync_folder,
+)
+from offload.sizes import format_size
+
+NEIGHBOURS_MAX = 256
+_QUARANTINE = re.compile(r"quarantine-[0-9a-f]{32}-[0-9a-f]{8}", re.ASCII)
+_TRASH = re.compile(r"\.trash-[0-9a-f]{16}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A namespace (or something moved aside) below a path: disk bytes and seconds since 1970."""
+
+    name: str
+    size_bytes: int
+    last_used: float
+
+
+def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[Stored]:
+    """Everything of ours below ``root`` but ``keep``, least recently used first.
+
+    Includes what was moved aside. Links are neither followed nor counted.
+    """
+    found = []
+    for name in entries(Path(root)):
+        ours = NAME.fullmatch(name) or _QUARANTINE.fullmatch(name)
+        real = ours and stat.S_ISDIR(_lstat_mode(Path(root) / name))
+        if real and (keep is None or name != keep.name):
+            found.append(Stored(name, *_usage(Path(root) / name)))
+    return sorted(found, key=lambda stored: (stored.last_used, stored.name))
+
+
+def remove_namespace(root: str | Path, name: str) -> bool:
+    """Delete one entry of ``other_namespaces``; ``False`` if a live process uses it.
+
+    Raises ``ValueError`` if ``name`` is no name of ours, and ``OSError``.
+    """
+    if not (NAME.fullmatch(name) or _QUARANTINE.fullmatch(name)):
+        raise ValueError(f"not the name of a namespace: {name!r}")
+    base = Path(root)
+    with locked(base):
+        # Claims are taken under the same lock, so nobody can begin to use it in between.
+        if any(holder(claim) for claim in claims_below(base, name)):
+            return False
+        trash = base / f".trash-{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(base / name, trash)
+            sync_folder(base)
+    _delete_trash(base)
+    return True
+
+
+def make_room(
+    root: str | Path,
+    keep: Namespace,
+    capacity: int,
+    others_share: float = 0.5,
+    note: Callable[[str], None] | None = None,
+) -> int:
+    """Remove the least recently used other namespaces until they take at most ``others_share``
+    of ``capacity``, and return the bytes that are left for ``keep``.
+
+    The configured capacity covers everything below the path, so a tier is opened with the
+    result as its capacity (divided by the ranks). Namespaces in use are left alone. Repeating it
+    changes nothing, so every rank may call it and gets the same answer.
+    """
+    _delete_trash(Path(root))
+    others = other_namespaces(root, keep)
+    total = sum(stored.size_bytes for stored in others)
+    for stored in others:
+        if total <= capacity * others_share:
+            break
+        if remove_namespace(root, stored.name):
+            total -= stored.size_bytes
+            if note:
+                note(f"removed {stored.name} ({format_size(stored.size_bytes)}) to make room")
+    return max(0, capacity - total)
+
+
+def describe_neighbours(root: str | Path, namespace: Namespace) -> list[str]:
+    """Why nothing below ``root`` fits ``namespace``: one line per differing field of the nearest
+    other namespace, with both values; nothing if there is no other one."""
+    base = Path(root)
+    names = [name for name in entries(base) if NAME.fullmatch(name)]
+    names.sort(key=lambda name: -_mtime(base / name / MANIFEST_NAME))
+    nearest: tuple[str, list[tuple[str, object, object]]] | None = None
+    for name in names[:NEIGHBOURS_MAX]:
+        try:
+            other = read_manifest(base / name)
+        except NamespaceError:
+            continue  # whoever opens it says so
+        differences = differing_fields(other, namespace) if other else []
+        if differences and (nearest is None or len(differences) < len(nearest[1])):
+            nearest = name, differences
+    if nearest is None:
+        return []
+    return [
+        f"stored blocks of namespace {nearest[0]} are not used, because {path} differs: "
+        f"{_cut(stored)} stored, {_cut(now)} now"
+        for path, stored, now in nearest[1]
+    ]
+
+
+def _delete_trash(base: Path) -> None:
+    for name in entries(base):
+        if _TRASH.fullmatch(name) and not (base / name).is_symlink():
+            shutil.rmtree(base / name, ignore_errors=True)  # the next start tries again
+
+
+def _usage(folder: Path) -> tuple[int, float]:
+    """Disk bytes of everything in ``folder`` and the newest modification time."""
+    total, newest = 0, _mtime(folder)
+    stack = [folder]
+    while stack:
+        with contextlib.suppress(OSError), os.scandir(stack.pop()) as inside:
+            for entry in inside:
+                with contextlib.suppress(OSError):
+                    found = entry.stat(follow_symlinks=False)
+                    total += found.st_blocks * 512
+                    newest = max(newest, found.st_mtime)
+                    if stat.S_ISDIR(found.st_mode):
+                        stack.append(Path(entry.path))
+    return total, newest
+
+
+def _lstat_mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _cut(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,224 @@
+"""The folders of namespaces below a tier's path: opening, epochs, owners, and clean-up.
+
+    <path>/                              mode 0700
+      .kvtiers.lock                      held for the moments in which folders come or go
+      <32 hex digits>/                   one namespace
+        kvt-manifest.json                its fields
+        replica-0/                       one data-parallel replica
+          epoch                          weights epoch, bumped by a reset
+          rank-0/                        what the tier of this rank keeps
+          rank-0.claim                   held (flock) by the process that uses rank-0
+      quarantine-<hex>/                  moved aside, because it could not be trusted
+
+Everything here runs at start-up, at a reset, or on the command line. It blocks on the disk and must
+not be called from vLLM's threads while they serve, except ``bump_epoch``, whose two small syncs
+are the price of a reset that survives ``kill -9``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from offload.claims import claim, entries, locked
+from offload.errors import NamespaceError, TierUnavailableError
+from offload.namespace import (
+    MANIFEST_NAME,
+    NAME,
+    Namespace,
+    NewerFormatError,
+    read_manifest,
+    read_small_file,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
+from tiers.folder import FolderError
+from tiers.folder import prepare as prepare_folder
+
+EPOCH_NAME = "epoch"
+_EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
+
+
+def _no_note(line: str) -> None:
+    """For callers that keep no log."""
+
+
+@dataclass(slots=True)
+class Place:
+    """The folder of one rank, claimed by this process until ``close``."""
+
+    folder: Path
+    epoch: int
+    _claim_fd: int = field(default=-1, repr=False)
+
+    def close(self) -> None:
+        """Give the claim back. Idempotent."""
+        if self._claim_fd >= 0:
+            os.close(self._claim_fd)
+            self._claim_fd = -1
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_namespace(
+    root: str | Path, namespace: Namespace, note: Callable[[str], None] = _no_note
+) -> Path:
+    """The folder of ``namespace`` below ``root``, made or validated, marked as used now.
+
+    A folder whose manifest is missing, unreadable, or another namespace's is moved aside and an
+    empty one takes its place; ``note`` gets one line about it. Raises ``NamespaceError`` if the
+    manifest is of a newer format (nothing is touched then), ``TierUnavailableError`` if others
+    hold the lock of ``root`` for too long, and ``OSError``.
+    """
+    base = _prepare_root(root)
+    with locked(base):
+        return _open_locked(base, namespace, note)
+
+
+def open_place(
+    root: str | Path,
+    namespace: Namespace,
+    *,
+    replica: int,
+    rank: int,
+    engine: str,
+    note: Callable[[str], None] = _no_note,
+) -> Place:
+    """Claim the folder of one rank of one data-parallel replica, and read its epoch.
+
+    ``engine`` names this server in messages to others. A damaged epoch file sends the replica's
+    folder aside, because records of an older epoch could come back with it. Raises as
+    ``open_namespace`` does, and ``TierUnavailableError`` if another process holds the claim.
+    """
+    base = _prepare_root(root)
+    with locked(base):
+        home = _open_locked(base, namespace, note) / f"replica-{replica}"
+        epoch = _prepare_replica(base, home, note)
+        folder = home / f"rank-{rank}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        fd = claim(home / f"rank-{rank}.claim", engine)
+    return Place(folder, epoch, fd)
+
+
+def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:
+    """Where a replica's epoch lies; for ``read_epoch`` and ``bump_epoch``. Touches nothing."""
+    return Path(root) / namespace.name / f"replica-{replica}"
+
+
+def read_epoch(folder: str | Path) -> int:
+    """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
+
+    Raises ``NamespaceError`` if the file is damaged: then no record below can be trusted.
+    """
+    path = Path(folder) / EPOCH_NAME
+    text = read_small_file(path, 64)
+    if text is None:
+        return 0
+    match = _EPOCH.fullmatch(text)
+    if match is None or match[2] != _epoch_check(match[1]):
+        raise NamespaceError(f"{path} is damaged")
+    return int(match[1])
+
+
+def bump_epoch(folder: str | Path) -> int:
+    """Begin a new epoch and return it. Durable when it returns, whatever happens then.
+
+    Records of earlier epochs are dead from here on. If two processes bump, each gets its own. The
+    namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch is
+    damaged) and ``TierUnavailableError``.
+    """
+    home = Path(folder)
+    home.mkdir(mode=0o700, exist_ok=True)
+    with locked(home):
+        epoch = read_epoch(home) + 1
+        _write_epoch(home, epoch)
+        return epoch
+
+
+def _prepare_root(root: str | Path) -> Path:
+    base = Path(root)
+    try:
+        prepare_folder(base, allow_network=True)
+    except FolderError as error:
+        raise TierUnavailableError(str(error)) from error
+    return base
+
+
+def _open_locked(base: Path, namespace: Namespace, note: Callable[[str], None]) -> Path:
+    folder = base / namespace.name
+    trouble = _trouble(folder, namespace)
+    if trouble:
+        _quarantine(base, folder, trouble, note)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (folder / MANIFEST_NAME).exists():
+        write_manifest(folder, namespace)
+        sync_folder(base)
+    os.utime(folder / MANIFEST_NAME)
+    return folder
+
+
+def _trouble(folder: Path, namespace: Namespace) -> str:
+    """Why this folder cannot be used as ``namespace``'s; empty if it can."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return "is not a folder"
+    try:
+        found = read_manifest(folder)
+    except NewerFormatError:
+        raise
+    except NamespaceError as error:
+        return str(error)
+    if found is None:
+        content = [name for name in entries(folder) if not name.startswith(".")]
+        return "has no manifest" if content else ""
+    return "" if found == namespace else "holds the manifest of another namespace"
+
+
+def _prepare_replica(base: Path, home: Path, note: Callable[[str], None]) -> int:
+    """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
+    try:
+        epoch = read_epoch(home)
+        missing = not (home / EPOCH_NAME).exists()
+        if missing and any(name.startswith("rank-") for name in entries(home)):
+            raise NamespaceError("its epoch file is missing")
+    except NamespaceError as error:
+        _quarantine(base, home, str(error), note)
+        epoch, missing = 0, True
+    home.mkdir(mode=0o700, exist_ok=True)
+    if missing:
+        _write_epoch(home, epoch)
+        sync_folder(home.parent)
+    return epoch
+
+
+def _quarantine(base: Path, folder: Path, why: str, note: Callable[[str], None]) -> None:
+    label = NAME.search(folder.name) or NAME.search(folder.parent.name)
+    assert label is not None, folder
+    aside = base / f"quarantine-{label[0]}-{secrets.token_hex(4)}"
+    os.rename(folder, aside)
+    sync_folder(base)
+    note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
+
+
+def _write_epoch(home: Path, epoch: int) -> None:
+    digits = str(epoch).encode()
+    write_durably(home / EPOCH_NAME, digits + b" " + _epoch_check(digits) + b"\n")
+
+
+def _epoch_check(digits: bytes) -> bytes:
+    return hashlib.sha256(b"kvtiers epoch\n" + digits).hexdigest()[:16].encode()
