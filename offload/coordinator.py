@@ -50,6 +50,7 @@ class Coordinator:
     def __init__(self, layout: ModelLayout) -> None:
         self.layout = layout
         self._alignment = layout.alignment_tokens
+        self._alone = len(layout.groups) + len(layout.skipped) == 1
         self._full_first = sorted(
             range(len(layout.groups)), key=lambda i: layout.groups[i].kind != FULL
         )
@@ -63,11 +64,14 @@ class Coordinator:
     ) -> int:
         """The longest restorable prefix in tokens, at most ``limit_tokens``.
 
-        ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; draft groups may look
-        at keys beyond the limit. Answers ``start_tokens`` if nothing longer can be restored.
+        ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a
+        draft group may lie beyond the limit, but not for a model of one group (so does vLLM).
+        Answers ``start_tokens`` if nothing longer can be restored.
         """
         batch = present if callable(present) else present_in(present)
         bound = limit_tokens // self._alignment * self._alignment
+        if self._alone:
+            keys = [keys[0][: limit_tokens // self.layout.groups[0].chunk_tokens]]
         groups = [
             _GroupLookup(self.layout.groups[g], keys[g], batch, start_tokens, self._alignment)
             for g in self._full_first

@@ -1,16 +1,16 @@
 """The errors of this package. Misses, damaged records and full tiers are outcomes, not errors.
 
-    OffloadError
-      ConfigError (ValueError)       bad configuration; ``problems`` lists every one of them
-      LayoutError
-        AlignmentError               block, hash and chunk sizes that do not fit
-        PageSizeError                page bytes that disagree with the memory they lie in
-        UnsupportedSpecError         a KV cache kind that is not offloaded
-      CapacityError                  a tier too small to hold one chunk
-      TransferError                  a copy that failed (raised by ``tiers.copy``)
-      TierUnavailableError           a tier that cannot be opened
-      NamespaceError                 stored geometry or format differs
-      InvariantError                 our bug; the message carries the state
+OffloadError
+  ConfigError (ValueError)       bad configuration; ``problems`` lists every one of them
+  LayoutError
+    AlignmentError               block, hash and chunk sizes that do not fit
+    PageSizeError                page bytes that disagree with the memory they lie in
+    UnsupportedSpecError         a KV cache kind that is not offloaded
+  CapacityError                  a tier too small to hold one chunk
+  TransferError                  a copy that failed (raised by ``tiers.copy``)
+  TierUnavailableError           a tier that cannot be opened
+  NamespaceError                 stored geometry or format differs
+  InvariantError                 our bug; the message carries the state
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}. {self.fix}" if self.fix else f"{self.where}: {self.what}"
+        return (
+            f"{self.where}: {self.what}. {self.fix}" if self.fix else f"{self.where}: {self.what}"
+        )
 
 
 class ConfigError(OffloadError, ValueError):

@@ -63,8 +63,8 @@ class StepPlan:
     """Everything the workers have to do because of one scheduler step.
 
     ``fence`` names store jobs whose source blocks are given away in this step: they must have
-    read them before the step's forward pass. ``reset_epoch`` > 0 orders a durable reset of
-    all tiers to that epoch first. ``idle`` says that no forward pass runs in this step.
+    read them before the step's forward pass. ``reset`` orders a reset of everything first;
+    ``epochs`` are then the new epochs of the lower tiers. ``idle`` says that no forward pass runs in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()
@@ -73,7 +73,8 @@ class StepPlan:
     deletes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     touches: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     fence: tuple[int, ...] = ()
-    reset_epoch: int = 0
+    reset: bool = False
+    epochs: tuple[int, ...] = ()
     idle: bool = False
 
     @property
@@ -86,7 +87,7 @@ class StepPlan:
             or self.deletes
             or self.touches
             or self.fence
-            or self.reset_epoch
+            or self.reset
         )
 
 

@@ -1,0 +1,119 @@
+"""From the workers' handshakes to a planner: ranks must agree, and only what all hold counts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from offload.config import OffloadConfig
+from offload.connector.messages import OffloadHandshake
+from offload.demotion import DemotionQueue
+from offload.errors import NamespaceError, TierUnavailableError
+from offload.index import TierIndex
+from offload.keys import group_of
+from offload.layout import ModelLayout
+from offload.planner import GroupInfo, Planner
+from offload.space import ByteSpace, SlotSpace
+from policies.base import EntryInfo
+from policies.registry import make_admission, make_policy
+
+logger = logging.getLogger(__name__)
+
+
+def make_planner(
+    config: OffloadConfig, layout: ModelLayout, ranks: Sequence[OffloadHandshake]
+) -> Planner:
+    """The planner for workers that answered with these handshakes.
+
+    Raises ``NamespaceError`` if two ranks do not serve the same model, and
+    ``TierUnavailableError`` if they did not come up with the same tiers.
+    """
+    first = ranks[0]
+    _check_agreement(ranks)
+    groups = {
+        group.group: GroupInfo(
+            group.kind,
+            group.chunk_tokens,
+            tuple(tier.footprints[group.group] for tier in first.tiers),
+        )
+        for group in layout.groups
+    }
+    slots = min(rank.slots for rank in ranks)
+    cpu = TierIndex("cpu", SlotSpace(slots), make_policy(config.cpu.policy.spec))
+    lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
+    queues = [
+        DemotionQueue(
+            tier,
+            index,
+            admission=make_admission(config.tiers[tier].admission.spec),
+            max_waiting=max(1, slots * 3 // 4),
+        )
+        for tier, index in enumerate(lower)
+    ]
+    slot_total = first.slot_bytes * len(ranks)
+    planner = Planner(
+        groups,
+        cpu,
+        lower,
+        ranks=len(ranks),
+        max_store_chunks=max(1, config.max_inflight_store // slot_total),
+        demotions=queues,
+    )
+    for tier in range(len(lower)):
+        _recover(planner, tier, ranks, groups)
+    return planner
+
+
+def _check_agreement(ranks: Sequence[OffloadHandshake]) -> None:
+    first = ranks[0]
+    for other in ranks[1:]:
+        if other.namespace != first.namespace:
+            raise NamespaceError(
+                f"kvtiers: rank {other.rank} serves namespace {other.namespace}, rank "
+                f"{first.rank} {first.namespace}. All ranks must run the same model files, "
+                "flags and versions."
+            )
+        mine = [(tier.name, tier.footprints) for tier in first.tiers]
+        if other.slot_bytes != first.slot_bytes or mine != [
+            (tier.name, tier.footprints) for tier in other.tiers
+        ]:
+            raise TierUnavailableError(
+                f"kvtiers: rank {other.rank} has slots of {other.slot_bytes} bytes and tiers "
+                f"{[t.name for t in other.tiers]}, rank {first.rank} {first.slot_bytes} and "
+                f"{[t.name for t in first.tiers]}. Ranks with different KV geometry cannot share "
+                "one plan: use the same number of layers and heads on every rank."
+            )
+
+
+def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier: int) -> TierIndex:
+    capacity = min(rank.tiers[tier].capacity_bytes for rank in ranks)
+    settings = config.tiers[tier]
+    space = ByteSpace(int(capacity * settings.high_watermark))
+    low = settings.low_watermark / settings.high_watermark
+    policy = make_policy(settings.policy.spec)
+    return TierIndex(ranks[0].tiers[tier].name, space, policy, low_watermark=low)
+
+
+def _recover(
+    planner: Planner,
+    tier: int,
+    ranks: Sequence[OffloadHandshake],
+    groups: Mapping[int, GroupInfo],
+) -> None:
+    """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
+    everywhere = set(ranks[0].tiers[tier].keys)
+    known = set(everywhere)
+    for rank in ranks[1:]:
+        held = set(rank.tiers[tier].keys)
+        everywhere &= held
+        known |= held
+    keys = [
+        key for key in ranks[0].tiers[tier].keys if key in everywhere and group_of(key) in groups
+    ]
+    infos = {
+        group: EntryInfo(group, info.kind, 0, info.footprints[tier])
+        for group, info in groups.items()
+    }
+    rejected = planner.lower[tier].recover(keys, [infos[group_of(key)] for key in keys])
+    planner.delete(tier, [*(known - set(keys)), *rejected])
+    logger.info("kvtiers: %s: %d chunks recovered", planner.lower[tier].name, len(keys))

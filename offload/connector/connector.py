@@ -1,0 +1,280 @@
+"""``OffloadConnector``: vLLM's hooks, each handed to the scheduler side or the worker side.
+
+Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. What runs
+once at start-up may raise, because a clear error then is better than a surprise later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from offload.connector.attach import make_planner
+from offload.connector.guard import Faults, guarded
+from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
+from offload.connector.scheduler_side import SchedulerSide
+from offload.connector.setup import Setup
+from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats, StatsCollector
+from offload.connector.worker_side import WorkerSide
+from offload.plans import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped here
+    """Offloads KV blocks to a CPU tier and lower tiers, and restores them."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.faults = Faults()
+        self._setup = Setup.of(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._collector: StatsCollector | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._setup.announce()
+            self._scheduler = SchedulerSide(self._setup.layout, self._setup.identity_of)
+            self._collector = StatsCollector(self._scheduler, self.faults)
+        else:
+            self._worker = WorkerSide(
+                self._setup.config, self._setup.rank, self._setup.ranks, self._setup.namespace.name
+            )
+
+    # -- what vLLM asks of the class -----------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a store that is dropped is a later miss, nothing else."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No work per layer, so full CUDA graphs are fine. vLLM asks this while it still parses
+        its flags, which makes it the earliest place to refuse a bad configuration."""
+        Setup.check(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """On GPUs, all layers of a block adjacent: one copy per block."""
+        return "BLHNC" if vllm_config.device_config.device_type == "cuda" else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats(data=data) if data is not None else OffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            registration, device = self._setup.register(kv_caches)
+            self._worker.register(registration, device, self._setup.tier_specs())
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake() if self._worker is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._fence(_plan_of(kv_connector_metadata))
+
+    @guarded(lambda: None)
+    def _fence(self, plan: StepPlan) -> None:
+        if self._worker is not None:
+            self._worker.fence(plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads are asynchronous and posted with everything else after the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded layer by layer."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing is stored layer by layer."""
+
+    @guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.post(_plan_of(self._connector_metadata))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._drained_meta: OffloadWorkerMetadata | None = None
+        drained = self._drain()
+        if drained is None:
+            return KVConnectorTransferResults()
+        return drained
+
+    @guarded(lambda: None)
+    def _drain(self) -> KVConnectorTransferResults | None:
+        if self._worker is None:
+            return None
+        drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
+        counters = self._worker.counters()
+        if drained.report.results or counters:
+            self._drained_meta = OffloadWorkerMetadata(drained.report, counters)
+        return KVConnectorTransferResults(
+            finished_recving=drained.finished, failed_recving=drained.failed
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        meta, self._drained_meta = self._drained_meta, None
+        return meta
+
+    # -- scheduler side ------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._scheduler is not None:
+            ranks = [meta for _, meta in sorted(metadata.items())]
+            assert all(isinstance(meta, OffloadHandshake) for meta in ranks)
+            config, layout = self._setup.config, self._setup.layout
+            self._scheduler.attach(make_planner(config, layout, ranks))
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.lookup(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or num_external_tokens == 0:
+            return {}
+        host, disk = self._scheduler.sources(request, num_external_tokens)
+        counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in counts.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return OffloadMetadata(self._build_plan(scheduler_output))
+
+    @guarded(StepPlan)
+    def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        assert self._scheduler is not None
+        return self._scheduler.build_plan(scheduler_output)
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        meta = connector_output.kv_connector_worker_meta
+        report = None
+        if isinstance(meta, OffloadWorkerMetadata):
+            report = meta.report
+            if self._collector is not None:
+                self._collector.add_worker_counters(meta.counters)
+        self._scheduler.update(
+            report,
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+        )
+
+    @guarded(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, (block_ids,))
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, block_ids)
+
+    def _finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once: stores that still read them are fenced when they are
+        given to somebody else."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.pending
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        return self._stats()
+
+    @guarded(lambda: None)
+    def _stats(self) -> OffloadStats | None:
+        return self._collector.collect() if self._collector is not None else None
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """The weights may have changed: every tier forgets, durably, before this returns."""
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset(self._setup.next_epochs())
+        return True
+
+    # -- both ----------------------------------------------------------------------------------
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
+    """The plan in a step's metadata; an empty one where there is none (profiling runs)."""
+    return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()

@@ -1,0 +1,58 @@
+"""What crosses between the scheduler side and the worker side through vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from offload.plans import StepPlan, StepReport
+
+
+@dataclass
+class OffloadMetadata(KVConnectorMetadata):
+    """One step's plan, from the scheduler to every worker."""
+
+    plan: StepPlan
+
+
+@dataclass
+class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
+    """What one rank (after aggregation: all ranks) finished, and its counters."""
+
+    report: StepReport
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
+        assert isinstance(other, OffloadWorkerMetadata)
+        counters = dict(self.counters)
+        for name, value in other.counters.items():
+            counters[name] = counters.get(name, 0) + value
+        return OffloadWorkerMetadata(self.report.merge(other.report), counters)
+
+
+@dataclass(frozen=True)
+class TierState:
+    """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id;
+    ``keys`` are its records, least recently used first."""
+
+    name: str
+    capacity_bytes: int
+    footprints: Mapping[int, int]
+    keys: tuple[bytes, ...]
+
+
+@dataclass
+class OffloadHandshake(KVConnectorHandshakeMetadata):
+    """What the scheduler must know of a rank before it can plan."""
+
+    rank: int
+    namespace: str
+    slots: int
+    slot_bytes: int
+    tiers: tuple[TierState, ...]

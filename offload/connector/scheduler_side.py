@@ -1,0 +1,292 @@
+"""The connector in vLLM's scheduler process: from requests and block tables to plans.
+
+Runs on vLLM's scheduler thread, waits for nothing and owns all decision state. Until the
+workers have said what they have (``attach``) everything is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.connector.block_tables import BlockTables
+from offload.coordinator import Coordinator, PresentBatch, present_in
+from offload.layout import STATE, GroupLayout, ModelLayout
+from offload.ledger import CPU
+from offload.planner import Planner, Wanted
+from offload.plans import StepPlan, StepReport
+from offload.tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+LOADS_PER_REQUEST = 2
+"""A request whose load failed may try once more (the failed keys are forgotten by then); after
+that it computes, so that a broken tier cannot hold it for ever."""
+
+STALL_S = 5.0
+"""Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
+waiting."""
+
+
+class SchedulerSide:
+    """Looks up, plans and tracks for one engine."""
+
+    def __init__(self, layout: ModelLayout, identity_of: Callable[[Request], bytes]) -> None:
+        self.layout = layout
+        self.planner: Planner | None = None
+        self._identity_of = identity_of
+        self._coordinator = Coordinator(layout)
+        self._tables = BlockTables(layout)
+        self._trackers: dict[str, RequestTracker] = {}
+        self._requests: dict[str, Request] = {}
+        self._present: PresentBatch = present_in(frozenset())
+        self._moved_at = time.monotonic()
+
+    def attach(self, planner: Planner) -> None:
+        """The workers are ready: start to plan."""
+        self.planner = planner
+        self._present = present_in(*planner.holders)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request was added (also called again for a resumed session)."""
+        if request.request_id not in self._trackers:
+            groups = len(self.layout.groups)
+            identity = self._identity_of(request)
+            self._trackers[request.request_id] = RequestTracker(
+                request.request_id, groups, identity
+            )
+            self._requests[request.request_id] = request
+
+    def lookup(self, request: Request, computed_tokens: int) -> int:
+        """Tokens beyond ``computed_tokens`` that can be loaded now. No side effect on tiers."""
+        tracker = self._tracker(request)
+        if self.planner is None or tracker.no_load or tracker.failures >= LOADS_PER_REQUEST:
+            return 0
+        tracker.extend(request.block_hashes, self.layout)
+        tracker.lookup_start = computed_tokens
+        # The last token is always computed, so that there is something to sample from.
+        limit = request.num_tokens - 1
+        hit = self._coordinator.longest_hit(tracker.keys, self._present, computed_tokens, limit)
+        return max(0, hit - computed_tokens)
+
+    def allocated(
+        self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
+    ) -> None:
+        """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
+        if self.planner is None or external_tokens <= 0:
+            return
+        tracker = self._tracker(request)
+        start = tracker.lookup_start
+        self.planner.fence(self._tables.beyond(block_ids, start))
+        wanted = self._wanted_for_load(tracker, block_ids, start, start + external_tokens)
+        tracker.sources = self.planner.plan_load(request.request_id, wanted)
+        tracker.loading = True
+        self._touch(tracker, start + external_tokens)
+        self._moved_at = time.monotonic()
+
+    def _wanted_for_load(
+        self, tracker: RequestTracker, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[Wanted]:
+        """The chunks that hold ``[start, end)`` for every group; blocks outside are skipped."""
+        wanted = []
+        chunk_ranges = self._coordinator.load_ranges(start, end)
+        block_ranges = self._coordinator.block_ranges(start, end)
+        for index, group in enumerate(self.layout.groups):
+            table = block_ids[group.group]
+            inside = block_ranges[index]
+            for chunk in chunk_ranges[index]:
+                first = chunk * group.chunk_blocks
+                blocks = tuple(
+                    table[at] if at in inside and at < len(table) and table[at] != 0 else -1
+                    for at in range(first, first + group.chunk_blocks)
+                )
+                if any(block >= 0 for block in blocks):
+                    wanted.append(self._wanted(tracker, index, group, chunk, blocks))
+        return wanted
+
+    def _wanted(
+        self,
+        tracker: RequestTracker,
+        index: int,
+        group: GroupLayout,
+        chunk: int,
+        blocks: tuple[int, ...],
+    ) -> Wanted:
+        depth = (chunk + 1) * group.chunk_tokens
+        return Wanted(tracker.keys[index][chunk], group.group, blocks, depth)
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
+        """The request ends and its blocks are about to be freed: store what is still missing."""
+        tracker = self._trackers.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
+        if tracker is None or self.planner is None:
+            return
+        if not tracker.loading and block_ids:
+            limit = min(request.num_computed_tokens, request.num_tokens)
+            self._store_ready(tracker, request, limit, block_ids)
+            self._touch(tracker, limit)
+
+    def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
+        """How many of the loaded tokens come from the CPU tier and from lower tiers."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            return external_tokens, 0
+        below = sum(tokens for tier, tokens in tracker.sources.items() if tier != CPU)
+        below = min(below, external_tokens)
+        return external_tokens - below, below
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def build_plan(self, output: SchedulerOutput) -> StepPlan:
+        """Everything the workers have to do because of this step."""
+        if self.planner is None:
+            return StepPlan()
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._trackers:
+                self._trackers[request_id].restart()
+        # Fences first: a store planned below reads blocks that are this step's own.
+        self.planner.fence(self._tables.rewritten(output))
+        self._store_boundary_states(output)
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._store_scheduled(output, request_id, scheduled)
+        return self.planner.step(idle=output.total_num_scheduled_tokens == 0)
+
+    def _store_scheduled(self, output: SchedulerOutput, request_id: str, scheduled: int) -> None:
+        tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
+        if tracker is None or request is None:
+            return
+        # Known tokens only: what is sampled or drafted in this step may still be rejected.
+        limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if self._has_ready(tracker, limit):
+            state = output.kv_connector_block_state
+            table = state.get_block_ids(request_id) if state is not None else None
+            if table is not None:
+                self._store_ready(tracker, request, limit, table)
+
+    def _has_ready(self, tracker: RequestTracker, limit: int) -> bool:
+        return any(
+            limit // group.chunk_tokens > done and group.kind != STATE
+            for group, done in zip(self.layout.groups, tracker.next_chunk, strict=True)
+        )
+
+    def _store_ready(
+        self,
+        tracker: RequestTracker,
+        request: Request,
+        limit: int,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Plan to store the chunks whose content is final once ``limit`` tokens are computed."""
+        if tracker.no_store or tracker.stale or self.planner is None:
+            return
+        tracker.extend(request.block_hashes, self.layout)
+        for index, group in enumerate(self.layout.groups):
+            if group.kind == STATE:
+                continue  # states are handed over at their boundary
+            end = min(limit // group.chunk_tokens, len(tracker.keys[index]))
+            chunks = self._final_chunks(tracker, index, end, block_ids[group.group])
+            if not chunks:
+                continue
+            settled = self.planner.plan_store([wanted for _, wanted in chunks])
+            done = end if settled == len(chunks) else chunks[settled][0]
+            tracker.next_chunk[index] = max(tracker.next_chunk[index], done)
+            self._moved_at = time.monotonic()
+
+    def _final_chunks(
+        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]
+    ) -> list[tuple[int, Wanted]]:
+        """Chunks up to ``end`` that are still in the table; null blocks (id 0) have gone."""
+        group = self.layout.groups[index]
+        size = group.chunk_blocks
+        chunks = []
+        for chunk in range(tracker.next_chunk[index], end):
+            blocks = tuple(table[chunk * size : (chunk + 1) * size])
+            if len(blocks) < size or 0 in blocks:
+                continue
+            if self._coordinator.reachable(group, chunk):
+                chunks.append((chunk, self._wanted(tracker, index, group, chunk, blocks)))
+        return chunks
+
+    def _store_boundary_states(self, output: SchedulerOutput) -> None:
+        """Store the recurrent states that vLLM hands over exactly: (group, block, tokens)."""
+        state = output.kv_connector_block_state
+        if state is None or self.planner is None:
+            return
+        index_of = {group.group: index for index, group in enumerate(self.layout.groups)}
+        for request_id, offers in state.boundary_state_offloads.items():
+            tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
+            if tracker is None or request is None or tracker.no_store or tracker.stale:
+                continue
+            tracker.extend(request.block_hashes, self.layout)
+            for group_id, block, tokens in offers:
+                index = index_of.get(group_id)
+                if index is None or block == 0:
+                    continue
+                group = self.layout.groups[index]
+                chunk, rest = divmod(tokens, group.chunk_tokens)
+                if rest == 0 and 0 < chunk <= len(tracker.keys[index]):
+                    wanted = self._wanted(tracker, index, group, chunk - 1, (block,))
+                    self.planner.plan_store([wanted])
+
+    def update(
+        self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
+    ) -> None:
+        """Take in what the workers have done."""
+        if self.planner is None:
+            return
+        if report is not None and report.results:
+            self.planner.complete(report)
+            self._moved_at = time.monotonic()
+        for request_id in finished:
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                tracker.loading = False
+        for request_id in failed:
+            logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                tracker.failures += 1
+
+    def _touch(self, tracker: RequestTracker, tokens: int) -> None:
+        """One use of the request's chunks, group by group in prefix order."""
+        if self.planner is None:
+            return
+        for keys, group in zip(tracker.keys, self.layout.groups, strict=True):
+            self.planner.touch(keys[: tokens // group.chunk_tokens])
+
+    def _tracker(self, request: Request) -> RequestTracker:
+        self.on_new_request(request)
+        return self._trackers[request.request_id]
+
+    # -- the engine's life -------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether workers have something to finish and are getting on with it."""
+        if self.planner is None or not self.planner.busy:
+            self._moved_at = time.monotonic()
+            return False
+        return time.monotonic() - self._moved_at < STALL_S
+
+    def reset(self, epochs: Sequence[int]) -> None:
+        """The weights changed: nothing stored so far may be hit again."""
+        if self.planner is not None:
+            self.planner.reset(epochs)
+        for request_id, tracker in self._trackers.items():
+            # What these requests have computed belongs to the old weights, until they restart.
+            tracker.stale = self._requests[request_id].num_computed_tokens > 0
+
+    def tier_usage(self) -> Mapping[str, tuple[int, int, int]]:
+        """Per tier: resident chunks, used and capacity (slots, or bytes of a lower tier)."""
+        if self.planner is None:
+            return {}
+        indexes = (self.planner.cpu, *self.planner.lower)
+        return {i.name: (len(i), i.space.used, i.space.capacity) for i in indexes}

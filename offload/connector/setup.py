@@ -1,0 +1,145 @@
+"""Everything that one process of a server derives from vLLM's configuration at start-up.
+
+Scheduler and workers each do this for themselves and must come to the same result; the
+handshake compares it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.config import OffloadConfig, parse_config
+from offload.config_checks import load_config
+from offload.connector.identity import adapter_digest, namespace_fields, startup_warnings
+from offload.connector.vllm_layout import model_layout, page_regions
+from offload.errors import UnsupportedSpecError
+from offload.layout import ModelLayout
+from offload.namespace import Namespace
+from offload.namespace_folders import (
+    Place,
+    bump_epoch,
+    describe_neighbours,
+    make_room,
+    open_place,
+    replica_folder,
+)
+from offload.registry import Registration
+from offload.tier_factory import TierSpec, tier_names
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """Configuration, geometry and identity of one server, seen from one process."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    config: OffloadConfig
+    layout: ModelLayout
+    namespace: Namespace
+    rank: int
+    ranks: int
+    replica: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
+        """Read and check everything. Raises ``ConfigError`` and ``LayoutError``."""
+        parallel = vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise UnsupportedSpecError(
+                "kvtiers: pipeline parallelism is not supported (got "
+                f"--pipeline-parallel-size {parallel.pipeline_parallel_size}): its ranks hold "
+                "different layers. Use --tensor-parallel-size instead."
+            )
+        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)
+        fields = namespace_fields(vllm_config, kv_cache_config, config.chunk_blocks)
+        return cls(
+            vllm_config,
+            kv_cache_config,
+            config,
+            layout,
+            Namespace.of(fields),
+            parallel.rank,
+            parallel.world_size,
+            parallel.data_parallel_index,
+        )
+
+    @staticmethod
+    def check(extra_config: Mapping[str, Any]) -> None:
+        """Refuse a bad configuration before anything is loaded. Raises ``ConfigError``."""
+        load_config(extra_config)
+
+    def announce(self) -> None:
+        """Say in the log what was chosen and what a user should know."""
+        for line in startup_warnings(self.vllm_config, self.config):
+            logger.warning("kvtiers: %s", line)
+        for skipped in self.layout.skipped:
+            logger.info("kvtiers: not offloaded: %s", skipped)
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
+        """Where the KV caches of this worker lie, and on what kind of device."""
+        registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
+        return registration, registration.tensors[0].device.type
+
+    def tier_specs(self) -> list[TierSpec]:
+        """This rank's lower tiers; claims their folders for this process."""
+        names = tier_names(self.config)
+        return [self._tier_spec(tier, names[tier]) for tier in range(len(self.config.tiers))]
+
+    def _tier_spec(self, number: int, name: str) -> TierSpec:
+        config = self.config.tiers[number]
+        place = self._claim(config.path)
+        capacity = make_room(config.path, self.namespace, config.capacity, note=_note)
+        return TierSpec(
+            f"$.tiers[{number}]",
+            name,
+            config,
+            place.folder,
+            capacity // self.ranks,
+            self.namespace.digest,
+            self.rank,
+            place.epoch,
+            place,
+        )
+
+    def _claim(self, path: str) -> Place:
+        engine = f"{self.vllm_config.model_config.model}"
+        place = open_place(
+            path,
+            self.namespace,
+            replica=self.replica,
+            rank=self.rank,
+            engine=engine,
+            note=_note,
+        )
+        if self.rank == 0 and not any(place.folder.iterdir()):
+            for line in describe_neighbours(path, self.namespace):
+                logger.warning("kvtiers: %s", line)
+        return place
+
+    def next_epochs(self) -> list[int]:
+        """Begin a new epoch in every lower tier, durably when this returns."""
+        return [
+            bump_epoch(replica_folder(tier.path, self.namespace, self.replica))
+            for tier in self.config.tiers
+        ]
+
+    def identity_of(self, request: Request) -> bytes:
+        """What vLLM's block hashes do not know of a request: its adapter's content."""
+        lora = request.lora_request
+        return adapter_digest(lora) if lora is not None else b""
+
+
+def _note(line: str) -> None:
+    logger.info("kvtiers: %s", line)

@@ -1,0 +1,176 @@
+"""The connector in a worker process: registers the KV caches, opens the tiers, carries out plans.
+
+Ownership: every method runs on vLLM's model-runner thread; the executor's loop runs on a thread
+of its own (`offload.loop`) and is reached by ``post`` and answered by ``drain`` only.
+"""
+
+from __future__ import annotations
+
+import logging
+from offload.config import OffloadConfig, check_capacity, slot_counts
+from offload.connector.messages import OffloadHandshake, TierState
+from offload.errors import CapacityError, ConfigError, TierUnavailableError
+from offload.executor import Drained, Executor, ExecutorLimits
+from offload.load_task import io_bytes
+from offload.loop import OffloadLoop
+from offload.plans import StepPlan
+from offload.registry import Registration
+from offload.sizes import format_size
+from offload.tier_factory import TierSpec, make_tier
+from tiers.base import Tier, TierError
+from tiers.copy import CopyEngine, GroupRegions
+from tiers.host_copy import HostCopyEngine
+from tiers.slab import HostSlab
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 3.0
+IDLE_WAIT_S = 0.001
+"""An idle engine with work of ours in flight steps without pause; waiting a millisecond for a
+result leaves the core to the copies and the disk. A new request waits at most this long."""
+
+
+class WorkerSide:
+    """One rank's slab, copy engine, tiers and executor."""
+
+    def __init__(self, config: OffloadConfig, rank: int, ranks: int, namespace: str) -> None:
+        self._config = config
+        self._rank = rank
+        self._ranks = ranks
+        self._namespace = namespace
+        self._handshake: OffloadHandshake | None = None
+        self._loop: OffloadLoop | None = None
+        self._executor: Executor | None = None
+        self._slab: HostSlab | None = None
+        self._keep_alive: object = None
+        self._sent: dict[str, float] = {}
+
+    # -- start and end -----------------------------------------------------------------------
+
+    def register(self, registration: Registration, device: str, specs: list[TierSpec]) -> None:
+        """Take over the registered KV caches: slab, engine, tiers, loop.
+
+        Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory
+        cannot be had, and ``TierUnavailableError`` for a tier that does not open.
+        """
+        self._keep_alive = registration.tensors
+        groups = registration.groups
+        slot_bytes = max(io_bytes(group) for group in groups)
+        problems = check_capacity(self._config, slot_bytes, self._ranks)
+        if problems:
+            raise ConfigError(problems)
+        counts = slot_counts(self._config, slot_bytes, self._ranks)
+        self._slab = self._make_slab(slot_bytes, counts.slots + counts.staging, device)
+        engine = _make_engine(groups, self._slab, registration.num_blocks, device)
+        tiers = [make_tier(spec) for spec in specs]
+        self._loop = OffloadLoop()
+        staging = range(counts.slots, counts.slots + counts.staging)
+        limits = ExecutorLimits(self._config.load_timeout_s, self._config.fence_timeout_s)
+        states = self._loop.call(
+            self._open(engine, groups, tiers, specs, staging, limits), OPEN_TIMEOUT_S
+        )
+        self._handshake = OffloadHandshake(
+            self._rank, self._namespace, counts.slots, slot_bytes, tuple(states)
+        )
+        logger.info(
+            "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
+            self._rank,
+            counts.slots,
+            format_size(slot_bytes),
+            "".join(f", {len(s.keys)} records in {s.name}" for s in states),
+        )
+
+    def _make_slab(self, slot_bytes: int, slots: int, device: str) -> HostSlab:
+        pin = device == "cuda" and self._config.cpu.pin != "off"
+        try:
+            return HostSlab(
+                slot_bytes, slots, pin=pin, pin_fallback=self._config.cpu.pin == "prefer"
+            )
+        except Exception as error:
+            raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
+
+    async def _open(
+        self,
+        engine: CopyEngine,
+        groups: tuple[GroupRegions, ...],
+        tiers: list[Tier],
+        specs: list[TierSpec],
+        staging: range,
+        limits: ExecutorLimits,
+    ) -> list[TierState]:
+        assert self._slab is not None
+        states = []
+        for tier, spec in zip(tiers, specs, strict=True):
+            states.append(await _open_tier(tier, spec, groups))
+        self._executor = Executor(self._slab, engine, groups, tiers, staging=staging, limits=limits)
+        self._executor.start()
+        return states
+
+    def handshake(self) -> OffloadHandshake | None:
+        """What the scheduler side needs; ``None`` before ``register``."""
+        return self._handshake
+
+    def shutdown(self) -> None:
+        """Let go of everything within a few seconds. Idempotent."""
+        executor, loop, slab = self._executor, self._loop, self._slab
+        self._executor = self._loop = self._slab = None
+        if loop is not None:
+            if executor is not None:
+                try:
+                    loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
+                except Exception as error:  # a hung tier must not hold up the server's end
+                    logger.warning("kvtiers: the tiers did not close in time: %r", error)
+            stopped = loop.stop(0.5)
+            if slab is not None and stopped:
+                slab.close()
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def fence(self, plan: StepPlan) -> None:
+        """Before anything is overwritten: let the fenced stores finish reading."""
+        if plan.fence and self._executor is not None:
+            self._executor.fence(plan.fence)
+
+    def post(self, plan: StepPlan) -> None:
+        """After the step's forward pass was submitted: start the step's jobs."""
+        if self._executor is not None:
+            self._executor.post(plan)
+
+    def drain(self, idle: bool) -> Drained:
+        """What ended since the last step."""
+        if self._executor is None:
+            return Drained()
+        return self._executor.drain(IDLE_WAIT_S if idle else 0.0)
+
+    def counters(self) -> dict[str, float]:
+        """What was added to this rank's counters since the last call."""
+        if self._executor is None:
+            return {}
+        now = self._executor.stats.totals()
+        new = {name: value - self._sent.get(name, 0) for name, value in now.items()}
+        self._sent = now
+        return {name: value for name, value in new.items() if value}
+
+
+async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...]) -> TierState:
+    try:
+        info = await tier.open()
+    except TierError as error:
+        raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
+    footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
+    sizes = {io_bytes(group) for group in groups}
+    keys: list[bytes] = []
+    async for batch in tier.keys():
+        keys += [stored.key for stored in batch if stored.payload_bytes in sizes]
+    return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys))
+
+
+def _make_engine(
+    groups: tuple[GroupRegions, ...], slab: HostSlab, num_blocks: int, device: str
+) -> CopyEngine:
+    if device == "cuda":
+        from tiers.cuda_copy import CudaCopyEngine
+
+        return CudaCopyEngine(groups, slab, num_blocks=num_blocks)
+    return HostCopyEngine(groups, slab, num_blocks=num_blocks)

@@ -1,0 +1,138 @@
+"""Write-through: committed chunks of the CPU tier on their way to one lower tier.
+
+A chunk waits here pinned ("dirty"): it cannot be evicted before it is written, so that a prefix
+longer than the CPU tier reaches the disk without holes. Both the waiting and the flying chunks
+are bounded; beyond that a chunk simply is not written through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from offload.index import TierIndex
+from offload.keys import group_of
+from offload.ledger import CPU, Job, JobKind, Ledger
+from offload.plans import DemoteJob
+from policies.base import AdmissionPolicy, EntryInfo
+
+
+class _Group(Protocol):
+    """The part of ``offload.planner.GroupInfo`` that is needed here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def footprints(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DueDemotion:
+    """A demotion to post, and the keys that left the tier to make room for it."""
+
+    plan: DemoteJob
+    evicted: tuple[bytes, ...]
+
+
+class DemotionQueue:
+    """Chunks waiting for one lower tier.
+
+    ``max_waiting`` and ``max_flying`` count chunks; ``batch`` is the most that one job carries.
+    """
+
+    def __init__(
+        self,
+        tier: int,
+        index: TierIndex,
+        *,
+        admission: AdmissionPolicy | None = None,
+        max_waiting: int = 1 << 30,
+        max_flying: int = 128,
+        batch: int = 32,
+    ) -> None:
+        self.tier = tier
+        self.skipped = 0
+        self._index = index
+        self._admission = admission
+        self._max_waiting = max_waiting
+        self._max_flying = max_flying
+        self._batch = batch
+        self._waiting: deque[bytes] = deque()
+        self._flying = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, keys: Sequence[bytes], cpu: TierIndex) -> None:
+        """Queue chunks that were just committed; pins them in the CPU tier."""
+        for key in keys:
+            if not self._index.is_absent(key) or not self._admits(key):
+                continue
+            if len(self._waiting) >= self._max_waiting:
+                self.skipped += 1
+                continue
+            cpu.pin((key,))
+            self._waiting.append(key)
+
+    def _admits(self, key: bytes) -> bool:
+        return self._admission is None or self._admission.admit(key, EntryInfo(group_of(key)))
+
+    def due(
+        self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
+    ) -> list[DueDemotion]:
+        """Open as many demotions as the bound on flying chunks allows."""
+        due = []
+        while self._waiting and self._flying < self._max_flying:
+            job = self._next(cpu, ledger, groups)
+            if job is not None:
+                due.append(job)
+        return due
+
+    def _next(
+        self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
+    ) -> DueDemotion | None:
+        keys = self._take_batch(cpu)
+        if not keys:
+            return None
+        group = group_of(keys[0])
+        size = groups[group].footprints[self.tier]
+        info = EntryInfo(group, groups[group].kind, 0, size)
+        grant = self._index.reserve(keys, [info] * len(keys))
+        granted = tuple(keys[: len(grant.places)])
+        refused = keys[len(granted) :]
+        self.skipped += len(refused)
+        cpu.unpin(refused)
+        if not granted:
+            return None
+        job = ledger.next_id()
+        pins = ((CPU, granted),)
+        ledger.open(Job(job, JobKind.DEMOTE, fills=granted, fill_tier=self.tier, pins=pins))
+        self._flying += len(granted)
+        slots = tuple(cpu.place(key) for key in granted)
+        return DueDemotion(DemoteJob(job, self.tier, group, granted, slots), grant.evicted)
+
+    def _take_batch(self, cpu: TierIndex) -> list[bytes]:
+        """The next waiting keys of one group that the tier does not have yet."""
+        keys: list[bytes] = []
+        while self._waiting and len(keys) < self._batch:
+            key = self._waiting[0]
+            if keys and group_of(key) != group_of(keys[0]):
+                break
+            self._waiting.popleft()
+            if self._index.is_absent(key) and key in cpu and key not in keys:
+                keys.append(key)
+            else:
+                cpu.unpin((key,))
+        return keys
+
+    def ended(self, job: Job) -> None:
+        """A demotion of this tier has been answered by every rank."""
+        self._flying -= len(job.fills)
+
+    def clear(self, cpu: TierIndex) -> None:
+        """Forget what waits; what flies is left to its jobs."""
+        cpu.unpin(self._waiting)
+        self._waiting.clear()

@@ -1,0 +1,298 @@
+"""The executor: carries out plans on one rank.
+
+Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
+and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
+runner (or to the loop itself, in one process) and own `_sources` and `_poisoned`. Plans cross by
+``call_soon_threadsafe``, answers by a deque; there is no lock.
+
+Every job is answered exactly once, also when it failed, hung or could not be understood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from offload.load_task import LoadLane, LoadTask
+from offload.plans import JobResult, StepPlan, StepReport, StoreJob
+from offload.stats import WorkerStats
+from offload.tier_writer import TierWriter
+from tiers.base import Tier
+from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
+from tiers.slab import HostSlab
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
+    that a fence may hold up a step (seconds), and the most chunks in one read."""
+
+    load_timeout_s: float = 10.0
+    fence_timeout_s: float = 2.0
+    read_batch: int = 16
+    reads_in_flight: int = 4
+
+
+@dataclass(slots=True)
+class Drained:
+    """What ended since the last ``drain``: requests whose load is done, the failed ones among
+    them, and the jobs' results. A request may end before its job does (a read that hangs)."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    report: StepReport = field(default_factory=StepReport)
+
+
+class _Unanswered:
+    """The jobs and requests of a plan that nobody has taken charge of yet."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.jobs = [
+            *(store.job for store in plan.stores),
+            *(demote.job for demote in plan.demotes),
+            *(load.job for load in plan.loads),
+        ]
+        self.requests = [load.request for load in plan.loads]
+
+
+class Executor:
+    """Runs plans with a copy engine and tiers over one slab.
+
+    ``staging`` are slots of the slab that the planner does not know; chunks that find no slot
+    pass through them.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        engine: CopyEngine,
+        groups: Sequence[GroupRegions],
+        tiers: Sequence[Tier] = (),
+        *,
+        staging: Sequence[int] = (),
+        limits: ExecutorLimits | None = None,
+    ) -> None:
+        self.limits = limits or ExecutorLimits()
+        self.stats = WorkerStats()
+        self.degraded = ""
+        self._engine = engine
+        self._groups = {group.group: group for group in groups}
+        self._tiers = tuple(tiers)
+        self._lane = LoadLane(
+            slab, engine, self._groups, self._tiers, staging, self.limits, self.stats
+        )
+        self._writers = [TierWriter(tier, slab, self._groups, self.stats) for tier in self._tiers]
+        self._results: deque[tuple[int, JobResult]] = deque()
+        self._ended: deque[tuple[str, bool]] = deque()
+        self._sources: dict[int, Future[None]] = {}
+        self._poisoned: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_result: Callable[[], None] = lambda: None
+
+    # -- the driver's thread -----------------------------------------------------------------
+
+    def post(self, plan: StepPlan) -> None:
+        """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
+        if plan.empty or self._loop is None:
+            return
+        for store in plan.stores:
+            self._sources[store.job] = Future()
+        sources = {store.job: self._sources[store.job] for store in plan.stores}
+        after = self._engine.record_event()
+        self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
+
+    def fence(self, jobs: Sequence[int]) -> None:
+        """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
+
+        A store that has not even started by then never will; one that is under way is failed,
+        whatever it copies. Either way its slot is never committed.
+        """
+        deadline = time.monotonic() + self.limits.fence_timeout_s
+        for job in jobs:
+            source = self._sources.get(job)
+            if source is None:
+                continue
+            try:
+                source.result(max(0.0, deadline - time.monotonic()))
+            except (FutureTimeoutError, CancelledError):
+                source.cancel()
+                self._poisoned.add(job)
+                self.stats.fence_timeouts += 1
+
+    def drain(self, wait_s: float = 0.0) -> Drained:
+        """Everything that ended since the last call; waits for a first result at most
+        ``wait_s``, which only an idle engine should ask for."""
+        if wait_s > 0.0 and not self._results and not self._ended:
+            deadline = time.monotonic() + wait_s
+            while not self._results and not self._ended and time.monotonic() < deadline:
+                time.sleep(0.0001)
+        out = Drained()
+        while self._ended:
+            request, ok = self._ended.popleft()
+            out.finished.add(request)
+            if not ok:
+                out.failed.add(request)
+        while self._results:
+            job, result = self._results.popleft()
+            if job in self._poisoned:
+                self._poisoned.discard(job)
+                result = JobResult(failed=True)
+            self._sources.pop(job, None)
+            out.report.results[job] = result
+        return out
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def start(self, on_result: Callable[[], None] | None = None) -> None:
+        """Bind to the running loop; ``on_result`` is called there after each answer."""
+        self._loop = asyncio.get_running_loop()
+        if on_result is not None:
+            self._on_result = on_result
+        for writer in self._writers:
+            writer.start(self._answer)
+
+    def accept(
+        self,
+        plan: StepPlan,
+        sources: dict[int, Future[None]],
+        after: object | None,
+    ) -> None:
+        """Start everything in a plan. Order: reset, deletes, stores, demotes, loads."""
+        unanswered = _Unanswered(plan)
+        try:
+            self._accept(plan, sources, after, unanswered)
+        except Exception as error:  # every job must be answered, whatever went wrong
+            self._degrade(f"a plan could not be carried out: {error!r}")
+            for job in unanswered.jobs:
+                self._answer(job, JobResult(failed=True))
+            for request in unanswered.requests:
+                self._end_request(request, ok=False)
+
+    def _accept(
+        self,
+        plan: StepPlan,
+        sources: dict[int, Future[None]],
+        after: object | None,
+        unanswered: _Unanswered,
+    ) -> None:
+        if plan.reset:
+            self._lane.cancel_all()
+        for tier, writer in enumerate(self._writers):
+            if plan.reset:
+                writer.reset(plan.epochs[tier])
+            writer.delete(plan.deletes.get(tier, ()))
+        for store in plan.stores:
+            self._accept_store(store, sources[store.job], after)
+            unanswered.jobs.remove(store.job)
+        for demote in plan.demotes:
+            self._writers[demote.tier].write(demote)
+            unanswered.jobs.remove(demote.job)
+        for tier, writer in enumerate(self._writers):
+            writer.touch(plan.touches.get(tier, ()))
+        for load in plan.loads:
+            self._spawn(self._run_load(self._lane.open(load)))
+            unanswered.jobs.remove(load.job)
+            unanswered.requests.remove(load.request)
+
+    def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
+        if self.degraded or not source.set_running_or_notify_cancel():
+            self._answer(store.job, JobResult(failed=True))
+            return
+        try:
+            self._lane.overwrite(store.slots)
+            batch = CopyBatch(
+                store.group,
+                np.asarray(store.blocks, dtype=np.int64),
+                np.asarray(store.slots, dtype=np.int64),
+            )
+            ticket = self._engine.submit_store([batch], after)
+        except Exception as error:  # any fault of the engine must still answer the job
+            self._degrade(f"a store could not be submitted: {error!r}")
+            source.set_result(None)
+            self._answer(store.job, JobResult(failed=True))
+            return
+        nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
+        self._spawn(self._await_store(store.job, ticket, source, nbytes))
+
+    async def _await_store(
+        self, job: int, ticket: Ticket, source: Future[None], nbytes: int
+    ) -> None:
+        started = time.perf_counter()
+        result = JobResult()
+        try:
+            await ticket.completed()
+        except TransferError as error:
+            logger.warning("kvtiers: a store failed: %s", error)
+            result.failed = True
+        else:
+            self.stats.store_bytes += nbytes
+            self.stats.store_seconds += time.perf_counter() - started
+        source.set_result(None)
+        self._answer(job, result)
+
+    async def _run_load(self, task: LoadTask) -> None:
+        """Answer the request by the deadline, the job when nobody writes into its slots."""
+        body = asyncio.ensure_future(task.run())
+        done, _ = await asyncio.wait({body}, timeout=self.limits.load_timeout_s)
+        if not done:
+            task.give_up()
+            self.stats.load_timeouts += 1
+            await task.copies_ended()
+            self._end_request(task.request, ok=False)
+            self._answer(task.job, await body)
+            return
+        result = await body
+        # The answer first: whoever sees that the request has ended must find it.
+        self._answer(task.job, result)
+        self._end_request(task.request, ok=not (result.failed or result.bad))
+
+    def _end_request(self, request: str, *, ok: bool) -> None:
+        self._ended.append((request, ok))
+        self._on_result()
+
+    def _answer(self, job: int, result: JobResult) -> None:
+        self._results.append((job, result))
+        self._on_result()
+
+    def _spawn(self, coroutine: object) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]  # coroutines only
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._degrade(f"a transfer task died: {task.exception()!r}")
+
+    def _degrade(self, why: str) -> None:
+        """Stop storing; loads go on as long as they work. One line in the log."""
+        if not self.degraded:
+            self.degraded = why
+            logger.error("kvtiers: offloading is degraded on this rank: %s", why)
+
+    async def aclose(self, timeout_s: float = 2.0) -> None:
+        """Give what flies ``timeout_s`` seconds, then let go of tiers and engine."""
+        pending = [*self._tasks, *(writer.finish() for writer in self._writers)]
+        if pending:
+            await asyncio.wait([asyncio.ensure_future(p) for p in pending], timeout=timeout_s)
+        for tier in self._tiers:
+            try:
+                await asyncio.wait_for(tier.aclose(), timeout_s)
+            except Exception as error:  # closing goes on whatever one tier does
+                logger.warning("kvtiers: a tier did not close: %r", error)
+        for task in list(self._tasks):
+            task.cancel()
+        for writer in self._writers:
+            writer.stop()
+        self._engine.close()

@@ -1,0 +1,307 @@
+"""The index of one tier: which chunks it holds, in which state, at which place.
+
+Pure and synchronous. The index owns states, pins and places; the eviction policy only orders
+the resident keys. Two dicts describe a resident chunk (ours and the policy's), nothing else does,
+because a disk tier may hold ten million of them; pins and the rarer states live beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from offload.errors import InvariantError
+from offload.space import Space
+from offload.states import ChunkEvent, ChunkState
+from policies.base import EntryInfo, EvictionPolicy, RemoveCause
+
+_NOTHING: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A granted prefix of what was asked for: ``places[i]`` is for the i-th key asked.
+
+    ``evicted`` are the keys that left the tier to make room.
+    """
+
+    places: tuple[int, ...]
+    evicted: tuple[bytes, ...]
+
+
+class TierIndex:
+    """States and places of one tier's chunks.
+
+    ``low_watermark`` < 1 makes eviction run ahead: once the tier is full it is emptied to this
+    share of its capacity, so that a disk has free places before it needs them.
+    """
+
+    def __init__(
+        self, name: str, space: Space, policy: EvictionPolicy, low_watermark: float = 1.0
+    ) -> None:
+        self.name = name
+        self.space = space
+        self.policy = policy
+        self.evictions = 0
+        self._low = int(space.capacity * low_watermark)
+        self._resident: dict[bytes, int] = {}
+        self._filling: dict[bytes, int] = {}
+        self._doomed: dict[bytes, int] = {}
+        self._infos: dict[bytes, EntryInfo] = {}
+        self._pins: dict[bytes, int] = {}
+
+    # -- questions ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._resident
+
+    @property
+    def resident(self) -> Container[bytes]:
+        """The keys that can be hit, for batched membership tests."""
+        return self._resident
+
+    @property
+    def filling_count(self) -> int:
+        """How many chunks are being written."""
+        return len(self._filling)
+
+    def is_filling(self, key: bytes) -> bool:
+        """Whether a job is writing this chunk now."""
+        return key in self._filling
+
+    def is_absent(self, key: bytes) -> bool:
+        """Whether the chunk could be reserved."""
+        return not (key in self._resident or key in self._filling or key in self._doomed)
+
+    def place(self, key: bytes) -> int:
+        """Where a resident or filling chunk lies."""
+        found = self._resident.get(key)
+        return self._filling[key] if found is None else found
+
+    def state(self, key: bytes) -> ChunkState:
+        """The chunk's state."""
+        if key in self._doomed:
+            return ChunkState.DOOMED
+        if key in self._filling:
+            return ChunkState.FILLING
+        if key in self._resident:
+            return ChunkState.PINNED if key in self._pins else ChunkState.RESIDENT
+        return ChunkState.ABSENT
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        infos: Sequence[EntryInfo],
+        protect: Container[bytes] = _NOTHING,
+    ) -> Reservation:
+        """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
+
+        ``protect`` are keys that must not be evicted for this. Stops at the first key that
+        finds no place, so the granted keys are never a prefix with a hole.
+        """
+        places: list[int] = []
+        evicted: list[bytes] = []
+        for key, info in zip(keys, infos, strict=True):
+            if not self.is_absent(key):
+                self._refuse(key, ChunkEvent.RESERVE)
+            place = self.space.take(info.size_bytes)
+            if place is None:
+                evicted += self._make_room(info.size_bytes, protect)
+                place = self.space.take(info.size_bytes)
+            if place is None:
+                break
+            self._filling[key] = place
+            self._infos[key] = info
+            places.append(place)
+        return Reservation(tuple(places), tuple(evicted))
+
+    def commit(self, keys: Sequence[bytes]) -> list[bytes]:
+        """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.
+
+        ``keys`` are in prefix order; the head ends up youngest in the policy.
+        """
+        kept: list[bytes] = []
+        for key in reversed(keys):
+            if key in self._doomed:
+                self._let_go(key, ChunkEvent.COMMIT)
+                continue
+            place = self._filling.pop(key, None)
+            if place is None:
+                self._refuse(key, ChunkEvent.COMMIT)
+            self._resident[key] = place
+            self.policy.insert(key, self._infos.pop(key))
+            kept.append(key)
+        kept.reverse()
+        return kept
+
+    def abort(self, keys: Iterable[bytes]) -> None:
+        """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
+        for key in keys:
+            if key in self._doomed:
+                self._let_go(key, ChunkEvent.ABORT)
+                continue
+            place = self._filling.pop(key, None)
+            if place is None:
+                self._refuse(key, ChunkEvent.ABORT)
+            del self._infos[key]
+            if key in self._pins:
+                self._doomed[key] = place
+            else:
+                self.space.give(place)
+
+    def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
+        """Enter chunks found after a restart, oldest first; returns those that did not fit."""
+        rejected = []
+        for key, info in zip(keys, infos, strict=True):
+            place = self.space.take(info.size_bytes) if self.is_absent(key) else None
+            if place is None:
+                rejected.append(key)
+                continue
+            self._resident[key] = place
+            self.policy.insert(key, info)
+        return rejected
+
+    # -- using -------------------------------------------------------------------------------
+
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
+        pins = self._pins
+        for key in keys:
+            if key not in self._resident and key not in self._filling:
+                self._refuse(key, ChunkEvent.PIN)
+            pins[key] = pins.get(key, 0) + 1
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
+        for key in keys:
+            if key in self._doomed:
+                self._let_go(key, ChunkEvent.UNPIN)
+                continue
+            count = self._pins.get(key, 0)
+            if count == 0:
+                self._refuse(key, ChunkEvent.UNPIN)
+            elif count == 1:
+                del self._pins[key]
+            else:
+                self._pins[key] = count - 1
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note one request's use of these keys, in prefix order; absent ones are ignored."""
+        self.policy.touch(keys)
+
+    def drop(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Forget chunks; nobody can hit them from now on. Returns those that were resident."""
+        dropped: list[bytes] = []
+        for key in keys:
+            place = self._resident.pop(key, None)
+            if place is not None:
+                self.policy.remove(key, RemoveCause.DROPPED)
+                dropped.append(key)
+                if key in self._pins:
+                    self._doomed[key] = place
+                else:
+                    self.space.give(place)
+            elif key in self._filling:
+                self._doom_filling(key)
+        return dropped
+
+    def evict(self, count_bytes: int) -> list[bytes]:
+        """Evict by policy until ``used`` has fallen by this much or nothing more can go."""
+        return self._make_room(0, _NOTHING, at_least=count_bytes)
+
+    def clear(self) -> None:
+        """Forget every chunk at once; what jobs still use stays DOOMED until they let go."""
+        for key, place in self._resident.items():
+            if key in self._pins:
+                self._doomed[key] = place
+            else:
+                self.space.give(place)
+        self._resident.clear()
+        self.policy.clear()
+        for key in list(self._filling):
+            self._doom_filling(key)
+
+    def check(self) -> None:
+        """Verify the invariants; raises ``InvariantError``. O(n), for tests and debug mode."""
+        places = [*self._resident.values(), *self._filling.values(), *self._doomed.values()]
+        used = sum(self.space.amount(place) for place in places)
+        problems = []
+        if used != self.space.used or used > self.space.capacity:
+            problems.append(f"places {used}, used {self.space.used} of {self.space.capacity}")
+        if len(self.policy) != len(self._resident):
+            problems.append(f"policy {len(self.policy)} keys, resident {len(self._resident)}")
+        states = [set(self._resident), set(self._filling), set(self._doomed)]
+        if sum(map(len, states)) != len(set.union(*states)):
+            problems.append("a key is in two states")
+        if set(self._infos) != set(self._filling):
+            problems.append("infos do not match filling")
+        if not set(self._pins) <= set.union(*states):
+            problems.append("a pinned key is absent")
+        if not set(self._doomed) <= set(self._pins):
+            problems.append("a doomed key is not pinned")
+        if problems:
+            raise InvariantError(f"index {self.name}: " + "; ".join(problems))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _make_room(self, size: int, protect: Container[bytes], at_least: int = 0) -> list[bytes]:
+        """Evict until ``size`` fits, ahead to the low watermark, never more than needed there."""
+        space, pins = self.space, self._pins
+
+        def evictable(key: object) -> bool:
+            return key not in pins and key not in protect
+
+        goal = max(space.missing(size), at_least)
+        if goal and self._low < space.capacity:
+            goal = max(goal, space.used - self._low)
+        evicted: list[bytes] = []
+        freed = 0
+        while freed < goal:
+            per_key = max(1, self._typical_amount())
+            names = self.policy.victims(max(1, (goal - freed + per_key - 1) // per_key), evictable)
+            if not names:
+                break
+            for name in names:
+                freed += self._evict_one(name)  # type: ignore[arg-type]  # policies see Hashable
+                evicted.append(name)  # type: ignore[arg-type]  # policies see Hashable
+        return evicted
+
+    def _typical_amount(self) -> int:
+        return self.space.used // max(1, len(self._resident) + len(self._filling))
+
+    def _evict_one(self, key: bytes) -> int:
+        if key in self._pins or key not in self._resident:
+            self._refuse(key, ChunkEvent.EVICT)
+        place = self._resident.pop(key)
+        self.policy.remove(key, RemoveCause.EVICTED)
+        self.evictions += 1
+        self.space.give(place)
+        return self.space.amount(place)
+
+    def _doom_filling(self, key: bytes) -> None:
+        """The job that fills the chunk counts as one more pin from here on."""
+        self._doomed[key] = self._filling.pop(key)
+        del self._infos[key]
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def _let_go(self, key: bytes, event: ChunkEvent) -> None:
+        count = self._pins.get(key, 0)
+        if count == 0:
+            self._refuse(key, event)
+        if count > 1:
+            self._pins[key] = count - 1
+            return
+        del self._pins[key]
+        self.space.give(self._doomed.pop(key))
+
+    def _refuse(self, key: bytes, event: ChunkEvent) -> NoReturn:
+        raise InvariantError(
+            f"index {self.name}: {event.value} of {key.hex()[:16]} in state "
+            f"{self.state(key).value} with {self._pins.get(key, 0)} pins"
+        )

@@ -1,0 +1,43 @@
+"""Keys of chunks.
+
+A key is the block hash at the chunk's end followed by the group id (4 bytes, big-endian), so a
+key exists where a block ends on a hash boundary. vLLM's block hash covers the whole prefix, the
+cache salt, the adapter's name and the media of the prompt; we never derive our own from tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+GROUP_BYTES = 4
+
+
+def group_suffix(group: int) -> bytes:
+    """The last bytes of every key of this group."""
+    return group.to_bytes(GROUP_BYTES, "big")
+
+
+def group_of(key: bytes) -> int:
+    """The group a key belongs to."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def chunk_keys(
+    block_hashes: Sequence[bytes],
+    group: int,
+    hashes_per_chunk: int,
+    first_chunk: int = 0,
+    identity: bytes = b"",
+) -> list[bytes]:
+    """Keys of all whole chunks of one group, from ``first_chunk`` on.
+
+    ``block_hashes`` are vLLM's, one per hash block; a chunk spans ``hashes_per_chunk`` of them
+    and takes the hash at its end. ``identity`` is what vLLM's hash does not know (the content of
+    a LoRA adapter); it is digested into the key.
+    """
+    suffix = group_suffix(group)
+    ends = block_hashes[(first_chunk + 1) * hashes_per_chunk - 1 : None : hashes_per_chunk]
+    if identity:
+        return [hashlib.sha256(identity + end).digest() + suffix for end in ends]
+    return [end + suffix for end in ends]

@@ -1,0 +1,113 @@
+"""The ledger: jobs that workers have not finished, and the GPU blocks they read.
+
+A job is opened once, answered once per rank, and closed when the last rank has answered. Late
+answers to jobs that are not open (a worker that was restarted) are counted, never acted on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from offload.errors import InvariantError
+from offload.plans import JobResult
+
+CPU = -1
+"""The CPU tier's number where lower tiers are numbered from 0."""
+
+
+class JobKind(enum.Enum):
+    """What a job moves."""
+
+    STORE = "store"
+    LOAD = "load"
+    DEMOTE = "demote"
+
+
+@dataclass(slots=True)
+class Job:
+    """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
+    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads."""
+
+    job: int
+    kind: JobKind
+    fills: tuple[bytes, ...] = ()
+    fill_tier: int = CPU
+    pins: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
+    blocks: tuple[int, ...] = ()
+    request: str = ""
+    tokens_by_tier: Mapping[int, int] | None = None
+    result: JobResult | None = None
+
+
+class Ledger:
+    """Open jobs by id, and for every GPU block the stores that still read it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._next = 1
+        self._jobs: dict[int, Job] = {}
+        self._readers: dict[int, set[int]] = {}
+        self.late_answers = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def next_id(self) -> int:
+        """A job id that was never used before."""
+        self._next += 1
+        return self._next - 1
+
+    def open(self, job: Job) -> None:
+        """Enter a job."""
+        if job.job in self._jobs:
+            raise InvariantError(f"ledger: job {job.job} is open already")
+        self._jobs[job.job] = job
+        for block in job.blocks:
+            self._readers.setdefault(block, set()).add(job.job)
+
+    def close(self, job_id: int) -> Job:
+        """Take a job out, whatever its answers."""
+        job = self._jobs.pop(job_id)
+        for block in job.blocks:
+            readers = self._readers[block]
+            readers.discard(job_id)
+            if not readers:
+                del self._readers[block]
+        return job
+
+    def answer(self, job_id: int, result: JobResult) -> Job | None:
+        """Add ranks' answers; returns the job, closed, once every rank has answered."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            self.late_answers += 1
+            return None
+        job.result = job.result.merge(result) if job.result else result
+        if job.result.ranks < self._ranks:
+            return None
+        if job.result.ranks > self._ranks:
+            raise InvariantError(
+                f"ledger: {job.kind.value} job {job_id} has {job.result.ranks} answers "
+                f"from {self._ranks} ranks"
+            )
+        return self.close(job_id)
+
+    def readers(self, blocks: Iterable[int]) -> set[int]:
+        """The open stores that read any of these GPU blocks."""
+        if not self._readers:
+            return set()
+        found: set[int] = set()
+        for block in blocks:
+            readers = self._readers.get(block)
+            if readers:
+                found |= readers
+        return found
+
+    def count(self, kind: JobKind) -> int:
+        """How many jobs of a kind are open."""
+        return sum(1 for job in self._jobs.values() if job.kind is kind)
+
+    def jobs(self) -> list[Job]:
+        """The open jobs, oldest first."""
+        return list(self._jobs.values())

@@ -1,0 +1,278 @@
+"""Loads on one rank: chunks that lie in slots, chunks to be read into slots first, and chunks
+that only pass through a staging buffer. All parts overlap; a batch goes to the load stream as
+soon as its bytes have landed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
+from offload.stats import WorkerStats
+from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
+from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
+from tiers.slab import HostSlab
+
+logger = logging.getLogger(__name__)
+
+
+def io_bytes(group: GroupRegions) -> int:
+    """Bytes of a chunk's record: padded, so that a tier can use direct I/O on the slot itself."""
+    return -(-group.chunk_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Limits(Protocol):
+    """The part of ``ExecutorLimits`` that is needed here."""
+
+    @property
+    def read_batch(self) -> int: ...
+
+    @property
+    def reads_in_flight(self) -> int: ...
+
+
+class LoadLane:
+    """What all loads of a rank share: the staging window, reads in flight, and fills.
+
+    A fill is a future per slot: whether the bytes that a load reads into the slot are good.
+    Loads of other requests that use the slot wait for it. A failed fill stays until the slot is
+    used again, because a plan made before the failure was known may still name it.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        engine: CopyEngine,
+        groups: Mapping[int, GroupRegions],
+        tiers: Sequence[Tier],
+        staging: Sequence[int],
+        limits: _Limits,
+        stats: WorkerStats,
+    ) -> None:
+        self.slab = slab
+        self.engine = engine
+        self.groups = groups
+        self.tiers = tiers
+        self.stats = stats
+        self.read_batch = max(1, min(limits.read_batch, len(staging) or limits.read_batch))
+        self.reads = asyncio.Semaphore(limits.reads_in_flight)
+        self._staging: asyncio.Queue[int] = asyncio.Queue()
+        self._staging_turn = asyncio.Lock()
+        self.has_staging = bool(staging)
+        for slot in staging:
+            self._staging.put_nowait(slot)
+        self._fills: dict[int, asyncio.Future[bool]] = {}
+        self._open: set[LoadTask] = set()
+
+    def open(self, job: LoadJob) -> LoadTask:
+        """Enter a load; its fills exist from now on, so that later loads can join them."""
+        loop = asyncio.get_running_loop()
+        for item in job.items:
+            if item.tier != IN_SLAB and item.slot != STAGED:
+                self._fills[item.slot] = loop.create_future()
+        task = LoadTask(self, job)
+        self._open.add(task)
+        return task
+
+    def ended(self, task: LoadTask) -> None:
+        """A load is over."""
+        self._open.discard(task)
+
+    def cancel_all(self) -> None:
+        """No open load may reach its request any more (the cache was reset)."""
+        for task in self._open:
+            task.give_up()
+
+    def overwrite(self, slots: Iterable[int]) -> None:
+        """A store takes these slots over."""
+        for slot in slots:
+            self._fills.pop(slot, None)
+
+    def fill(self, slot: int) -> asyncio.Future[bool] | None:
+        """The fill of a slot, if a load reads or read into it."""
+        return self._fills.get(slot)
+
+    def filled(self, slot: int, good: bool) -> None:
+        """The read into a slot has ended."""
+        future = self._fills.get(slot)
+        if future is not None and not future.done():
+            future.set_result(good)
+
+    async def take_staging(self, count: int) -> list[int]:
+        """``count`` staging slots, granted to one asker at a time so that two cannot deadlock."""
+        async with self._staging_turn:
+            return [await self._staging.get() for _ in range(count)]
+
+    def give_staging(self, slots: Iterable[int]) -> None:
+        """Put staging slots back."""
+        for slot in slots:
+            self._staging.put_nowait(slot)
+
+
+class LoadTask:
+    """One load. `run` returns when nobody touches its slots any more."""
+
+    def __init__(self, lane: LoadLane, job: LoadJob) -> None:
+        self.job = job.job
+        self.request = job.request
+        self._lane = lane
+        self._items = job.items
+        self._abandoned = False
+        self._bad: set[bytes] = set()
+        self._lost: set[bytes] = set()
+        self._failed = False
+        self._copying = 0
+        self._no_copies = asyncio.Event()
+        self._no_copies.set()
+
+    async def copies_ended(self) -> None:
+        """Wait until no copy into the request's GPU blocks is under way."""
+        await self._no_copies.wait()
+
+    def give_up(self) -> None:
+        """The request does not wait any more: start no further copy into its GPU blocks."""
+        self._abandoned = True
+
+    async def run(self) -> JobResult:
+        """Restore every item; never raises."""
+        started = time.perf_counter()
+        ready, joined, reads = self._sort()
+        parts = [self._copy(ready), *(self._join(item) for item in joined)]
+        parts += [self._read(tier, batch) for tier, batch in reads]
+        try:
+            for outcome in await asyncio.gather(*parts, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    logger.warning("kvtiers: a load failed: %r", outcome)
+                    self._failed = True
+        finally:
+            self._settle_fills()
+            self._lane.ended(self)
+        self._lane.stats.load_seconds += time.perf_counter() - started
+        return JobResult(
+            bad=frozenset(self._bad),
+            lost=frozenset(self._lost),
+            failed=self._failed or self._abandoned,
+        )
+
+    def _sort(
+        self,
+    ) -> tuple[list[LoadItem], list[LoadItem], list[tuple[int, list[LoadItem]]]]:
+        ready: list[LoadItem] = []
+        joined: list[LoadItem] = []
+        by_source: dict[tuple[int, bool], list[LoadItem]] = {}
+        for item in self._items:
+            if item.tier != IN_SLAB:
+                by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
+            elif item.slot == STAGED:
+                self._bad.add(item.key)  # nobody holds it: the planner asked for a failure
+            elif self._lane.fill(item.slot) is not None:
+                joined.append(item)
+            else:
+                ready.append(item)
+        step = self._lane.read_batch
+        reads = [
+            (tier, items[at : at + step])
+            for (tier, _), items in by_source.items()
+            for at in range(0, len(items), step)
+        ]
+        return ready, joined, reads
+
+    async def _join(self, item: LoadItem) -> None:
+        fill = self._lane.fill(item.slot)
+        if fill is None or await asyncio.shield(fill):
+            await self._copy([item])
+        else:
+            self._bad.add(item.key)
+
+    async def _read(self, tier: int, items: Sequence[LoadItem]) -> None:
+        """Read one batch from a lower tier and send on what arrived intact."""
+        staged = items[0].slot == STAGED
+        if staged and not self._lane.has_staging:
+            self._bad.update(item.key for item in items)
+            return
+        slots = (
+            await self._lane.take_staging(len(items)) if staged else [item.slot for item in items]
+        )
+        try:
+            async with self._lane.reads:
+                outcomes = await self._read_into(tier, items, slots)
+            good = []
+            for item, slot, outcome in zip(items, slots, outcomes, strict=True):
+                if outcome is ReadOutcome.OK:
+                    good.append((item, slot))
+                else:
+                    self._note_bad(item, outcome)
+                if not staged:
+                    self._lane.filled(slot, outcome is ReadOutcome.OK)
+            await self._copy([item for item, _ in good], [slot for _, slot in good])
+        finally:
+            if staged:
+                self._lane.give_staging(slots)
+
+    async def _read_into(
+        self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
+    ) -> list[ReadOutcome]:
+        lane = self._lane
+        if self._abandoned:
+            return [ReadOutcome.BUSY] * len(items)
+        sizes = [io_bytes(lane.groups[item.group]) for item in items]
+        views = [lane.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
+        started = time.perf_counter()
+        try:
+            outcomes = await lane.tiers[tier].read([item.key for item in items], views)
+        except TierError as error:
+            logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
+            return [ReadOutcome.BUSY] * len(items)
+        lane.stats.read(tier, sum(sizes), time.perf_counter() - started)
+        return outcomes
+
+    def _note_bad(self, item: LoadItem, outcome: ReadOutcome) -> None:
+        self._bad.add(item.key)
+        if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
+            self._lost.add(item.key)
+        if outcome is ReadOutcome.CORRUPT:
+            self._lane.stats.corrupt_records += 1
+
+    async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
+        """Copy slots into GPU blocks, unless the request has gone."""
+        if not items or self._abandoned:
+            return
+        if slots is None:
+            slots = [item.slot for item in items]
+        by_group: dict[int, list[int]] = {}
+        for position, item in enumerate(items):
+            by_group.setdefault(item.group, []).append(position)
+        batches = [
+            CopyBatch(
+                group,
+                np.asarray([items[at].blocks for at in positions], dtype=np.int64),
+                np.asarray([slots[at] for at in positions], dtype=np.int64),
+            )
+            for group, positions in by_group.items()
+        ]
+        self._copying += 1
+        self._no_copies.clear()
+        try:
+            await self._lane.engine.submit_load(batches).completed()
+        except TransferError as error:
+            logger.warning("kvtiers: a load could not be copied: %s", error)
+            self._failed = True
+            return
+        finally:
+            self._copying -= 1
+            if not self._copying:
+                self._no_copies.set()
+        self._lane.stats.load_bytes += sum(
+            self._lane.groups[item.group].chunk_bytes for item in items
+        )
+
+    def _settle_fills(self) -> None:
+        """Whatever was not read by now never will be."""
+        for item in self._items:
+            if item.tier != IN_SLAB and item.slot != STAGED:
+                self._lane.filled(item.slot, good=False)

@@ -1,0 +1,43 @@
+"""An asyncio loop in a thread of its own, for drivers that are not asyncio themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class OffloadLoop:
+    """Starts a daemon thread that runs a loop until ``stop``."""
+
+    def __init__(self, name: str = "kvtiers-loop") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the loop and wait for its result; raises ``TimeoutError``."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def stop(self, timeout_s: float = 2.0) -> bool:
+        """Stop the loop; returns whether the thread has ended in time."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()

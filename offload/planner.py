@@ -1,0 +1,411 @@
+"""The planner: turns what requests need into jobs, and reports into states.
+
+Pure and synchronous; the scheduler's thread owns it and everything below it. It speaks of keys,
+GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.demotion import DemotionQueue
+from offload.errors import InvariantError
+from offload.index import TierIndex
+from offload.ledger import CPU, Job, JobKind, Ledger
+from offload.plans import (
+    IN_SLAB,
+    STAGED,
+    JobResult,
+    LoadItem,
+    LoadJob,
+    StepPlan,
+    StepReport,
+    StoreJob,
+)
+from offload.stats import PlannerStats
+from policies.base import EntryInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One chunk that a request needs: its key, and the GPU blocks to fill (below 0: skip)."""
+
+    key: bytes
+    group: int
+    blocks: tuple[int, ...]
+    depth_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """What the planner knows of a group: restore rule, tokens of a chunk, and what a chunk
+    takes in each tier (``footprints[t]``, bytes of lower tier ``t``)."""
+
+    kind: str
+    chunk_tokens: int
+    footprints: tuple[int, ...]
+
+
+class Planner:
+    """Decides stores, loads, write-through and eviction for one engine.
+
+    ``groups`` maps group ids to what is known of them; ``ranks`` is how many workers answer
+    every job; ``max_store_chunks`` bounds the chunks that may be on their way to the CPU tier.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, GroupInfo],
+        cpu: TierIndex,
+        lower: Sequence[TierIndex] = (),
+        *,
+        ranks: int = 1,
+        max_store_chunks: int = 4096,
+        demotions: Sequence[DemotionQueue] | None = None,
+    ) -> None:
+        self.cpu = cpu
+        self.lower = tuple(lower)
+        self.stats = PlannerStats([index.name for index in self.lower])
+        self._groups = groups
+        self._ledger = Ledger(ranks)
+        self._max_store_chunks = max_store_chunks
+        self._storing = 0
+        self._stores: list[StoreJob] = []
+        self._loads: list[LoadJob] = []
+        self._fence: set[int] = set()
+        self._promoting: dict[bytes, int] = {}
+        self._deletes: dict[int, list[bytes]] = {}
+        self._touches: dict[int, list[bytes]] = {}
+        self._reset = False
+        self._epochs: tuple[int, ...] = ()
+        if demotions is None:
+            demotions = [DemotionQueue(tier, index) for tier, index in enumerate(self.lower)]
+        self._demotions = tuple(demotions)
+        self.present = self._make_present()
+
+    # -- lookup ------------------------------------------------------------------------------
+
+    @property
+    def holders(self) -> tuple[Container[bytes], ...]:
+        """Where a chunk can be found, nearest first; a promotion under way counts."""
+        return (self.cpu.resident, *(index.resident for index in self.lower), self._promoting)
+
+    def _make_present(self) -> Callable[[bytes], bool]:
+        """``present(key)``: whether some tier can give this chunk now, or is about to."""
+        cpu, promoting = self.cpu.resident, self._promoting
+        lower = [index.resident for index in self.lower]
+        if not lower:
+            return lambda key: key in cpu
+        if len(lower) == 1:
+            only = lower[0]
+            return lambda key: key in cpu or key in only or key in promoting
+        return lambda key: key in cpu or key in promoting or any(key in tier for tier in lower)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note one request's use of these keys (prefix order) in every tier."""
+        self.cpu.touch(keys)
+        for tier, index in enumerate(self.lower):
+            index.touch(keys)
+            held = [key for key in keys if key in index]
+            if held:
+                self._touches.setdefault(tier, []).extend(held)
+
+    # -- store -------------------------------------------------------------------------------
+
+    def plan_store(self, chunks: Sequence[Wanted], protect: Container[bytes] = frozenset()) -> int:
+        """Plan to store chunks of one group whose content is final after this step.
+
+        Returns how many of them, from the first on, need no more attention: those that some
+        tier holds already and those that got a slot. The rest may be asked again.
+        """
+        fresh, settled = self._absent_prefix(chunks)
+        if not fresh:
+            return settled
+        infos = [self._info(chunk, 1) for chunk in fresh]
+        grant = self.cpu.reserve([chunk.key for chunk in fresh], infos, protect)
+        self.stats.evicted(CPU, len(grant.evicted))
+        taken = fresh[: len(grant.places)]
+        if len(taken) < len(fresh):
+            self.stats.store_refusals += len(fresh) - len(taken)
+            settled = chunks.index(fresh[len(taken)])
+        if taken:
+            self._open_store(taken, grant.places)
+        return settled
+
+    def _absent_prefix(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
+        """The chunks that no tier has, as far as the store budget goes, and how many were seen."""
+        budget = self._max_store_chunks - self._storing
+        cpu, present = self.cpu, self.present
+        fresh: list[Wanted] = []
+        for position, chunk in enumerate(chunks):
+            if present(chunk.key) or not cpu.is_absent(chunk.key):
+                continue
+            if len(fresh) >= budget:
+                return fresh, position
+            fresh.append(chunk)
+        return fresh, len(chunks)
+
+    def _open_store(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
+        job = self._ledger.next_id()
+        blocks = tuple(chunk.blocks for chunk in chunks)
+        flat = tuple(block for chunk in blocks for block in chunk)
+        keys = tuple(chunk.key for chunk in chunks)
+        self._ledger.open(Job(job, JobKind.STORE, fills=keys, blocks=flat))
+        self._stores.append(StoreJob(job, chunks[0].group, blocks, slots))
+        self._storing += len(keys)
+
+    def fence(self, blocks: Iterable[int]) -> None:
+        """These GPU blocks are given to new content in the coming step.
+
+        Stores that still read them are fenced; a store that was planned but not sent is
+        cancelled, because its source is gone when the plan arrives.
+        """
+        readers = self._ledger.readers(blocks)
+        if not readers:
+            return
+        unsent = {store.job for store in self._stores} & readers
+        for job_id in unsent:
+            self._cancel_store(job_id)
+        self._fence |= readers - unsent
+
+    def _cancel_store(self, job_id: int) -> None:
+        job = self._ledger.close(job_id)
+        self.cpu.abort(job.fills)
+        self._storing -= len(job.fills)
+        self._stores = [store for store in self._stores if store.job != job_id]
+        self.stats.stores_cancelled += 1
+
+    # -- load --------------------------------------------------------------------------------
+
+    def plan_load(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
+        """Plan to restore these chunks for a request.
+
+        What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
+        CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
+        (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
+        Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
+        """
+        job = self._ledger.next_id()
+        in_slab, below = self._split(chunks)
+        self.cpu.pin([chunk.key for chunk in in_slab])
+        sources = {chunk.key: self._source(chunk.key) for chunk in below}
+        promoted = self._reserve_promotions(job, [c for c in below if sources[c.key] >= 0])
+        items = tuple(self._load_item(chunk, sources, promoted) for chunk in chunks)
+        pins: list[tuple[int, tuple[bytes, ...]]] = [(CPU, tuple(c.key for c in in_slab))]
+        for tier, index in enumerate(self.lower):
+            keys = tuple(key for key, source in sources.items() if source == tier)
+            index.pin(keys)
+            pins.append((tier, keys))
+        tokens = self._tokens_by_tier(chunks, sources)
+        self._ledger.open(
+            Job(
+                job,
+                JobKind.LOAD,
+                fills=tuple(promoted),
+                pins=tuple(pins),
+                request=request,
+                tokens_by_tier=tokens,
+            )
+        )
+        self._loads.append(LoadJob(job, request, items))
+        return tokens
+
+    def _split(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
+        in_slab: list[Wanted] = []
+        below: list[Wanted] = []
+        for chunk in chunks:
+            here = chunk.key in self.cpu or chunk.key in self._promoting
+            (in_slab if here else below).append(chunk)
+        return in_slab, below
+
+    def _source(self, key: bytes) -> int:
+        """The highest lower tier that holds the key, or ``IN_SLAB`` if none does."""
+        for tier, index in enumerate(self.lower):
+            if key in index:
+                return tier
+        return IN_SLAB
+
+    def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
+        free = [chunk for chunk in chunks if self.cpu.is_absent(chunk.key)]
+        keys = [chunk.key for chunk in free]
+        grant = self.cpu.reserve(keys, [self._info(chunk, 1) for chunk in free])
+        self.stats.evicted(CPU, len(grant.evicted))
+        promoted = dict(zip(keys, grant.places, strict=False))
+        for key in promoted:
+            self._promoting[key] = job
+        return promoted
+
+    def _load_item(
+        self, chunk: Wanted, sources: Mapping[bytes, int], promoted: Mapping[bytes, int]
+    ) -> LoadItem:
+        tier = sources.get(chunk.key)
+        if tier is None:
+            return LoadItem(
+                chunk.key, chunk.group, chunk.blocks, self.cpu.place(chunk.key), IN_SLAB
+            )
+        slot = promoted.get(chunk.key, STAGED)
+        return LoadItem(chunk.key, chunk.group, chunk.blocks, slot, tier)
+
+    def _tokens_by_tier(
+        self, chunks: Sequence[Wanted], sources: Mapping[bytes, int]
+    ) -> dict[int, int]:
+        """Tokens by source tier, counted on the group with the most chunks."""
+        counts: dict[int, dict[int, int]] = {}
+        for chunk in chunks:
+            by_tier = counts.setdefault(chunk.group, {})
+            tier = sources.get(chunk.key, CPU)
+            by_tier[tier] = by_tier.get(tier, 0) + self._groups[chunk.group].chunk_tokens
+        return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})
+
+    def _info(self, chunk: Wanted, size: int) -> EntryInfo:
+        kind = self._groups[chunk.group].kind
+        return EntryInfo(chunk.group, kind, chunk.depth_tokens, size)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker has, or should get, something to do."""
+        return bool(
+            len(self._ledger)
+            or self._stores
+            or self._loads
+            or self._deletes
+            or self._reset
+            or any(len(queue) for queue in self._demotions)
+        )
+
+    def step(self, *, idle: bool = False) -> StepPlan:
+        """Everything planned since the last call, plus the write-through that is due."""
+        demotes = []
+        for queue in self._demotions:
+            for job in queue.due(self.cpu, self._ledger, self._groups):
+                demotes.append(job.plan)
+                self.delete(queue.tier, job.evicted)
+                self.stats.evicted(queue.tier, len(job.evicted))
+        plan = StepPlan(
+            stores=tuple(self._stores),
+            loads=tuple(self._loads),
+            demotes=tuple(demotes),
+            deletes={tier: tuple(keys) for tier, keys in self._deletes.items() if keys},
+            touches={tier: tuple(keys) for tier, keys in self._touches.items()},
+            fence=tuple(sorted(self._fence)),
+            reset=self._reset,
+            epochs=self._epochs,
+            idle=idle,
+        )
+        self._stores, self._loads, self._fence = [], [], set()
+        self._deletes, self._touches = {}, {}
+        self._reset, self._epochs = False, ()
+        return plan
+
+    def complete(self, report: StepReport) -> None:
+        """Take in what workers have finished."""
+        for job_id, result in report.results.items():
+            job = self._ledger.answer(job_id, result)
+            if job is None:
+                continue
+            if job.kind is JobKind.STORE:
+                self._stored(job)
+            elif job.kind is JobKind.LOAD:
+                self._loaded(job)
+            else:
+                self._demoted(job)
+
+    def _stored(self, job: Job) -> None:
+        self._storing -= len(job.fills)
+        good, bad = self._verdict(job)
+        self.cpu.abort(bad)
+        kept = self.cpu.commit(good)
+        self.stats.stored(CPU, len(kept), len(bad))
+        for queue in self._demotions:
+            queue.offer(kept, self.cpu)
+
+    def _loaded(self, job: Job) -> None:
+        good, bad = self._verdict(job)
+        for key in job.fills:
+            self._promoting.pop(key, None)
+        self.cpu.abort(bad)
+        self.cpu.commit(good)
+        for tier, keys in job.pins:
+            index = self.cpu if tier == CPU else self.lower[tier]
+            index.unpin(keys)
+        result = _result(job)
+        self.forget(result.lost)
+        self.stats.loaded(job.tokens_by_tier or {}, failed=result.failed or bool(result.bad))
+
+    def _demoted(self, job: Job) -> None:
+        good, bad = self._verdict(job)
+        index = self.lower[job.fill_tier]
+        index.abort(bad)
+        kept = index.commit(good)
+        for tier, keys in job.pins:
+            if tier != CPU:
+                raise InvariantError(f"planner: demotion {job.job} pins tier {tier}")
+            self.cpu.unpin(keys)
+        self._demotions[job.fill_tier].ended(job)
+        self.stats.stored(job.fill_tier, len(kept), len(bad))
+        if bad:
+            # Another rank may have written its part; it must not come back after a restart.
+            self.delete(job.fill_tier, bad)
+
+    def _verdict(self, job: Job) -> tuple[list[bytes], list[bytes]]:
+        """Which of the keys that a job filled may be committed, and which must not."""
+        result = _result(job)
+        if result.failed:
+            return [], list(job.fills)
+        good = [key for key in job.fills if key not in result.bad]
+        return good, [key for key in job.fills if key in result.bad]
+
+    # -- forgetting --------------------------------------------------------------------------
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop keys that a tier turned out not to hold intact, from every lower tier."""
+        lost = list(keys)
+        for tier, index in enumerate(self.lower):
+            dropped = index.drop(lost)
+            if dropped:
+                self.delete(tier, dropped)
+                self.stats.dropped(tier, len(dropped))
+
+    def delete(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Have the workers delete records of a lower tier that its index does not know."""
+        if keys:
+            self._deletes.setdefault(tier, []).extend(keys)
+
+    def reset(self, epochs: Sequence[int] = ()) -> None:
+        """The weights changed: nothing stored so far may be hit again, in any tier.
+
+        ``epochs`` are the new epochs of the lower tiers. Jobs under way end as usual, but what
+        they fill is forgotten.
+        """
+        for store in list(self._stores):
+            self._cancel_store(store.job)
+        for queue in self._demotions:
+            queue.clear(self.cpu)
+        for index in (self.cpu, *self.lower):
+            index.clear()
+        self._deletes, self._touches = {}, {}
+        self._reset, self._epochs = True, tuple(epochs)
+        self.stats.resets += 1
+
+    def totals(self) -> dict[str, float]:
+        """All counters by flat name; those of a tier end in ``:`` and its name."""
+        return self.stats.totals() | {"late_answers": self._ledger.late_answers}
+
+    def check(self) -> None:
+        """Verify the invariants of every part; raises ``InvariantError``."""
+        for index in (self.cpu, *self.lower):
+            index.check()
+        storing = sum(len(j.fills) for j in self._ledger.jobs() if j.kind is JobKind.STORE)
+        if storing != self._storing:
+            raise InvariantError(f"planner: {storing} chunks being stored, counted {self._storing}")
+        if not len(self._ledger) and self.cpu.filling_count:
+            raise InvariantError("planner: chunks are being filled and no job is open")
+
+
+def _result(job: Job) -> JobResult:
+    if job.result is None:
+        raise InvariantError(f"planner: job {job.job} ended without an answer")
+    return job.result

@@ -1,0 +1,79 @@
+"""Places for chunks: numbered slots of a slab, or bytes of a lower tier.
+
+A place is an int. Both kinds answer the same three questions, so one index serves every tier.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Space(ABC):
+    """What a tier has to give away. ``used`` never exceeds ``capacity``."""
+
+    capacity: int
+    used: int
+
+    @abstractmethod
+    def take(self, size: int) -> int | None:
+        """A place for ``size`` bytes, or ``None`` if there is no room."""
+
+    @abstractmethod
+    def give(self, place: int) -> None:
+        """Take a place back."""
+
+    @abstractmethod
+    def missing(self, size: int) -> int:
+        """How much ``used`` has to fall so that ``size`` bytes fit; 0 if they fit now."""
+
+    @abstractmethod
+    def amount(self, place: int) -> int:
+        """What giving this place back takes off ``used``."""
+
+
+class SlotSpace(Space):
+    """Equal slots, numbered from 0; the most recently freed slot is used first (warm memory)."""
+
+    def __init__(self, count: int) -> None:
+        self.capacity = count
+        self.used = 0
+        self._free = list(range(count - 1, -1, -1))
+
+    def take(self, size: int) -> int | None:
+        if not self._free:
+            return None
+        self.used += 1
+        return self._free.pop()
+
+    def give(self, place: int) -> None:
+        self.used -= 1
+        self._free.append(place)
+
+    def missing(self, size: int) -> int:
+        return 0 if self._free else 1
+
+    def amount(self, place: int) -> int:
+        return 1
+
+
+class ByteSpace(Space):
+    """A budget of bytes; a place is the number of bytes taken."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+
+    def take(self, size: int) -> int | None:
+        if self.used + size > self.capacity:
+            return None
+        self.used += size
+        return size
+
+    def give(self, place: int) -> None:
+        self.used -= place
+
+    def missing(self, size: int) -> int:
+        return max(0, self.used + size - self.capacity)
+
+    def amount(self, place: int) -> int:
+        return place

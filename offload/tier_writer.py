@@ -1,0 +1,134 @@
+"""One lower tier's writes on one rank, in the order of the plans.
+
+Deletes and resets are barriers: a write planned after a delete may need its space, and a record
+planned before a reset must not carry the new epoch. Writes between barriers overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from offload.load_task import io_bytes
+from offload.plans import DemoteJob, JobResult
+from offload.stats import WorkerStats
+from tiers.base import Tier, TierError, WriteOutcome
+from tiers.copy import GroupRegions
+from tiers.slab import HostSlab
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[int, JobResult], None]
+
+WRITES_IN_FLIGHT = 4
+
+
+class TierWriter:
+    """A FIFO of operations for one tier, run by one task."""
+
+    def __init__(
+        self, tier: Tier, slab: HostSlab, groups: Mapping[int, GroupRegions], stats: WorkerStats
+    ) -> None:
+        self._tier = tier
+        self._slab = slab
+        self._groups = groups
+        self._stats = stats
+        self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._slots = asyncio.Semaphore(WRITES_IN_FLIGHT)
+        self._writing: set[asyncio.Task[None]] = set()
+        self._answer: Answer = lambda _job, _result: None
+        self._task: asyncio.Task[None] | None = None
+        self._reported = False
+
+    def start(self, answer: Answer) -> None:
+        """Begin to work; ``answer`` takes each demotion's result."""
+        self._answer = answer
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Stop at once; what waits is abandoned."""
+        if self._task is not None:
+            self._task.cancel()
+        for task in self._writing:
+            task.cancel()
+
+    async def finish(self) -> None:
+        """Wait until everything that was asked so far has been done."""
+        await self._queue.join()
+        await self._drain_writes()
+
+    def write(self, job: DemoteJob) -> None:
+        """Queue a demotion."""
+        self._queue.put_nowait(lambda: self._start_write(job))
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Queue a deletion; a barrier for later writes."""
+        if keys:
+            self._queue.put_nowait(lambda: self._tier.delete(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Queue a note of use."""
+        if keys:
+            self._queue.put_nowait(lambda: self._tier.touch(keys))
+
+    def reset(self, epoch: int) -> None:
+        """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""
+        self._queue.put_nowait(lambda: self._reset(epoch))
+
+    async def _run(self) -> None:
+        while True:
+            operation = await self._queue.get()
+            try:
+                await operation()
+            except TierError as error:
+                self._report(error)
+            except Exception as error:  # one bad operation must not end the tier's writes
+                self._report(error)
+            finally:
+                self._queue.task_done()
+
+    async def _reset(self, epoch: int) -> None:
+        await self._drain_writes()
+        await self._tier.reset(epoch)
+
+    async def _start_write(self, job: DemoteJob) -> None:
+        await self._slots.acquire()
+        task = asyncio.ensure_future(self._write(job))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _drain_writes(self) -> None:
+        if self._writing:
+            await asyncio.wait(set(self._writing))
+
+    async def _write(self, job: DemoteJob) -> None:
+        result = JobResult(failed=True)
+        nbytes = io_bytes(self._groups[job.group])
+        started = time.perf_counter()
+        try:
+            views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
+            outcomes = await self._tier.write(job.keys, views)
+            bad = frozenset(
+                key
+                for key, outcome in zip(job.keys, outcomes, strict=True)
+                if outcome is not WriteOutcome.OK
+            )
+            result = JobResult(bad=bad)
+            self._stats.wrote(
+                job.tier, nbytes * (len(job.keys) - len(bad)), time.perf_counter() - started
+            )
+            self._stats.write_failures += len(bad)
+        except Exception as error:  # the job must be answered whatever the tier does
+            self._report(error)
+        finally:
+            self._slots.release()
+            self._answer(job.job, result)
+
+    def _report(self, error: Exception) -> None:
+        """Say once that the tier is in trouble; every failure is counted."""
+        self._stats.tier_errors += 1
+        if not self._reported:
+            self._reported = True
+            logger.error("kvtiers: a tier fails and its writes are skipped: %r", error)

@@ -1,0 +1,60 @@
+"""What the scheduler side remembers of a request: its keys, and how far they are stored.
+
+Pure; knows no vLLM type. Keys grow with the request's block hashes and are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offload.keys import chunk_keys
+from offload.layout import ModelLayout
+
+
+class RequestTracker:
+    """One live request.
+
+    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
+    need no more attention. ``lookup_start`` is where the last lookup began (tokens);
+    ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
+    stored; ``sources`` are the tokens of the last load by tier.
+    """
+
+    __slots__ = (
+        "failures",
+        "identity",
+        "keys",
+        "loading",
+        "lookup_start",
+        "next_chunk",
+        "no_load",
+        "no_store",
+        "request",
+        "sources",
+        "stale",
+    )
+
+    def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
+        self.request = request
+        self.identity = identity
+        self.keys: list[list[bytes]] = [[] for _ in range(groups)]
+        self.next_chunk = [0] * groups
+        self.lookup_start = 0
+        self.failures = 0
+        self.loading = False
+        self.no_load = False
+        self.no_store = False
+        self.stale = False
+        self.sources: Mapping[int, int] = {}
+
+    def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:
+        """Make the keys of chunks that were completed since the last call."""
+        for keys, group in zip(self.keys, layout.groups, strict=True):
+            per_chunk = group.chunk_tokens // layout.hash_tokens
+            if len(block_hashes) // per_chunk > len(keys):
+                keys += chunk_keys(block_hashes, group.group, per_chunk, len(keys), self.identity)
+
+    def restart(self) -> None:
+        """The request was preempted: its blocks are gone, everything is looked at again."""
+        self.next_chunk = [0] * len(self.next_chunk)
+        self.stale = False
