@@ -138,13 +138,15 @@ def read_small_file(path: Path, size_max: int) -> bytes | None:
         return None
     except OSError as error:
         raise NamespaceError(f"{path} cannot be read: {error.strerror}") from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise NamespaceError(f"{path} is not a regular file")
         if found.st_size > size_max:
             raise NamespaceError(f"{path} has {found.st_size} bytes, more than {size_max}")
-        return file.read(size_max)
+        return os.read(fd, size_max)
+    finally:
+        os.close(fd)
 
 
 def write_durably(path: Path, content: bytes) -> None:
