@@ -8,6 +8,7 @@ import pytest
 
 from offload.coordinator import Coordinator, present_in
 from offload.layout import FULL, STATE, WINDOW, GroupLayout, ModelLayout, expand_blocks
+from tests.offload.layout_oracle import brute_force
 
 
 def make_group(group: int, kind: str, block: int, **more) -> GroupLayout:
@@ -24,28 +25,6 @@ def keys_of(layout: ModelLayout, tokens: int) -> list[list[bytes]]:
     return [
         [b"%d/%d" % (g.group, i) for i in range(tokens // g.chunk_tokens)] for g in layout.groups
     ]
-
-
-def is_hit(layout: ModelLayout, keys, present, start: int, boundary: int) -> bool:
-    """Whether every group can go on at ``boundary``, straight from the definition."""
-    for group, group_keys in zip(layout.groups, keys, strict=True):
-        size = group.chunk_tokens
-        needed = {
-            token // size for token in range(max(start, group.tail_start(boundary)), boundary)
-        }
-        if group.draft:
-            needed.add(boundary // size)
-        if any(i >= len(group_keys) or group_keys[i] not in present for i in needed):
-            return False
-    return True
-
-
-def brute_force(layout: ModelLayout, keys, present, start: int, limit: int) -> int:
-    step = layout.alignment_tokens
-    for boundary in range(limit // step * step, start, -step):
-        if is_hit(layout, keys, present, start, boundary):
-            return boundary
-    return start
 
 
 def random_layout(rng: random.Random) -> ModelLayout:
