@@ -66,6 +66,13 @@ class EvictionPolicy(ABC):
         belongs to the insertion: it orders the key and counts as no reuse.
         """
 
+    def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:  # noqa: B027  # optional on purpose
+        """Take in what is known of one request when it ends: its keys, in prefix order.
+
+        The names are those of ``EntryInfo.hints`` (``policies.hints`` lists them). Does nothing
+        unless a policy overrides it; keys that are not members are ignored.
+        """
+
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         """At most ``count`` distinct members for which ``evictable`` holds, worst first.

@@ -1,0 +1,209 @@
+"""Request traces: what a policy is judged on.
+
+A trace says, request by request, which blocks each prompt is made of. A block id stands for a
+block in its prefix: equal ids mean equal prefixes, so the ids of a prompt form a chain. Only full
+blocks count.
+
+Our own format is JSON lines, gzip-compressed where the name ends in ``.gz``. The first line is
+``{"meta": {"name": ..., "block_tokens": ..., "licence": ..., ...}}``; then one line per request,
+in time order:
+
+    {"t": seconds, "s": session (or -1), "in": prompt tokens, "out": output tokens,
+     "r": [[first_id, count], ...],           the prompt, run-length coded: [5, 3] is 5, 6, 7
+     "stop": "tool_use" | "end_turn" | "",    optional: why the answer ended
+     "last": 1,                               optional: the session ends here
+     "return_s": seconds,                     optional: expected return after a tool call
+     "one_shot": 1, "pinned": n}              optional: no reuse expected; first n blocks pinned
+
+Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+
+class TraceError(ValueError):
+    """A file that is not a trace; the text names the file, the line and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. ``runs`` are half-open id ranges ``(first, first + count)`` in prefix order."""
+
+    time_s: float
+    prompt_tokens: int
+    runs: tuple[tuple[int, int], ...]
+    output_tokens: int = 0
+    session: int = -1
+    stop: str = ""
+    last: bool = False
+    return_s: float | None = None
+    one_shot: bool = False
+    pinned: int = 0
+
+    def blocks(self) -> list[int]:
+        """The block ids in prefix order."""
+        if len(self.runs) == 1:
+            first, count = self.runs[0]
+            return list(range(first, first + count))
+        return [block for first, count in self.runs for block in range(first, first + count)]
+
+    @property
+    def block_count(self) -> int:
+        """How many full blocks the prompt has."""
+        return sum(count for _, count in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in time order, with what is known of their source."""
+
+    name: str
+    block_tokens: int
+    requests: Sequence[Request]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def unique_blocks(self) -> int:
+        """How many different blocks the trace has: what an infinite cache would hold."""
+        ranges = sorted({run for request in self.requests for run in request.runs})
+        total, end = 0, -1
+        for first, count in ranges:
+            total += max(0, first + count - max(first, end))
+            end = max(end, first + count)
+        return total
+
+    def part(self, start: float, stop: float) -> Trace:
+        """The requests from one share of the trace to another, for held-out checks."""
+        count = len(self.requests)
+        chosen = self.requests[int(count * start) : int(count * stop)]
+        return Trace(f"{self.name}[{start:g}:{stop:g}]", self.block_tokens, chosen, self.meta)
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a file for reading text, unpacking ``.gz``."""
+    if path.suffix == ".gz":
+        return cast("IO[str]", gzip.open(path, "rt", encoding="utf-8"))
+    return path.open(encoding="utf-8")
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line numbers and values of a JSON-lines file. Raises ``TraceError``."""
+    with open_text(path) as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+        except (ValueError, OSError, EOFError) as error:
+            raise TraceError(f"{path}: not JSON lines: {error}") from error
+
+
+def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Run-length code a list of ids."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            runs.append((blocks[start], i - start))
+            start = i
+    return tuple(runs)
+
+
+class BlockNumbers:
+    """Gives the keys of a foreign trace consecutive ids, so that chains run-length code well."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Hashable, int] = {}
+
+    def runs(self, keys: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
+        """The runs of one prompt's keys."""
+        ids = self._ids
+        return to_runs([ids.setdefault(key, len(ids)) for key in keys])
+
+
+def parse_request(row: Mapping[str, Any]) -> Request:
+    """One line of our own format. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
+    expected = row.get("return_s")
+    return Request(
+        time_s=float(row["t"]),
+        prompt_tokens=int(row["in"]),
+        runs=tuple((int(first), int(count)) for first, count in row["r"]),
+        output_tokens=int(row.get("out", 0)),
+        session=int(row.get("s", -1)),
+        stop=str(row.get("stop", "")),
+        last=bool(row.get("last", False)),
+        return_s=None if expected is None else float(expected),
+        one_shot=bool(row.get("one_shot", False)),
+        pinned=int(row.get("pinned", 0)),
+    )
+
+
+def request_row(request: Request) -> dict[str, Any]:
+    """One request as a line of our own format; fields with nothing to say are left out."""
+    row: dict[str, Any] = {
+        "t": round(request.time_s, 6),
+        "s": request.session,
+        "in": request.prompt_tokens,
+        "out": request.output_tokens,
+        "r": [list(run) for run in request.runs],
+        "stop": request.stop,
+        "last": int(request.last),
+        "return_s": request.return_s,
+        "one_shot": int(request.one_shot),
+        "pinned": request.pinned,
+    }
+    optional = ("stop", "last", "return_s", "one_shot", "pinned")
+    return {name: value for name, value in row.items() if value or name not in optional}
+
+
+class TraceWriter:
+    """Writes our own format, request by request: a context manager.
+
+    ``record`` takes any hashable keys, for example a running server's chunk keys; only numbers
+    that stand for them reach the file. One process, one thread, appends nothing to old files.
+    """
+
+    def __init__(self, path: str | Path, name: str, block_tokens: int, **meta: object) -> None:
+        self._path = Path(path)
+        self._numbers = BlockNumbers()
+        self._file: IO[str] = (
+            cast("IO[str]", gzip.open(self._path, "wt", encoding="utf-8"))
+            if self._path.suffix == ".gz"
+            else self._path.open("w", encoding="utf-8")
+        )
+        self._line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
+
+    def record(
+        self, time_s: float, keys: Sequence[Hashable], prompt_tokens: int, **fields: Any
+    ) -> None:
+        """Append one request by its block keys; ``fields`` are those of ``Request``."""
+        runs = self._numbers.runs(keys)
+        self.write(Request(time_s, prompt_tokens, runs, **fields))
+
+    def write(self, request: Request) -> None:
+        """Append one request whose blocks are numbered already."""
+        self._line(request_row(request))
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _line(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
