@@ -69,7 +69,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     recovery: str = "quiet"
     encryption: EncryptionConfig | None = None
     compression: str = "off"
-    allow_shared_dir: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

@@ -32,6 +32,11 @@ class PolicyConfig(msgspec.Struct, frozen=True):
     name: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    @property
+    def spec(self) -> str | dict[str, Any]:
+        """What ``policies.registry`` takes: the name, or a mapping with the options beside it."""
+        return {"name": self.name, **self.options} if self.options else self.name
+
 
 class EncryptionConfig(msgspec.Struct, frozen=True):
     """Encryption at rest: the file that holds the key."""

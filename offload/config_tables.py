@@ -96,12 +96,6 @@ TIER_FIELDS = (
         "off",
     ),
     Field("compression", choice("off", "zstd"), "off", "Lossless; stops by itself where useless."),
-    Field(
-        "allow_shared_dir",
-        flag(),
-        False,
-        "Accept a folder that others own or can write. They can then read and damage the cache.",
-    ),
 )
 
 TOP_FIELDS = (

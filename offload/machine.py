@@ -1,4 +1,4 @@
-"""What the machine has: memory under its control groups, and the file system below a path.
+"""What the machine has: memory under its control groups, and who is related to this process.
 
 Linux only; everything is read from ``/proc`` and ``/sys/fs/cgroup``, whose places are parameters so
 that tests can point at a copy. A file that is missing or unreadable counts as "no limit".
@@ -28,15 +28,6 @@ class MemoryLimit:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """The file system that holds a path: its type (``ext4``, ``nfs4``) and mount point."""
-
-    type: str
-    point: str
-    options: tuple[str, ...]
-
-
 def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
     """The smallest of physical memory and the limits of every control group above this process."""
     info = _meminfo(proc)
@@ -50,22 +41,19 @@ def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
     return MemoryLimit(best.limit_bytes, available, best.source)
 
 
-def mount_of(path: str | Path, proc: Path = PROC) -> Mount | None:
-    """The mount that holds ``path`` (which need not exist), or ``None`` if it cannot be told.
+def is_relative(pid: int, proc: Path = PROC) -> bool:
+    """Whether ``pid`` is this process, one of its ancestors or one of its descendants."""
+    return pid in _ancestors(os.getpid(), proc) or os.getpid() in _ancestors(pid, proc)
 
-    Format: proc_pid_mountinfo(5). Of mounts at one point the last one is on top.
-    """
-    real = os.path.realpath(path) + "/"
-    found: Mount | None = None
-    for line in _read(proc / "self" / "mountinfo").splitlines():
-        left, separator, right = line.partition(" - ")
-        fields, kind = left.split(" "), right.split(" ")
-        if not separator or len(fields) < 6:
-            continue
-        point = _unescape(fields[4])
-        inside = real.startswith(point.rstrip("/") + "/")
-        if inside and (found is None or len(point) >= len(found.point)):
-            found = Mount(kind[0], point, tuple(fields[5].split(",")))
+
+def _ancestors(pid: int, proc: Path) -> set[int]:
+    """``pid`` and its parents up to the first process; format: proc_pid_stat(5)."""
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        # The command stands in parentheses and may hold any character: count from its end.
+        fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
+        pid = int(fields[1]) if len(fields) > 1 else 0
     return found
 
 
@@ -114,11 +102,6 @@ def _limits_upwards(
 def _number(text: str) -> int | None:
     text = text.strip()
     return int(text) if text.isdecimal() else None
-
-
-def _unescape(text: str) -> str:
-    """A path as mountinfo writes it: space, tab, newline and backslash are octal escapes."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _read(path: Path) -> str:

@@ -39,8 +39,20 @@ from offload.namespace import (
     write_durably,
     write_manifest,
 )
+from offload.namespace_cleanup import describe_neighbours, make_room
 from tiers.folder import FolderError
 from tiers.folder import prepare as prepare_folder
+
+__all__ = [  # all that a start-up needs, in one place
+    "Place",
+    "bump_epoch",
+    "describe_neighbours",
+    "make_room",
+    "open_namespace",
+    "open_place",
+    "read_epoch",
+    "replica_folder",
+]
 
 EPOCH_NAME = "epoch"
 _EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
