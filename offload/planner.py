@@ -386,6 +386,7 @@ class Planner:
             queue.clear(self.cpu)
         for index in (self.cpu, *self.lower):
             index.clear()
+        self._promoting.clear()
         self._deletes, self._touches = {}, {}
         self._reset, self._epochs = True, tuple(epochs)
         self.stats.resets += 1

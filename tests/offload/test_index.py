@@ -1,0 +1,226 @@
+"""The tier index against a naive model, and its table of states."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from offload.errors import InvariantError
+from offload.index import TierIndex
+from offload.space import ByteSpace, SlotSpace
+from offload.states import TRANSITIONS, ChunkEvent, ChunkState
+from policies.base import EntryInfo
+from policies.lru import LruPolicy
+
+KEYS = [bytes([n]) * 4 for n in range(12)]
+SLOTS = 5
+keys_st = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
+
+
+class NaiveIndex:
+    """What the index promises, said in the simplest way: lists and per-key records."""
+
+    def __init__(self) -> None:
+        self.state = dict.fromkeys(KEYS, ChunkState.ABSENT)
+        self.pins = dict.fromkeys(KEYS, 0)
+        self.order: list[bytes] = []  # resident, least recently used first
+
+    def used(self) -> int:
+        return sum(state is not ChunkState.ABSENT for state in self.state.values())
+
+    def reserve(self, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        evicted = []
+        for count, key in enumerate(keys):
+            if self.used() == SLOTS:
+                victim = next((k for k in self.order if self.pins[k] == 0), None)
+                if victim is None:
+                    return count, evicted
+                self._leave(victim)
+                evicted.append(victim)
+            self.state[key] = ChunkState.FILLING
+        return len(keys), evicted
+
+    def end(self, key: bytes, *, good: bool) -> None:
+        if self.state[key] is ChunkState.DOOMED:
+            self.unpin(key)
+        elif good:
+            self.order.append(key)
+            self.state[key] = ChunkState.PINNED if self.pins[key] else ChunkState.RESIDENT
+        else:
+            self.state[key] = ChunkState.DOOMED if self.pins[key] else ChunkState.ABSENT
+
+    def pin(self, key: bytes) -> None:
+        self.pins[key] += 1
+        if self.state[key] is ChunkState.RESIDENT:
+            self.state[key] = ChunkState.PINNED
+
+    def unpin(self, key: bytes) -> None:
+        self.pins[key] -= 1
+        if self.pins[key] == 0:
+            if self.state[key] is ChunkState.DOOMED:
+                self.state[key] = ChunkState.ABSENT
+            elif self.state[key] is ChunkState.PINNED:
+                self.state[key] = ChunkState.RESIDENT
+
+    def drop(self, key: bytes) -> None:
+        if self.state[key] is ChunkState.FILLING:
+            self.pins[key] += 1
+            self.state[key] = ChunkState.DOOMED
+        elif key in self.order:
+            self._leave(key)
+            if self.pins[key]:
+                self.state[key] = ChunkState.DOOMED
+
+    def _leave(self, key: bytes) -> None:
+        self.order.remove(key)
+        self.state[key] = ChunkState.ABSENT
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random life of five slots; the index and the model must agree on every key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = TierIndex("cpu", SlotSpace(SLOTS), LruPolicy())
+        self.model = NaiveIndex()
+        self.jobs: list[bytes] = []  # keys that some job is filling
+        self.pinned: list[bytes] = []
+
+    @rule(keys=keys_st)
+    def reserve(self, keys: list[bytes]) -> None:
+        keys = [key for key in keys if self.index.is_absent(key)]
+        granted, evicted = self.model.reserve(keys)
+        answer = self.index.reserve(keys, [EntryInfo()] * len(keys))
+        assert len(answer.places) == granted
+        assert list(answer.evicted) == evicted
+        self.jobs += keys[:granted]
+
+    @rule(data=st.data(), good=st.booleans())
+    def end(self, data: st.DataObject, good: bool) -> None:
+        if self.jobs:
+            key = data.draw(st.sampled_from(self.jobs))
+            self.jobs.remove(key)
+            (self.index.commit if good else self.index.abort)([key])
+            self.model.end(key, good=good)
+
+    @rule(key=st.sampled_from(KEYS))
+    def pin(self, key: bytes) -> None:
+        if key in self.index or self.index.is_filling(key):
+            self.index.pin([key])
+            self.model.pin(key)
+            self.pinned.append(key)
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        if self.pinned:
+            key = data.draw(st.sampled_from(self.pinned))
+            self.pinned.remove(key)
+            self.index.unpin([key])
+            self.model.unpin(key)
+
+    @rule(keys=keys_st)
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+        for key in reversed(keys):
+            if key in self.model.order:
+                self.model.order.remove(key)
+                self.model.order.append(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def drop(self, key: bytes) -> None:
+        assert self.index.drop([key]) == ([key] if key in self.model.order else [])
+        self.model.drop(key)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        for key in KEYS:
+            self.model.drop(key)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check()
+        assert {key: self.index.state(key) for key in KEYS} == self.model.state
+        assert self.index.space.used == self.model.used()
+        places = [self.index.place(k) for k in KEYS if k in self.index or self.index.is_filling(k)]
+        assert len(places) == len(set(places))
+
+
+IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexMachine = IndexMachine.TestCase
+
+
+def in_state(state: ChunkState) -> TierIndex:
+    """An index whose chunk ``KEYS[0]`` is in the given state."""
+    index, key = TierIndex("cpu", SlotSpace(2), LruPolicy()), [KEYS[0]]
+    if state is not ChunkState.ABSENT:
+        index.reserve(key, [EntryInfo()])
+    if state in (ChunkState.RESIDENT, ChunkState.PINNED, ChunkState.DOOMED):
+        index.commit(key)
+    if state in (ChunkState.PINNED, ChunkState.DOOMED):
+        index.pin(key)
+    if state is ChunkState.DOOMED:
+        index.drop(key)
+    assert index.state(KEYS[0]) is state
+    return index
+
+
+ACTIONS = {
+    ChunkEvent.RESERVE: lambda index: index.reserve([KEYS[0]], [EntryInfo()]),
+    ChunkEvent.COMMIT: lambda index: index.commit([KEYS[0]]),
+    ChunkEvent.ABORT: lambda index: index.abort([KEYS[0]]),
+    ChunkEvent.PIN: lambda index: index.pin([KEYS[0]]),
+    ChunkEvent.UNPIN: lambda index: index.unpin([KEYS[0]]),
+    ChunkEvent.DROP: lambda index: index.drop([KEYS[0]]),
+}
+
+
+@pytest.mark.parametrize("state", ChunkState)
+@pytest.mark.parametrize("event", ACTIONS)
+def test_every_event_in_every_state_is_as_the_table_says(
+    state: ChunkState, event: ChunkEvent
+) -> None:
+    index = in_state(state)
+    allowed = TRANSITIONS.get((state, event))
+    if (state, event) == (ChunkState.FILLING, ChunkEvent.UNPIN):
+        allowed = None  # allowed only after a pin
+    if allowed is None:
+        with pytest.raises(InvariantError, match=state.value):
+            ACTIONS[event](index)
+    else:
+        ACTIONS[event](index)
+        assert index.state(KEYS[0]) in allowed
+
+
+def test_a_policy_that_names_a_pinned_key_is_an_invariant_error() -> None:
+    class Evil(LruPolicy):
+        def victims(self, count, evictable):  # type: ignore[no-untyped-def]  # a broken plugin
+            return list(self._order)[:count]
+
+    index = TierIndex("cpu", SlotSpace(1), Evil())
+    index.reserve([KEYS[0]], [EntryInfo()])
+    index.commit([KEYS[0]])
+    index.pin([KEYS[0]])
+    with pytest.raises(InvariantError, match="evict"):
+        index.reserve([KEYS[1]], [EntryInfo()])
+
+
+def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
+    index = TierIndex("lmdb", ByteSpace(1000), LruPolicy(), low_watermark=0.8)
+    info = EntryInfo(size_bytes=100)
+    index.reserve(KEYS[:10], [info] * 10)
+    index.commit(KEYS[:10])
+    answer = index.reserve([KEYS[10]], [info])
+    # Committed together, so the tail of the prefix is the oldest.
+    assert answer.evicted == (KEYS[9], KEYS[8])
+    assert index.space.used == 900
+    index.check()
+
+
+def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
+    index = TierIndex("lmdb", ByteSpace(250), LruPolicy())
+    info = EntryInfo(size_bytes=100)
+    assert index.recover(KEYS[:3], [info] * 3) == [KEYS[2]]
+    assert index.reserve([KEYS[5]], [info]).evicted == (KEYS[0],)
