@@ -1,0 +1,59 @@
+"""Waiting for several records, and waiting to the end although cancelled.
+
+Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Waiters = list[tuple["Call", int]]
+
+
+async def settled(future: asyncio.Future[T]) -> T:
+    """The result of ``future``. When cancelled, wait for its end first and then say so."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
+class Call:
+    """One public call and the outcomes of its records. ``done`` is set when ``begun`` was called
+    and every expected record is settled."""
+
+    __slots__ = ("_left", "done", "outcomes")
+
+    def __init__(self, outcomes: list[Any]) -> None:
+        self.outcomes = outcomes
+        self._left = 1  # for begun()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def expect(self, waiters: Waiters, position: int) -> None:
+        """Wait for a record; its outcome goes to this position."""
+        self._left += 1
+        waiters.append((self, position))
+
+    def begun(self) -> None:
+        """No more records will be expected."""
+        self._count_down()
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.set_result(None)
+
+    @staticmethod
+    def settle(waiters: Waiters, outcome: object) -> None:
+        """A record has ended: tell everybody who waits for it."""
+        for call, position in waiters:
+            call.outcomes[position] = outcome
+            call._count_down()
+        waiters.clear()

@@ -1,0 +1,205 @@
+"""The one thread that makes writes durable and names them: payload first, index second.
+
+Changes queue up while a commit runs; the next commit takes all of them, so the number of flushes
+follows the speed of the disk by itself. While writes are still on their way to the disk the
+thread waits a moment for them (``GATHER_S``) unless somebody waits for a deletion.
+
+Ownership: the queue crosses from the event loop (removals, refreshes, clears) and from the I/O
+threads (puts); a change belongs to this thread until it is handed to ``post``, which must be
+callable from any thread. ``failure`` is written here and read anywhere: once set it stays.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lmdb
+
+from tiers.base import Key, WriteOutcome
+from tiers.direct_io import PayloadFile
+from tiers.extents import Runs
+from tiers.lmdb_index import Changes, LmdbIndex
+
+GATHER_S = 0.01
+GATHER_BYTES = 32 << 20
+CHANGES_MAX = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A record whose payload is written but not yet flushed. ``outcome`` is set by the commit."""
+
+    key: Key
+    value: bytes
+    epoch: int
+    payload_bytes: int
+    runs: Runs
+    outcome: WriteOutcome = WriteOutcome.FAILED
+    is_named: bool = False
+    """Whether a committed transaction names its place."""
+    waiters: list[Any] = field(default_factory=list)
+    """Whoever asked for it; the event loop's own."""
+
+
+@dataclass(slots=True, eq=False)
+class Remove:
+    """Keys to forget, and the places that are free once that is durable."""
+
+    keys: list[Key]
+    places: list[Runs]
+
+
+@dataclass(slots=True, eq=False)
+class Refresh:
+    """New values of present records (their recency)."""
+
+    values: list[tuple[Key, bytes]]
+
+
+@dataclass(slots=True, eq=False)
+class Clear:
+    """Forget everything and begin an epoch."""
+
+    epoch: int
+
+
+Change = Put | Remove | Refresh | Clear
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the thread has done; plain numbers, written by it alone."""
+
+    commits: int = 0
+    sync_failures: int = 0
+    map_full: int = 0
+
+
+class CommitThread:
+    """See the module. ``failure`` is why the index cannot be written any more, if so."""
+
+    def __init__(
+        self,
+        index: LmdbIndex,
+        file: PayloadFile,
+        writes_pending: Callable[[], bool],
+        post: Callable[[list[Change]], None],
+    ) -> None:
+        self._index = index
+        self._file = file
+        self._writes_pending = writes_pending
+        self._post = post
+        self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
+        self.failure: Exception | None = None
+        self.counters = Counters()
+        self._thread = threading.Thread(target=self._run, name="tier-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, change: Change) -> None:
+        """Queue a change; from any thread."""
+        self._queue.put(change)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Commit what is queued and end; ``False`` if the thread hangs. Blocks."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            batch, is_last = self._collect()
+            if batch:
+                self._commit(batch)
+                self._post(batch)
+
+    def _collect(self) -> tuple[list[Change], bool]:
+        batch: list[Change] = []
+        deadline = 0.0
+        put_bytes = 0
+        while len(batch) < CHANGES_MAX:
+            try:
+                change = self._queue.get(timeout=_left(deadline) if batch else None)
+            except queue.Empty:
+                break
+            if change is None:
+                return batch, True
+            if not batch:
+                deadline = time.monotonic() + GATHER_S
+            batch.append(change)
+            if isinstance(change, Put):
+                put_bytes += change.payload_bytes
+            else:
+                deadline = 0.0
+            if put_bytes >= GATHER_BYTES or not self._writes_pending():
+                deadline = 0.0
+        return batch, False
+
+    def _commit(self, batch: list[Change]) -> None:
+        if self.failure is not None:
+            return
+        puts = [change for change in batch if isinstance(change, Put)]
+        if puts and not self._sync():
+            batch, puts = [change for change in batch if not isinstance(change, Put)], []
+        try:
+            self._apply(batch, puts)
+            self.counters.commits += 1
+        except Exception as error:
+            # Whatever LMDB raises, the state on disk is unknown and its environment may be
+            # dead (MDB_PANIC): nothing more is written until the tier is opened again.
+            self.failure = error
+
+    def _sync(self) -> bool:
+        try:
+            self._file.sync()
+        except OSError:
+            self.counters.sync_failures += 1
+            return False
+        return True
+
+    def _apply(self, batch: list[Change], puts: list[Put]) -> None:
+        changes, named = _merge(batch, self._index.epoch)
+        try:
+            if changes.edits or changes.clear_to_epoch is not None:
+                self._index.apply(changes)
+        except lmdb.MapFullError:
+            self.counters.map_full += 1
+            if not puts:
+                raise
+            for put in puts:
+                put.outcome = WriteOutcome.FULL
+            self._apply([change for change in batch if not isinstance(change, Put)], [])
+            return
+        for put in named:
+            put.outcome, put.is_named = WriteOutcome.OK, True
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
+    """The net effect of a batch, and the puts that are part of it.
+
+    A put of an older epoch is not: its bytes come from old weights.
+    """
+    changes = Changes()
+    named: list[Put] = []
+    for change in batch:
+        if isinstance(change, Clear):
+            epoch = changes.clear_to_epoch = change.epoch
+            changes.edits.clear()
+            named.clear()
+        elif isinstance(change, Remove):
+            changes.edits.update(dict.fromkeys(change.keys))
+        elif isinstance(change, Refresh):
+            changes.edits.update(change.values)
+        elif change.epoch == epoch:
+            changes.edits[change.key] = change.value
+            named.append(change)
+    return changes, named

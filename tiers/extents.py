@@ -1,0 +1,145 @@
+"""Free space of the payload file, in pages of ``ALIGNMENT`` bytes.
+
+Next fit: places are handed out upwards from where the last one ended, round and round. Records
+written together lie together, and an eviction that goes by age frees them together again, so the
+file behaves like a circular log without ever moving a byte. Only when no free run near the cursor
+is long enough is the whole map searched, and only then is a record cut into several runs.
+
+Owned by one thread; knows nothing of files or keys.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+PROBES = 32
+"""Free runs looked at from the cursor on before the whole map is searched."""
+RUNS_PER_RECORD_MAX = 64
+
+
+class Run(NamedTuple):
+    """Pages ``[start, start + pages)``."""
+
+    start: int
+    pages: int
+
+
+Runs = tuple[Run, ...]
+
+
+def gaps(pages: int, used: Iterable[Run]) -> list[Run]:
+    """The free runs that disjoint ``used`` runs, in any order, leave in ``[0, pages)``."""
+    found = []
+    end = 0
+    for start, length in sorted(used):
+        if start < end or start + length > pages:
+            raise ValueError(f"pages [{start}, {start + length}) overlap others or lie outside")
+        if start > end:
+            found.append(Run(end, start - end))
+        end = start + length
+    if end < pages:
+        found.append(Run(end, pages - end))
+    return found
+
+
+class ExtentMap:
+    """Which of ``pages`` pages are free."""
+
+    def __init__(self, pages: int, free: Iterable[Run]) -> None:
+        """``free`` are runs inside ``[0, pages)``, in order, no two touching; see ``gaps``."""
+        self.pages = pages
+        self.free_pages = 0
+        self._starts: list[int] = []
+        self._length: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+        self._cursor = 0
+        for start, length in free:
+            self._starts.append(start)
+            self._length[start] = length
+            self._start_of_end[start + length] = start
+            self.free_pages += length
+
+    def extend(self, pages: int) -> None:
+        """Grow the map at its end by ``pages`` free pages."""
+        start, self.pages = self.pages, self.pages + pages
+        self.release((Run(start, pages),))
+
+    def allocate(self, pages: int) -> Runs | None:
+        """Take ``pages`` pages, in one run if there is one. ``None`` if they are not free."""
+        if pages > self.free_pages:
+            return None
+        start = self._probe(pages)
+        if start is None:
+            start = next((s for s in self._starts if self._length[s] >= pages), None)
+        if start is not None:
+            return (self._take(start, pages),)
+        return self._gather(pages)
+
+    def _probe(self, pages: int) -> int | None:
+        starts, count = self._starts, len(self._starts)
+        first = bisect_left(starts, self._cursor)
+        for step in range(min(PROBES, count)):
+            start = starts[(first + step) % count]
+            if self._length[start] >= pages:
+                return start
+        return None
+
+    def _gather(self, pages: int) -> Runs | None:
+        """Put the longest free runs together; ``None`` if even they are not enough."""
+        longest = heapq.nlargest(RUNS_PER_RECORD_MAX, self._starts, key=self._length.__getitem__)
+        if sum(self._length[start] for start in longest) < pages:
+            return None
+        runs = []
+        for start in longest:
+            part = min(pages, self._length[start])
+            runs.append(self._take(start, part))
+            pages -= part
+            if not pages:
+                break
+        return tuple(runs)
+
+    def _take(self, start: int, pages: int) -> Run:
+        """Cut ``pages`` pages off the front of the free run at ``start``."""
+        index = bisect_left(self._starts, start)
+        length = self._length.pop(start)
+        if length == pages:
+            del self._starts[index]
+            del self._start_of_end[start + length]
+        else:
+            self._starts[index] = start + pages
+            self._length[start + pages] = length - pages
+            self._start_of_end[start + length] = start + pages
+        self.free_pages -= pages
+        self._cursor = start + pages
+        return Run(start, pages)
+
+    def release(self, runs: Sequence[Run]) -> None:
+        """Give runs back and join them with their free neighbours."""
+        for start, pages in runs:
+            self.free_pages += pages
+            end = start + pages
+            if end in self._length:  # a free run begins where this one ends
+                pages += self._remove(end)
+            before = self._start_of_end.get(start)
+            if before is not None:
+                pages += self._remove(before)
+                start = before
+            insort(self._starts, start)
+            self._length[start] = pages
+            self._start_of_end[start + pages] = start
+
+    def _remove(self, start: int) -> int:
+        length = self._length.pop(start)
+        del self._start_of_end[start + length]
+        del self._starts[bisect_left(self._starts, start)]
+        return length
+
+    def free_runs(self) -> list[Run]:
+        """The free runs in order; no two of them touch."""
+        return [Run(start, self._length[start]) for start in self._starts]
+
+    def __repr__(self) -> str:
+        return f"<ExtentMap {self.free_pages} of {self.pages} pages free in {len(self._starts)}>"

@@ -1,0 +1,154 @@
+"""The folder of a disk tier: who may use it, and what happens to files that are not ours.
+
+A folder belongs to one tier of one process at a time. It must be a real directory (no symbolic
+link) of this user that nobody else can write to, on a local file system; what is created has mode
+0700 and 0600. Files that cannot be trusted are renamed into ``quarantine-<time>/`` beside the
+live ones, never deleted and never opened again; only the latest quarantine is kept, because
+quarantined bytes do not count towards any capacity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tiers.base import TierIoError
+
+LOCK_NAME = "owner.lock"
+QUARANTINE_PREFIX = "quarantine-"
+MODE = 0o700
+NETWORK_FILE_SYSTEMS = frozenset(
+    (
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gfs", "gfs2"),
+        *("ocfs2", "gpfs", "beegfs", "glusterfs", "pvfs2", "orangefs", "ncpfs", "coda"),
+        *("fuse", "fuseblk", "virtiofs"),
+    )
+)
+
+
+class FolderError(TierIoError):
+    """The folder must not be used as it is; the message says why and what to do."""
+
+
+def prepare(folder: Path, *, allow_network: bool = False) -> None:
+    """Create the folder if need be and check it. Raises ``FolderError``."""
+    try:
+        folder.mkdir(mode=MODE, parents=True, exist_ok=True)
+        found = os.lstat(folder)
+    except OSError as error:
+        raise FolderError(f"cannot create or read the folder {folder}: {error}") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise FolderError(f"{folder} is a symbolic link. Give the folder it points to instead")
+    if not stat.S_ISDIR(found.st_mode):
+        raise FolderError(f"{folder} is not a directory")
+    _check_owner(folder, found)
+    _check_parents(folder)
+    kind = file_system_of(folder)
+    if not allow_network and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:
+        raise FolderError(
+            f"{folder} lies on the network file system {kind}, where LMDB must not be used. "
+            "Use a local disk, or the file tier"
+        )
+
+
+def _check_owner(folder: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise FolderError(
+            f"{folder} belongs to user {found.st_uid}, this process runs as {os.geteuid()}. "
+            "Use a folder of your own"
+        )
+    if found.st_mode & 0o022:
+        raise FolderError(
+            f"{folder} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), who "
+            f"could change what the model computes. Run: chmod 700 {folder}"
+        )
+
+
+def _check_parents(folder: Path) -> None:
+    """Refuse a path through symbolic links that a third user could redirect."""
+    for parent in folder.absolute().parents:
+        found = os.lstat(parent)
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            raise FolderError(
+                f"{parent} is a symbolic link of user {found.st_uid}, who could redirect it. "
+                "Give the real path"
+            )
+
+
+def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system (``ext4``, ``nfs4``, ...); ``unknown`` if it cannot be told."""
+    place = str(folder.resolve())
+    best, kind = "", "unknown"
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].replace("\\040", " ")
+        inside = place == point or place.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best) and right:
+            best, kind = point, right.split()[0]
+    return kind
+
+
+class OwnerLock:
+    """The one live owner of a folder: ``flock`` on a file that holds the owner's pid.
+
+    The lock dies with the process, however it dies; the file stays and means nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``FolderError`` naming the other owner."""
+        path = folder / LOCK_NAME
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise FolderError(f"cannot open the lock {path}: {error}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise FolderError(
+                f"{folder} is in use by process {owner}. Stop it, or use another folder"
+            ) from error
+        with contextlib.suppress(OSError):  # a full or read-only disk: the lock holds anyway
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the folder go. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def quarantine(folder: Path, names: Iterable[str]) -> Path:
+    """Move the named files out of the way; returns where to. Raises ``FolderError``."""
+    try:
+        for old in folder.glob(QUARANTINE_PREFIX + "*"):
+            shutil.rmtree(old)
+        target = folder / f"{QUARANTINE_PREFIX}{time.time_ns()}"
+        target.mkdir(mode=MODE)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder / name, target / name)
+    except OSError as error:
+        raise FolderError(f"cannot move damaged files of {folder} aside: {error}") from error
+    return target
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names created or renamed in the folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

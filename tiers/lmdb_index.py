@@ -1,0 +1,276 @@
+"""The transactional heart of the LMDB tier: which record lies where, durable.
+
+One environment of two named databases:
+
+    meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian
+    records   key -> last use (8 bytes, big-endian) + record header + runs (start u64, pages u32)
+
+Payloads are not in here. Values are small, every transaction is short and there are no readers
+beside the scan at ``open``, so LMDB's pages are reused at once and the file stays inside its map.
+The file is preallocated to the size of the map: a full disk cannot fail a commit.
+
+Opening never trusts a file. Sizes are checked before LMDB sees them (LMDB dies by SIGBUS on a
+truncated file); unless the last close left a matching checksum, the whole structure is walked by
+LMDB's offline verifier (about 5 s per million records). Whatever is wrong is an
+``IndexUnusableError``; what to do about it is decided above.
+
+Ownership: one thread at a time; a transaction never leaves the method that began it, and nothing
+that LMDB owns outlives its transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import xxhash
+from lmdb.verify import VerifyError, verify
+
+from tiers.base import ALIGNMENT, Key
+from tiers.extents import Run, Runs
+from tiers.record import HEADER_BYTES, Identity
+
+FORMAT = 1
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+CLEAN_NAME = "index.xxh3"
+FILES = (DATA_NAME, LOCK_NAME, CLEAN_NAME)
+RECORD_INDEX_BYTES = 512
+"""Index space set aside per record; 280 to 320 bytes are used, also under churn."""
+INDEX_BYTES_MIN = 2 << 20
+
+USE_BYTES = 8
+_PAYLOAD_AT = USE_BYTES + 24
+RUNS_AT = USE_BYTES + HEADER_BYTES
+_RUN = struct.Struct("<QI")
+RUN_BYTES = _RUN.size
+
+
+class IndexUnusableError(Exception):
+    """The index on disk cannot be used; the message says why."""
+
+
+class ForeignIndexError(IndexUnusableError):
+    """A healthy index of somebody else: another namespace, rank or format."""
+
+
+def pack_value(use: int, header: bytes, runs: Runs) -> bytes:
+    """The value of one record."""
+    places = b"".join(_RUN.pack(start, pages) for start, pages in runs)
+    return use.to_bytes(USE_BYTES, "big") + header + places
+
+
+def header_of(value: bytes) -> bytes:
+    """The record's header."""
+    return value[USE_BYTES:RUNS_AT]
+
+
+def payload_bytes_of(value: bytes) -> int:
+    """The length of the record's payload."""
+    return int.from_bytes(value[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
+
+
+def runs_of(value: bytes) -> Runs:
+    """Where the record's stored bytes lie."""
+    return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
+
+
+def with_use(value: bytes, use: int) -> bytes:
+    """The same value with another time of last use."""
+    return use.to_bytes(USE_BYTES, "big") + value[USE_BYTES:]
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one transaction does: first the clear, then the edits (``None`` deletes a key)."""
+
+    clear_to_epoch: int | None = None
+    edits: dict[Key, bytes | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the index says of itself."""
+
+    identity: Identity
+    file_id: str
+
+    def dump(self) -> bytes:
+        fields = {
+            "format": FORMAT,
+            "namespace": self.identity.namespace.hex(),
+            "rank": self.identity.rank,
+            "page_bytes": ALIGNMENT,
+            "file_id": self.file_id,
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def load(cls, raw: bytes) -> Manifest:
+        """Raises ``IndexUnusableError``."""
+        try:
+            fields = json.loads(raw)
+            if fields["format"] != FORMAT or fields["page_bytes"] != ALIGNMENT:
+                raise ForeignIndexError(
+                    f"format {fields['format']} with pages of {fields['page_bytes']} bytes, "
+                    f"expected {FORMAT} and {ALIGNMENT}"
+                )
+            identity = Identity(bytes.fromhex(fields["namespace"]), int(fields["rank"]))
+            return cls(identity, str(fields["file_id"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise IndexUnusableError(f"the manifest is not readable: {error!r}") from error
+
+
+def index_exists(folder: Path) -> bool:
+    """Whether there is something to recover from."""
+    path = folder / DATA_NAME
+    return os.path.lexists(path) and path.lstat().st_size > 0
+
+
+class LmdbIndex:
+    """The open environment."""
+
+    def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
+        """Open or create. ``manifest`` is what a new index gets, and its identity what an old
+        one must have. Raises ``IndexUnusableError``; then the data is as it was."""
+        self._path = folder / DATA_NAME
+        self._clean = folder / CLEAN_NAME
+        is_new = not index_exists(folder)
+        if not is_new:
+            _check_file(folder, self._path, self._clean)
+        self._clean.unlink(missing_ok=True)
+        self._env = self._open_env(folder, map_bytes)
+        try:
+            self._meta = self._env.open_db(b"meta")
+            self._records = self._env.open_db(b"records")
+            if is_new:
+                self._create(manifest)
+            self.manifest, self.epoch = self._read_meta()
+            if self.manifest.identity != manifest.identity:
+                raise ForeignIndexError(
+                    f"it belongs to namespace {self.manifest.identity.namespace.hex()} "
+                    f"rank {self.manifest.identity.rank}"
+                )
+            self._reserve()
+        except (lmdb.Error, OSError) as error:
+            self._env.close()
+            raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
+        except IndexUnusableError:
+            self._env.close()
+            raise
+
+    @staticmethod
+    def _open_env(folder: Path, map_bytes: int) -> Any:
+        try:
+            env = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                mode=0o700,
+                max_dbs=2,
+                max_readers=16,
+                readahead=False,
+                writemap=False,
+            )
+        except (lmdb.Error, OSError) as error:
+            raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
+        env.reader_check()
+        return env
+
+    def _create(self, manifest: Manifest) -> None:
+        with self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(b"manifest", manifest.dump())
+            txn.put(b"epoch", bytes(8))
+
+    def _read_meta(self) -> tuple[Manifest, int]:
+        with self._env.begin(db=self._meta) as txn:
+            raw, epoch = txn.get(b"manifest"), txn.get(b"epoch")
+        if raw is None or epoch is None:
+            raise IndexUnusableError("it has no manifest")
+        return Manifest.load(bytes(raw)), int.from_bytes(epoch, "little")
+
+    def _reserve(self) -> None:
+        """Allocate the file's blocks up to the size of the map, so no commit meets a full disk."""
+        map_bytes = self._env.info()["map_size"]
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size < map_bytes:
+                os.posix_fallocate(fd, size, map_bytes - size)
+        finally:
+            os.close(fd)
+        self._file_bytes = max(size, map_bytes)
+
+    def scan(self) -> list[tuple[Key, bytes]]:
+        """Every key and value, in the order of keys."""
+        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+            return list(cursor.iternext())
+
+    def apply(self, changes: Changes) -> None:
+        """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing
+        changed, and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
+        if os.stat(self._path).st_size < self._file_bytes:
+            raise OSError(f"{self._path} was truncated while in use")
+        records = self._records
+        with self._env.begin(write=True) as txn:
+            if changes.clear_to_epoch is not None:
+                txn.drop(records, delete=False)
+                txn.put(b"epoch", changes.clear_to_epoch.to_bytes(8, "little"), db=self._meta)
+            for key, value in changes.edits.items():
+                if value is None:
+                    txn.delete(key, db=records)
+                else:
+                    txn.put(key, value, db=records)
+        if changes.clear_to_epoch is not None:
+            self.epoch = changes.clear_to_epoch
+
+    def close(self, *, clean: bool) -> None:
+        """Close; ``clean`` leaves a checksum that spares the next ``open`` the long check."""
+        last_page = self._env.info()["last_pgno"]
+        self._env.close()
+        if clean:
+            self._clean.write_text(_checksum(self._path, (last_page + 1) * ALIGNMENT))
+
+
+def _check_file(folder: Path, path: Path, clean: Path) -> None:
+    """Raise ``IndexUnusableError`` unless LMDB can read the file without harm."""
+    found = path.lstat()
+    if not path.is_file() or path.is_symlink():
+        raise IndexUnusableError("it is not a regular file")
+    if found.st_size % ALIGNMENT or found.st_size < 2 * ALIGNMENT:
+        raise IndexUnusableError(f"it has {found.st_size} bytes, which is no whole index")
+    if _is_clean(path, clean):
+        return
+    try:
+        problems: Sequence[object] = verify(str(folder))
+    except (VerifyError, OSError, struct.error, IndexError) as error:
+        raise IndexUnusableError(f"it is not an LMDB file: {error}") from error
+    if problems:
+        raise IndexUnusableError(f"{len(problems)} structural faults, first: {problems[0]}")
+
+
+def _is_clean(path: Path, clean: Path) -> bool:
+    try:
+        text = clean.read_text(encoding="ascii")
+        length = int(text.split()[0])
+        return 0 < length <= path.stat().st_size and text == _checksum(path, length)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _checksum(path: Path, length: int) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        left = length
+        while left:
+            block = file.read(min(left, 4 << 20))
+            if not block:
+                return "short"
+            digest.update(block)
+            left -= len(block)
+    return f"{length} {digest.hexdigest()}"

@@ -1,0 +1,251 @@
+"""Opening the folder of an LMDB tier: checks, recovery, quarantine.
+
+    <folder>/owner.lock       the live owner's pid
+    <folder>/data.mdb         the index (see ``lmdb_index``), preallocated
+    <folder>/payload.data     page 0: magic, format, file id; then the records' places
+    <folder>/quarantine-*     what could not be trusted, renamed
+
+The index names the payload file by its id, so that neither is ever used with another's partner.
+Everything here blocks and runs in one thread at a time, before the tier's threads exist or after
+they ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers import lmdb_index
+from tiers.base import ALIGNMENT, Buffer, TierIoError
+from tiers.direct_io import DiskIo, PayloadFile, Scratch
+from tiers.folder import OwnerLock, prepare, quarantine, sync_folder
+from tiers.lmdb_index import (
+    INDEX_BYTES_MIN,
+    RECORD_INDEX_BYTES,
+    Changes,
+    IndexUnusableError,
+    LmdbIndex,
+    Manifest,
+    index_exists,
+)
+from tiers.record import NO_NAMESPACE, Identity
+from tiers.recover import Recovered, recover
+
+PAYLOAD_NAME = "payload.data"
+_MAGIC = b"KVTPAYL1"
+_ID_BYTES = 16
+
+
+class Recovery(enum.Enum):
+    """What to do with what an earlier run left.
+
+    ``OFF``: start empty. ``QUIET``: keep what is whole, move aside what is not, go on.
+    ``STRICT``: any damage found at open is a ``TierIoError`` and nothing is touched.
+    """
+
+    OFF = "off"
+    QUIET = "quiet"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True, slots=True)
+class LmdbOptions:
+    """How an LMDB tier works. Sizes in bytes.
+
+    ``record_bytes`` is the smallest usual payload: the index gets room for
+    ``capacity / record_bytes`` records. ``grow_bytes`` is the step in which the payload file takes
+    its space; ``reserve_bytes`` of the file system stay free (``None``: 5 %, at least 2 GiB).
+    ``io_threads`` is the queue depth, for reads and for writes each. ``job_bytes`` is how much
+    of adjacent small records one system call moves. ``queue_records`` bounds what waits.
+    """
+
+    namespace: bytes = NO_NAMESPACE
+    rank: int = 0
+    epoch: int = 0
+    recovery: Recovery = Recovery.QUIET
+    record_bytes: int = 64 << 10
+    grow_bytes: int = 1 << 30
+    reserve_bytes: int | None = None
+    io_threads: int = 4
+    job_bytes: int = 2 << 20
+    queue_records: int = 4096
+    direct_io: bool = True
+    allow_network: bool = False
+    close_timeout_s: float = 30.0
+
+
+def index_bytes(capacity_bytes: int, record_bytes: int) -> int:
+    """The part of a capacity that the index takes (its file is preallocated)."""
+    records = -(-capacity_bytes // record_bytes)
+    pages = max(INDEX_BYTES_MIN, records * RECORD_INDEX_BYTES) // ALIGNMENT
+    return pages * ALIGNMENT
+
+
+def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) -> int:
+    """What is left of a capacity for records: all but the index and page 0.
+
+    Raises ``ValueError`` if that is nothing.
+    """
+    left = capacity_bytes - index_bytes(capacity_bytes, record_bytes) - ALIGNMENT
+    if left < ALIGNMENT:
+        raise ValueError(
+            f"a capacity of {capacity_bytes} bytes leaves no room for records: the index takes "
+            f"{index_bytes(capacity_bytes, record_bytes)}. Give more"
+        )
+    return left // ALIGNMENT * ALIGNMENT
+
+
+class LmdbStore:
+    """The open files of one tier."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
+        """Open or create. Raises ``TierIoError``."""
+        self._folder = folder
+        self._options = options
+        self._io = io
+        self._identity = Identity(options.namespace, options.rank)
+        self._index_bytes = index_bytes(capacity_bytes, options.record_bytes)
+        self.pages_max = payload_capacity_bytes(capacity_bytes, options.record_bytes) // ALIGNMENT
+        self.pages_max += 1
+        self.records_max = self._index_bytes // RECORD_INDEX_BYTES
+        self.quarantined: Path | None = None
+        self.quarantine_reason = ""
+        prepare(folder, allow_network=options.allow_network)
+        self._lock = OwnerLock(folder)
+        try:
+            self._open()
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise TierIoError(f"cannot open the tier in {folder}: {error}") from error
+            raise
+
+    def _open(self) -> None:
+        try:
+            self._open_files()
+        except IndexUnusableError as error:
+            if self._options.recovery is Recovery.STRICT:
+                raise TierIoError(
+                    f"the tier in {self._folder} is damaged: {error}. Use recovery "
+                    '"quiet" to move the files aside and start empty'
+                ) from error
+            self._set_aside(str(error))
+            try:
+                self._open_files()
+            except IndexUnusableError as again:
+                raise TierIoError(f"cannot create a tier in {self._folder}: {again}") from again
+
+    def _open_files(self) -> None:
+        is_new = not index_exists(self._folder)
+        file_id = secrets.token_hex(_ID_BYTES)
+        path = self._folder / PAYLOAD_NAME
+        if is_new and _is_foreign(path):
+            raise IndexUnusableError(f"{path} is not ours")
+        if is_new:
+            self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+            _write_id(self.file, file_id)
+            sync_folder(self._folder)
+        manifest = Manifest(self._identity, file_id)
+        try:
+            self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
+        except IndexUnusableError:
+            if is_new:
+                self.file.close()
+            raise
+        try:
+            if not is_new:
+                if _is_foreign(path) or _read_id(path) != self.index.manifest.file_id:
+                    raise IndexUnusableError(f"{path} is not the payload file of this index")
+                self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+            self._recover()
+        except BaseException:
+            self.index.close(clean=False)
+            raise
+
+    def _recover(self) -> None:
+        limit = min(self.file.size_bytes // ALIGNMENT, self.pages_max)
+        epoch = self.index.epoch
+        if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
+            self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch + 1)))
+        items = self.index.scan()
+        found = recover(items, self._identity, self.index.epoch, limit)
+        if found.bad and self._options.recovery is Recovery.STRICT:
+            raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
+        if found.bad:
+            self.index.apply(Changes(edits=dict.fromkeys(found.bad)))
+        if self.file.size_bytes > self.pages_max * ALIGNMENT:
+            self.file.truncate(self.pages_max * ALIGNMENT)
+        self.file_pages = max(limit, 1)
+        self.recovered: Recovered = found
+
+    def _set_aside(self, reason: str) -> None:
+        """Quarantine the index, and the payload file unless it is ours and thus reusable."""
+        names = list(lmdb_index.FILES)
+        if _is_foreign(self._folder / PAYLOAD_NAME):
+            names.append(PAYLOAD_NAME)
+        self.quarantined = quarantine(self._folder, names)
+        self.quarantine_reason = reason
+
+    def grow(self, pages: int) -> int:
+        """Lengthen the payload file by at least ``pages`` if the reserve allows; the pages
+        gained (0: none). Blocks. Raises ``OSError``."""
+        room = (self.file.free_bytes - self._reserve_bytes()) // ALIGNMENT
+        wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
+        gain = min(wanted, self.pages_max - self.file_pages, room)
+        if gain < pages:
+            return 0
+        self.file.grow((self.file_pages + gain) * ALIGNMENT)
+        self.file_pages += gain
+        return gain
+
+    def _reserve_bytes(self) -> int:
+        if self._options.reserve_bytes is not None:
+            return self._options.reserve_bytes
+        found = os.fstatvfs(self.file.fd)
+        return max(2 << 30, found.f_blocks * found.f_frsize // 20)
+
+    def close(self, *, clean: bool) -> None:
+        """Release everything; ``clean`` only if nothing failed and nobody writes any more."""
+        try:
+            self.index.close(clean=clean)
+        except OSError:
+            # The checksum file could not be written: the next open takes the long check.
+            pass
+        finally:
+            self.file.close()
+            self._lock.release()
+
+
+def _first_page(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, len(_MAGIC) + _ID_BYTES, 0)
+    finally:
+        os.close(fd)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether something lies there that this tier did not make."""
+    if not os.path.lexists(path):
+        return False
+    if path.is_symlink() or not path.is_file():
+        return True
+    return path.stat().st_size > 0 and not _first_page(path).startswith(_MAGIC)
+
+
+def _read_id(path: Path) -> str:
+    """The id of a payload file; empty if there is none."""
+    return _first_page(path)[len(_MAGIC) :].hex() if path.exists() else ""
+
+
+def _write_id(file: PayloadFile, file_id: str) -> None:
+    """Make page 0, durable. The rest of the file keeps its blocks, and means nothing now."""
+    page: Buffer = Scratch(ALIGNMENT).at_least(ALIGNMENT)
+    raw = _MAGIC + bytes.fromhex(file_id)
+    page[: len(raw)] = memoryview(raw)
+    file.grow(ALIGNMENT)
+    file.write([page], 0)
+    file.sync()

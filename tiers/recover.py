@@ -1,0 +1,157 @@
+"""From what an index holds at open to what a tier may believe.
+
+A million records take well under a second: the values are checked as arrays, not one by one.
+A record is dropped unless its header is of this format, identity and epoch, and its pages lie
+inside the payload file and belong to nobody else. Payloads are not read here; their tags are
+verified by every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.base import ALIGNMENT, Key
+from tiers.extents import Run
+from tiers.lmdb_index import RUN_BYTES, RUNS_AT
+from tiers.record import MAGIC, VERSION, Identity
+
+_VALUE = np.dtype(
+    [
+        ("use", ">u8"),
+        ("magic", "<u4"),
+        ("version", "u1"),
+        ("flags", "u1"),
+        ("rank", "<u2"),
+        ("group", "<u4"),
+        ("key_bytes", "<u2"),
+        ("zero", "<u2"),
+        ("epoch", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("namespace", "<u8", 2),
+        ("nonce", "u1", 12),
+        ("key_id", "u1", 4),
+        ("tag", "u1", 16),
+    ]
+)
+_RUN = np.dtype([("start", "<u8"), ("pages", "<u4")])
+assert (_VALUE.itemsize, _RUN.itemsize) == (RUNS_AT, RUN_BYTES), "layout of lmdb_index"
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """``records`` oldest first; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
+
+    records: dict[Key, bytes]
+    free: list[Run]
+    bad: list[Key]
+    next_use: int
+
+
+@dataclass(slots=True)
+class _Class:
+    """All values with the same number of runs: positions in the scan, fields, places."""
+
+    positions: npt.NDArray[np.int64]
+    fields: npt.NDArray[Any]
+    runs: npt.NDArray[Any]
+    good: _Mask
+
+
+def recover(
+    items: Sequence[tuple[Key, bytes]], identity: Identity, epoch: int, file_pages: int
+) -> Recovered:
+    """Sort what a scan found into good and bad. ``file_pages`` is the length of the payload
+    file; page 0 is its own header and belongs to no record."""
+    good = np.zeros(len(items), np.bool_)
+    uses = np.zeros(len(items), np.uint64)
+    classes = [
+        _check_class(items, positions, identity, epoch, file_pages)
+        for positions in _by_length(items)
+    ]
+    _drop_overlaps(classes)
+    for part in classes:
+        good[part.positions] = part.good
+        uses[part.positions] = part.fields["use"]
+    order = np.argsort(uses, kind="stable")
+    kept = order[good[order]].tolist()
+    records = dict([items[position] for position in kept])
+    bad = [items[position][0] for position in np.flatnonzero(~good)]
+    next_use = int(uses[good].max()) + 1 if kept else 1
+    return Recovered(records, _free_runs(classes, file_pages), bad, next_use)
+
+
+def _by_length(items: Sequence[tuple[Key, bytes]]) -> list[npt.NDArray[np.int64]]:
+    """Positions of values that are a header and whole runs, one array per length."""
+    lengths = np.fromiter((len(value) for _, value in items), np.int64, len(items))
+    whole = (lengths > RUNS_AT) & ((lengths - RUNS_AT) % RUN_BYTES == 0)
+    return [np.flatnonzero(lengths == length) for length in np.unique(lengths[whole])]
+
+
+def _check_class(
+    items: Sequence[tuple[Key, bytes]],
+    positions: npt.NDArray[np.int64],
+    identity: Identity,
+    epoch: int,
+    file_pages: int,
+) -> _Class:
+    values = [items[position][1] for position in positions.tolist()]
+    count = (len(values[0]) - RUNS_AT) // RUN_BYTES
+    layout = np.dtype([("fields", _VALUE), ("runs", _RUN, (count,))])
+    table = np.frombuffer(b"".join(values), layout)
+    fields, runs = table["fields"], table["runs"]
+    pages = runs["pages"].astype(np.uint64)
+    good = (
+        (fields["magic"] == int.from_bytes(MAGIC, "little"))
+        & (fields["version"] == VERSION)
+        & (fields["rank"] == identity.rank)
+        & (fields["namespace"] == np.frombuffer(identity.namespace, "<u8")).all(1)
+        & (fields["epoch"] == epoch)
+        & (pages.sum(1) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT))
+        & ((pages > 0) & (runs["start"] >= 1) & (runs["start"] < file_pages)).all(1)
+    )
+    good &= (runs["start"] + pages <= file_pages).all(1)
+    return _Class(positions, fields, runs, good)
+
+
+def _sorted_runs(classes: list[_Class]) -> tuple[npt.NDArray[Any], ...]:
+    """Starts, ends, class number and row of all runs of good records, by start."""
+    starts, ends, numbers, rows = [], [], [], []
+    for number, part in enumerate(classes):
+        runs = part.runs[part.good]
+        start = runs["start"].astype(np.int64)
+        starts.append(start.ravel())
+        ends.append((start + runs["pages"]).ravel())
+        numbers.append(np.full(start.size, number))
+        rows.append(np.repeat(np.flatnonzero(part.good), part.runs.shape[1]))
+    if not classes:
+        return (np.zeros(0, np.int64),) * 4
+    order = np.argsort(np.concatenate(starts), kind="stable")
+    return tuple(np.concatenate(parts)[order] for parts in (starts, ends, numbers, rows))
+
+
+def _drop_overlaps(classes: list[_Class]) -> None:
+    """Two records over one page: at least one is wrong, and which one cannot be told."""
+    starts, ends, numbers, rows = _sorted_runs(classes)
+    reach = np.maximum.accumulate(ends) if ends.size else ends
+    behind = np.flatnonzero(starts[1:] < reach[:-1]) + 1
+    owners = np.searchsorted(reach, starts[behind], side="right")
+    for at in [*behind.tolist(), *owners.tolist()]:
+        classes[numbers[at]].good[rows[at]] = False
+
+
+def _free_runs(classes: list[_Class], file_pages: int) -> list[Run]:
+    starts, ends, _, _ = _sorted_runs(classes)
+    begins = np.concatenate(([1], ends))
+    stops = np.concatenate((starts, [max(file_pages, 1)]))
+    wide = stops > begins
+    return [
+        Run(start, stop - start)
+        for start, stop in zip(begins[wide].tolist(), stops[wide].tolist(), strict=True)
+    ]
