@@ -281,6 +281,11 @@ class Executor:
             self.degraded = why
             logger.error("kvtiers: offloading is degraded on this rank: %s", why)
 
+    async def settle(self) -> None:
+        """Wait until the tiers have done everything that was posted so far."""
+        await asyncio.sleep(0)  # a plan that was posted on this loop is accepted first
+        await asyncio.gather(*(writer.finish() for writer in self._writers))
+
     async def aclose(self, timeout_s: float = 2.0) -> None:
         """Give what flies ``timeout_s`` seconds, then let go of tiers and engine."""
         pending = [*self._tasks, *(writer.finish() for writer in self._writers)]

@@ -6,7 +6,7 @@ from what ``offload.connector.vllm_layout`` or the in-process API found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 FULL = "full"
@@ -85,11 +85,3 @@ class ModelLayout:
     def token_bytes(self) -> float:
         """Bytes of one token in the groups that keep every token."""
         return sum(g.block_bytes / g.block_tokens for g in self.groups if g.kind == FULL)
-
-
-def expand_blocks(blocks: Sequence[int], ratio: int) -> list[int]:
-    """Kernel blocks of logical blocks: block ``b`` is ``b * ratio .. (b + 1) * ratio - 1``.
-
-    ``ratio`` must be that of the side that wrote the blocks; 1 for states, which are never split.
-    """
-    return [block * ratio + part for block in blocks for part in range(ratio)]

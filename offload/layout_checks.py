@@ -190,12 +190,12 @@ def _kind_misfits(group: GroupInput) -> list[Misfit]:
 
 
 def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
-    count = len(given.taking_part)
-    if given.context_parallel <= 1 or count <= 1:
+    names = "; ".join(group.name for group in given.taking_part)
+    if given.context_parallel <= 1 or len(given.taking_part) <= 1:
         return []
     what = (
-        f"context parallelism of {given.context_parallel} with {count} KV cache groups is not "
-        "supported: vLLM shards the groups' tokens differently"
+        f"context parallelism of {given.context_parallel} with {len(given.taking_part)} KV cache "
+        f"groups is not supported, because it shards their tokens differently: {names}"
     )
     return [Misfit(what, unsupported=True)]
 

@@ -64,7 +64,7 @@ class StepPlan:
 
     ``fence`` names store jobs whose source blocks are given away in this step: they must have
     read them before the step's forward pass. ``reset`` orders a reset of everything first;
-    ``epochs`` are then the new epochs of the lower tiers. ``idle`` says that no forward pass runs in this step.
+    ``epochs`` are then the new epochs of the lower tiers. ``idle``: no forward pass in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()

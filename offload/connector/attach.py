@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offload.config import OffloadConfig
+from offload.config_fields import PolicyConfig
 from offload.connector.messages import OffloadHandshake
 from offload.demotion import DemotionQueue
 from offload.errors import NamespaceError, TierUnavailableError
@@ -14,7 +16,7 @@ from offload.keys import group_of
 from offload.layout import ModelLayout
 from offload.planner import GroupInfo, Planner
 from offload.space import ByteSpace, SlotSpace
-from policies.base import EntryInfo
+from policies.base import AdmissionPolicy, EntryInfo
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,13 @@ def make_planner(
         for group in layout.groups
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex("cpu", SlotSpace(slots), make_policy(config.cpu.policy.spec))
+    cpu = TierIndex("cpu", SlotSpace(slots), make_policy(_spec(config.cpu.policy)))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     queues = [
         DemotionQueue(
             tier,
             index,
-            admission=make_admission(config.tiers[tier].admission.spec),
+            admission=_admission(config.tiers[tier].admission),
             max_waiting=max(1, slots * 3 // 4),
         )
         for tier, index in enumerate(lower)
@@ -90,7 +92,7 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier:
     settings = config.tiers[tier]
     space = ByteSpace(int(capacity * settings.high_watermark))
     low = settings.low_watermark / settings.high_watermark
-    policy = make_policy(settings.policy.spec)
+    policy = make_policy(_spec(settings.policy))
     return TierIndex(ranks[0].tiers[tier].name, space, policy, low_watermark=low)
 
 
@@ -117,3 +119,12 @@ def _recover(
     rejected = planner.lower[tier].recover(keys, [infos[group_of(key)] for key in keys])
     planner.delete(tier, [*(known - set(keys)), *rejected])
     logger.info("kvtiers: %s: %d chunks recovered", planner.lower[tier].name, len(keys))
+
+
+def _spec(policy: PolicyConfig) -> dict[str, Any]:
+    return {"name": policy.name, **policy.options}
+
+
+def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
+    """``None`` stands for "all", which needs no question per chunk."""
+    return None if policy.name == "all" else make_admission(_spec(policy))

@@ -7,6 +7,7 @@ of its own (`offload.loop`) and is reached by ``post`` and answered by ``drain``
 from __future__ import annotations
 
 import logging
+
 from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, TierUnavailableError

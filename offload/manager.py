@@ -1,0 +1,367 @@
+"""``OffloadManager``: the offloading of one process as an asyncio API, without vLLM.
+
+The same planner, executor and tiers as in the connector, driven by ``await`` instead of by a
+scheduler's steps. One manager serves one rank. It lives on the loop on which it was opened, and
+all its methods must be called there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offload.config import OffloadConfig, check_capacity, parse_config, slot_counts
+from offload.errors import ConfigError, TierUnavailableError
+from offload.executor import Executor, ExecutorLimits
+from offload.index import TierIndex
+from offload.keys import group_of, group_suffix
+from offload.load_task import io_bytes
+from offload.planner import GroupInfo, Planner, Wanted
+from offload.plans import JobResult, StepPlan
+from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
+from offload.space import ByteSpace, SlotSpace
+from policies.base import EntryInfo
+from policies.registry import make_policy
+from tiers.base import Tier, TierError
+from tiers.copy import CopyEngine
+from tiers.host_copy import HostCopyEngine
+from tiers.slab import HostSlab
+
+
+class KvCacheSpec(Protocol):
+    """What is read of a group's spec. A spec with a mapping ``kv_cache_specs`` holds one spec per
+    layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has
+    padded pages."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one layer's page, padding included."""
+
+
+class KvCacheGroup(Protocol):
+    """What is read of a group: its layers and their spec."""
+
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+
+    @property
+    def kv_cache_spec(self) -> Any: ...
+
+
+class KvCacheConfig(Protocol):
+    """What is read of a ``kv_cache_config``; vLLM's own fits."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_cache_groups(self) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleSpec:
+    """A spec for users without vLLM: tokens of a block and bytes of each layer's page."""
+
+    block_size: int
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleGroup:
+    """A group for users without vLLM."""
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: SimpleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleConfig:
+    """A ``kv_cache_config`` for users without vLLM."""
+
+    num_blocks: int
+    kv_cache_groups: tuple[SimpleGroup, ...]
+
+
+class OffloadManager:
+    """Offloads chunks of registered KV caches to a CPU tier and lower tiers, and restores them.
+
+    Keys are bytes of the caller's choice, one per block, equal only for equal content (with the
+    whole prefix before it). They are kept per group.
+    """
+
+    def __init__(
+        self, planner: Planner, executor: Executor, slab: HostSlab, registration: Registration
+    ) -> None:
+        """Use ``open``."""
+        self.planner = planner
+        self._executor = executor
+        self._slab = slab
+        self._registration = registration
+        self._blocks = {group.group: group.chunk_blocks for group in registration.groups}
+        self._epoch = 0
+        self._requests = 0
+        self._jobs: dict[int, asyncio.Future[JobResult]] = {}
+        self._loads: dict[str, asyncio.Future[bool]] = {}
+        self._results = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        kv_cache_config: KvCacheConfig,
+        kv_caches: Mapping[str, LayerTensors],
+        config: Mapping[str, Any] | OffloadConfig | None = None,
+        *,
+        tiers: Sequence[Tier] = (),
+    ) -> OffloadManager:
+        """Register KV caches and open the tiers.
+
+        ``kv_caches`` maps layer names to tensors (or lists of state tensors); ``config`` is what
+        ``kv_connector_extra_config`` would hold, without ``tiers``: lower tiers are given as
+        objects, nearest first. Raises ``ConfigError``, ``LayoutError`` and
+        ``TierUnavailableError``.
+        """
+        settings = config if isinstance(config, OffloadConfig) else parse_config(config)
+        registration = register_kv_caches(
+            kv_cache_config.num_blocks, _group_caches(kv_cache_config, kv_caches, settings)
+        )
+        slot_bytes = max(io_bytes(group) for group in registration.groups)
+        problems = check_capacity(settings, slot_bytes, 1)
+        if problems:
+            raise ConfigError(problems)
+        slots = slot_counts(settings, slot_bytes, 1).slots
+        staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
+        device = registration.tensors[0].device
+        slab = HostSlab(slot_bytes, slots, pin=device.type == "cuda")
+        engine = _make_engine(registration, slab, device)
+        groups = _group_infos(kv_cache_config, registration, settings, tiers)
+        cpu = TierIndex("cpu", SlotSpace(slots - staging), make_policy(_spec(settings.cpu.policy)))
+        lower = [await _open_tier(tier, number, groups) for number, tier in enumerate(tiers)]
+        executor = Executor(
+            slab,
+            engine,
+            registration.groups,
+            tiers,
+            staging=range(slots - staging, slots),
+            limits=ExecutorLimits(settings.load_timeout_s, settings.fence_timeout_s),
+        )
+        manager = cls(Planner(groups, cpu, lower), executor, slab, registration)
+        executor.start(manager._results.set)
+        manager._task = asyncio.create_task(manager._run())
+        return manager
+
+    async def __aenter__(self) -> OffloadManager:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.aclose()
+
+    # -- use ---------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
+        """How many of ``keys``, from the first on without a gap, some tier can give now."""
+        suffix = group_suffix(group)
+        for count, key in enumerate(keys):
+            if not self.planner.present(key + suffix):
+                return count
+        return len(keys)
+
+    async def offload(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
+        """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
+
+        ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, from the first
+        on, are held by a tier now; the rest found no room. The blocks may be reused afterwards.
+        """
+        chunks = self._wanted(keys, block_ids, group)
+        settled = self.planner.plan_store(chunks)
+        jobs = [store.job for store in self._pump().stores]
+        results = await asyncio.gather(*(self._jobs[job] for job in jobs))
+        bad = frozenset[bytes]().union(*(result.bad for result in results))
+        failed = any(result.failed for result in results)
+        if failed or bad:
+            return self.lookup(keys[:settled], group)
+        return settled
+
+    async def restore(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
+        """Fill blocks with the longest prefix of ``keys`` that is held, and wait for that.
+
+        Returns how many chunks, from the first on, are restored whole and verified; the content
+        of the blocks after them is undefined.
+        """
+        hit = self.lookup(keys, group)
+        if not hit:
+            return 0
+        self._requests += 1
+        request = f"restore-{self._requests}"
+        chunks = self._wanted(keys, block_ids, group)[:hit]
+        self.planner.plan_load(request, chunks)
+        self.planner.touch([chunk.key for chunk in chunks])
+        ended = self._loads[request] = asyncio.get_running_loop().create_future()
+        job = next(load.job for load in self._pump().loads if load.request == request)
+        result = self._jobs[job]
+        if await ended:
+            return hit
+        if not result.done() or result.result().failed:
+            return 0
+        bad = result.result().bad
+        return next((n for n, chunk in enumerate(chunks) if chunk.key in bad), hit)
+
+    async def flush(self) -> None:
+        """Wait until everything accepted so far has reached, or failed to reach, every tier."""
+        self._pump()
+        while self.planner.busy:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def reset(self) -> None:
+        """Forget everything at once, in every tier, durably: the weights have changed."""
+        self._epoch += 1
+        self.planner.reset([self._epoch] * len(self.planner.lower))
+        self._pump()
+        await self._executor.settle()
+
+    async def aclose(self, timeout_s: float = 5.0) -> None:
+        """Flush within ``timeout_s`` seconds, then release tiers, threads and memory."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        # What is not written in time is not there after a restart, nothing else.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.flush(), timeout_s)
+        task.cancel()
+        await self._executor.aclose(timeout_s)
+        self._slab.close()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> list[Wanted]:
+        if group not in self._blocks:
+            raise ValueError(f"there is no group {group}: groups are {sorted(self._blocks)}")
+        size = self._blocks[group]
+        if len(block_ids) != len(keys) * size:
+            raise ValueError(
+                f"{len(keys)} keys need {len(keys) * size} block ids ({size} each), "
+                f"got {len(block_ids)}"
+            )
+        bad = [b for b in block_ids if not 0 <= b < self._registration.num_blocks]
+        if bad:
+            raise ValueError(
+                f"block ids {bad[:5]} are not in 0..{self._registration.num_blocks - 1}"
+            )
+        suffix = group_suffix(group)
+        return [
+            Wanted(key + suffix, group, tuple(block_ids[n * size : (n + 1) * size]), n + 1)
+            for n, key in enumerate(keys)
+        ]
+
+    def _pump(self) -> StepPlan:
+        """Send what is planned to the executor."""
+        plan = self.planner.step()
+        loop = asyncio.get_running_loop()
+        for job in [*(s.job for s in plan.stores), *(load.job for load in plan.loads)]:
+            self._jobs[job] = loop.create_future()
+        self._executor.post(plan)
+        return plan
+
+    async def _run(self) -> None:
+        """Feed what ended back to the planner, and to whoever waits."""
+        while True:
+            await self._results.wait()
+            self._results.clear()
+            drained = self._executor.drain()
+            self.planner.complete(drained.report)
+            for job, result in drained.report.results.items():
+                future = self._jobs.pop(job, None)
+                if future is not None and not future.done():
+                    future.set_result(result)
+            for request in drained.finished:
+                ended = self._loads.pop(request, None)
+                if ended is not None and not ended.done():
+                    ended.set_result(request not in drained.failed)
+            self._pump()
+            self._moved.set()
+
+
+def _group_caches(
+    kv_cache_config: KvCacheConfig,
+    kv_caches: Mapping[str, LayerTensors],
+    config: OffloadConfig,
+) -> list[GroupCaches]:
+    groups = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        missing = [name for name in group.layer_names if name not in kv_caches]
+        if missing:
+            raise ValueError(f"group {number}: no KV cache was given for layers {missing}")
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        pages = {
+            name: _page_bytes(specs.get(name, group.kv_cache_spec)) for name in group.layer_names
+        }
+        layers = {name: kv_caches[name] for name in group.layer_names}
+        groups.append(GroupCaches(number, config.chunk_blocks, layers, pages))
+    return groups
+
+
+def _page_bytes(spec: Any) -> int:
+    """A layer's page without padding."""
+    return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
+
+
+def _group_infos(
+    kv_cache_config: KvCacheConfig,
+    registration: Registration,
+    config: OffloadConfig,
+    tiers: Sequence[Tier],
+) -> dict[int, GroupInfo]:
+    return {
+        group.group: GroupInfo(
+            "full",
+            kv_cache_config.kv_cache_groups[group.group].kv_cache_spec.block_size
+            * config.chunk_blocks,
+            tuple(tier.footprint_bytes(io_bytes(group)) for tier in tiers),
+        )
+        for group in registration.groups
+    }
+
+
+def _make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:
+    if device.type == "cuda":
+        from tiers.cuda_copy import CudaCopyEngine
+
+        return CudaCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
+    return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
+
+
+async def _open_tier(tier: Tier, number: int, groups: Mapping[int, GroupInfo]) -> TierIndex:
+    """Open a tier and enter what it holds."""
+    try:
+        info = await tier.open()
+    except TierError as error:
+        raise TierUnavailableError(f"kvtiers: tier {number}: {error}") from error
+    index = TierIndex(
+        info.name, ByteSpace(info.capacity_bytes), make_policy("lru"), low_watermark=0.95
+    )
+    unknown: list[bytes] = []
+    async for batch in tier.keys():
+        known = [stored.key for stored in batch if group_of(stored.key) in groups]
+        unknown += [stored.key for stored in batch if group_of(stored.key) not in groups]
+        infos = [
+            EntryInfo(group_of(key), size_bytes=groups[group_of(key)].footprints[number])
+            for key in known
+        ]
+        unknown += index.recover(known, infos)
+    await tier.delete(unknown)
+    return index
+
+
+def _spec(policy: Any) -> str | dict[str, Any]:
+    return {"name": policy.name, **policy.options}
