@@ -7,7 +7,7 @@ import time
 import pytest
 
 from offload.coordinator import Coordinator, present_in
-from offload.layout import FULL, STATE, WINDOW, GroupLayout, ModelLayout, expand_blocks
+from offload.layout import FULL, STATE, WINDOW, GroupLayout, ModelLayout
 from tests.offload.layout_oracle import brute_force
 
 
@@ -127,12 +127,6 @@ def test_presence_over_several_tiers():
     keys = [b"a", b"b", b"c", b"d"]
     assert present_in({b"a"})(keys) == b"\1\0\0\0"
     assert present_in({b"a"}, {b"c", b"a"}, {b"d": 1})(keys) == b"\1\0\1\1"
-
-
-def test_expand_blocks_with_the_writers_ratio():
-    assert expand_blocks([5, 6], 2) == [10, 11, 12, 13]
-    assert expand_blocks([2], 1) == [2]
-    assert expand_blocks([], 34) == []
 
 
 def test_lookup_of_8192_chunks_in_two_groups(capsys):
