@@ -5,10 +5,9 @@ no C compiler is needed on the user's machine, and numba, which cannot be import
 CPU workers, is not involved). Where that is not possible a ``ctypes.memmove`` per copy takes its
 place, with a warning.
 
-Large aligned copies are streamed: 64 bytes per step are loaded, the source is prefetched 512
-bytes ahead, and the stores bypass the caches. A plain ``memcpy`` first reads every destination
-line into the cache only to overwrite it; for pages scattered over a KV cache, streaming moved
-1.2 to 1.5 times as many bytes per second (docs/decisions/0021-streaming-host-copies.md).
+Copies of a page and more are streamed: the source is prefetched 512 bytes ahead and the stores
+bypass the caches, on full 64-byte lines of the target. See
+docs/decisions/0021-streaming-host-copies.md for why and for the figures.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CopyLoop: TypeAlias = Callable[[Addresses, Addresses, Addresses], None]
 ``to[i]``. Arrays of equal length, int64, contiguous. The ranges must not overlap."""
 
 STREAM_MIN_BYTES = 4096
-"""Shorter copies, and those to addresses off a 64-byte line, go through ``memcpy``."""
+"""Shorter copies go through ``memcpy``."""
 
 _STEP = 256
 _PREFETCH = 512
@@ -53,8 +52,8 @@ def _stream_body() -> str:
 
 
 def _module_ir() -> str:
-    """The copy loop: for each i, stream whole steps when the target is on a 64-byte line and the
-    copy is long, then ``memcpy`` the rest (all of it otherwise). The fence at the end makes
+    """The copy loop: for each i, ``memcpy`` up to a 64-byte line of the target, stream whole
+    steps, and ``memcpy`` the rest (all of it when it is short). The fence at the end makes
     streamed stores visible before the call returns."""
     return f"""
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
@@ -72,21 +71,25 @@ copy:
   %t = load ptr, ptr %t.at
   %f = load ptr, ptr %f.at
   %n = load i64, ptr %n.at
-  %t.int = ptrtoint ptr %t to i64
-  %t.low = and i64 %t.int, 63
-  %aligned = icmp eq i64 %t.low, 0
   %long = icmp uge i64 %n, {STREAM_MIN_BYTES}
-  %streamed = and i1 %aligned, %long
-  %whole = and i64 %n, {-_STEP}
-  br i1 %streamed, label %stream, label %finish
+  br i1 %long, label %align, label %finish
+align:
+  %t.int = ptrtoint ptr %t to i64
+  %t.neg = sub i64 0, %t.int
+  %head = and i64 %t.neg, 63
+  call void @llvm.memcpy.p0.p0.i64(ptr %t, ptr %f, i64 %head, i1 false)
+  %n.body = sub i64 %n, %head
+  %whole = and i64 %n.body, {-_STEP}
+  %stop = add i64 %head, %whole
+  br label %stream
 stream:
-  %o = phi i64 [0, %copy], [%o.next, %stream]
+  %o = phi i64 [%head, %align], [%o.next, %stream]
 {_stream_body()}
   %o.next = add i64 %o, {_STEP}
-  %more.steps = icmp ult i64 %o.next, %whole
+  %more.steps = icmp ult i64 %o.next, %stop
   br i1 %more.steps, label %stream, label %finish
 finish:
-  %done = phi i64 [0, %copy], [%o.next, %stream]
+  %done = phi i64 [0, %copy], [%stop, %stream]
   %t.rest = getelementptr i8, ptr %t, i64 %done
   %f.rest = getelementptr i8, ptr %f, i64 %done
   %rest = sub i64 %n, %done
@@ -120,7 +123,9 @@ def copy_loop() -> CopyLoop:
 def _compiled_loop() -> CopyLoop:
     """Compile the IR for this processor. Raises whatever llvmlite raises."""
     import llvmlite.binding as llvm
+    from llvmlite.binding import ffi
 
+    _answer_dict_lookups(ffi.lib)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(_module_ir())
@@ -138,6 +143,20 @@ def _compiled_loop() -> CopyLoop:
         engine.get_function_address("copy_list")
     )
     return _NativeLoop(native, engine)
+
+
+def _answer_dict_lookups(lib: Any) -> None:
+    """Keep ``vars(ffi.lib)`` from breaking vLLM's CPU workers.
+
+    llvmlite's library object turns *every* unknown attribute, ``__dict__`` too, into a wrapped C
+    function. vLLM 0.32 looks at ``vars(...)`` of every object in every loaded module when a CPU
+    worker starts and dies on that one (``'_lib_fn_wrapper' object has no attribute 'get'``): any
+    engine started in this process after llvmlite (or numba) was imported. An entry in the
+    object's own table of functions answers the lookup with an empty dict instead.
+    """
+    functions = getattr(lib, "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
 
 
 class _NativeLoop:

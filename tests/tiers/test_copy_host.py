@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -225,6 +226,18 @@ async def test_closing_finishes_what_was_submitted_and_refuses_more(
 def test_the_native_loop_really_compiles_here() -> None:
     """Otherwise every other test would quietly run on the slow loop."""
     assert copy_loop() is not memmove_loop
+
+
+def test_compiling_leaves_no_module_object_that_breaks_scans_of_modules() -> None:
+    """vLLM's CPU worker calls ``vars(x).get`` on every object of every module that has
+    ``__dict__``; after llvmlite is imported one of them used to break it."""
+    copy_loop()
+    assert "llvmlite.binding.ffi" in sys.modules
+    for name, module in list(sys.modules.items()):
+        if name.startswith("llvmlite"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "__dict__"):
+                    vars(value).get("kernel")
 
 
 def test_without_a_compiler_the_slow_loop_is_used_with_one_warning(
