@@ -34,6 +34,7 @@ class EngineHost:
         from vllm import LLM
 
         _fork_ranks()
+        _inspect_models_here()
         self.llm = LLM(**engine_kwargs)
         self._finished: dict[str, Generation] = {}
         self._names: dict[str, str] = {}
@@ -167,6 +168,14 @@ def _fork_ranks() -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _inspect_models_here() -> None:
+    """Let vLLM look at model classes in this process. Otherwise the first start of each model
+    class on a machine imports vLLM in one more process, 15 s each."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
 
 
 def _sampling(max_tokens: int = 8, logprobs: int | None = 5, **others: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
+from tests.models import random_loader
+
 BlocksByGroup = dict[int, list[int]]
 
 
@@ -18,6 +20,7 @@ class KvBytes:
     """Methods for ``collective_rpc``. The prefix keeps them apart from vLLM's own names."""
 
     model_runner: Any
+    kvtest_loader = random_loader.LOAD_FORMAT  # registered by the import, in every worker
 
     def kvtest_read(self, blocks: BlocksByGroup) -> dict[int, list[bytes]]:
         """The content of each block: the pages of the group's layers, in order, without padding."""

@@ -1,0 +1,146 @@
+"""Every model family that runs on vLLM's CPU platform, with what vLLM must be told for it.
+
+    family = FAMILIES["gemma3"]
+    model = family.make(folder)
+    Engine(model, log=log, **family.kwargs(model))
+
+``tests/models/test_families.py`` starts each of them. Adding a family is one entry here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo.tiny_model import make_llama, write_tokenizer
+from tests.models import configs
+
+LOAD_FORMAT = "unit_gain"
+
+
+def write_model(folder: Path, config: configs.Config) -> Path:
+    """Write config and tokenizer; the weights come from the load format ``unit_gain``."""
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(folder, config["max_position_embeddings"])
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model. ``groups`` are the KV cache groups that vLLM makes of it: kind, block
+    size in tokens; ``prompt_tokens`` is long enough for its own prefix cache to hit."""
+
+    name: str
+    make: Callable[[Path], Path]
+    groups: tuple[tuple[str, int], ...]
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] | None = None
+    """``speculative_config``; a model named ``draft`` is the folder ``draft`` in the model's."""
+    prompt_tokens: int = 600
+    hits: bool = True
+    """Whether vLLM's own prefix cache finds a repeated prompt."""
+    notes: str = ""
+
+    def kwargs(self, model: Path) -> dict[str, Any]:
+        """Keyword arguments for the engine, beside those that every test engine has."""
+        kwargs = dict(self.engine_kwargs)
+        if self.speculative is not None:
+            speculative = dict(self.speculative)
+            if "model" in speculative:
+                speculative["model"] = str(model / speculative["model"])
+            kwargs["speculative_config"] = speculative
+        return kwargs
+
+
+def _config_only(config: configs.Config) -> Callable[[Path], Path]:
+    return lambda folder: write_model(folder, config)
+
+
+def _with_draft(make: Callable[[Path], Path], draft: configs.Config) -> Callable[[Path], Path]:
+    def make_both(folder: Path) -> Path:
+        make(folder)
+        write_model(folder / "draft", draft)
+        return folder
+
+    return make_both
+
+
+RANDOM = {"load_format": LOAD_FORMAT}
+MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
+MLA = RANDOM | {"block_size": 16, "kv_cache_memory_bytes": 16 << 20}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+DRAFT = {"model": "draft", "method": "draft_model", "num_speculative_tokens": 2}
+
+FULL = ("FullAttentionSpec", 32)
+SLIDING = ("SlidingWindowSpec", 32)
+CHUNKED = ("ChunkedLocalAttentionSpec", 32)
+
+_ALL = (
+    Family("llama", make_llama, (FULL,)),
+    Family(
+        "llama_544",
+        make_llama,
+        (("FullAttentionSpec", 544),),
+        {"block_size": 544, "kv_cache_memory_bytes": 32 << 20},
+        prompt_tokens=1300,
+        notes="one block is 17 kernel blocks of 32",
+    ),
+    Family("llama_fp8_e4m3", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e4m3"}),
+    Family("llama_fp8_e5m2", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e5m2"}),
+    Family("llama_ngram", make_llama, (FULL,), speculative=NGRAM),
+    Family(
+        "llama_draft",
+        _with_draft(make_llama, configs.DRAFT_WIDE),
+        (("UniformTypeKVCacheSpecs", 32),),
+        RANDOM,
+        speculative=DRAFT,
+        notes="pages of two sizes in one group; both models have unit_gain weights",
+    ),
+    Family("qwen3", _config_only(configs.QWEN3), (FULL,), RANDOM),
+    Family("mistral", _config_only(configs.MISTRAL), (SLIDING,), RANDOM),
+    Family("gemma3", _config_only(configs.GEMMA3), (FULL, SLIDING, SLIDING), RANDOM),
+    Family(
+        "gemma3_draft",
+        _with_draft(_config_only(configs.GEMMA3), configs.DRAFT_GEMMA3),
+        (FULL, SLIDING, SLIDING),
+        RANDOM,
+        speculative=DRAFT,
+    ),
+    Family("gpt_oss", _config_only(configs.GPT_OSS), (FULL, SLIDING), RANDOM),
+    Family(
+        "gemma4",
+        _config_only(configs.GEMMA4),
+        (FULL, ("SlidingWindowSpec", 64), ("SlidingWindowSpec", 64)),
+        RANDOM,
+        notes="head sizes differ, so block sizes differ; hits end at multiples of 64",
+    ),
+    Family("llama4", _config_only(configs.LLAMA4), (FULL, CHUNKED, CHUNKED, CHUNKED), RANDOM),
+    Family("qwen3_next", _config_only(configs.QWEN3_NEXT), (), RANDOM, prompt_tokens=1600),
+    Family("falcon_h1", _config_only(configs.FALCON_H1), (), MAMBA2),
+    Family("nemotron_h", _config_only(configs.NEMOTRON_H), (), MAMBA2),
+    Family("granite_hybrid", _config_only(configs.GRANITE_HYBRID), (), MAMBA2),
+    Family("lfm2", _config_only(configs.LFM2), (), RANDOM),
+    Family("deepseek_v2", _config_only(configs.DEEPSEEK_V2), (("MLAAttentionSpec", 16),), MLA),
+    Family("deepseek_v3", _config_only(configs.DEEPSEEK_V3), (("MLAAttentionSpec", 16),), MLA),
+    Family(
+        "deepseek_v3_ngram",
+        _config_only(configs.DEEPSEEK_V3),
+        (("MLAAttentionSpec", 16),),
+        MLA,
+        speculative=NGRAM,
+    ),
+    Family(
+        "deepseek_v3_mtp",
+        _config_only(configs.DEEPSEEK_V3),
+        (("MLAAttentionSpec", 16),),
+        MLA,
+        speculative={"method": "mtp", "num_speculative_tokens": 1},
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
