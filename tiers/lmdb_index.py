@@ -234,7 +234,10 @@ class LmdbIndex:
         last_page = self._env.info()["last_pgno"]
         self._env.close()
         if clean:
-            self._clean.write_text(_checksum(self._path, (last_page + 1) * ALIGNMENT))
+            text = _checksum(self._path, (last_page + 1) * ALIGNMENT)
+            fd = os.open(self._clean, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(fd, "w", encoding="ascii") as file:
+                file.write(text)
 
 
 def _check_file(folder: Path, path: Path, clean: Path) -> None:
