@@ -23,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.connector.attach import make_planner
 from offload.connector.guard import Faults, guarded
+from offload.connector.log import adopt_vllm_logging
 from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
 from offload.connector.scheduler_side import SchedulerSide
 from offload.connector.setup import Setup
@@ -51,6 +52,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        adopt_vllm_logging()
         self.faults = Faults()
         self._setup = Setup.of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None

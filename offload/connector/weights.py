@@ -68,14 +68,14 @@ def config_identity(place: Path | None) -> str | None:
     """A digest of the model's configuration and code by content; ``None`` if there is neither."""
     if place is None:
         return None
-    files = _files(place if place.is_dir() else place.parent, (*CONFIG_NAMES, ".py"))
+    files = _files(place if place.is_dir() else place.parent, (".py",), CONFIG_NAMES)
     found = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]
     return _digest(found) if found else None
 
 
 def adapter_files(place: Path) -> list[Path]:
     """The files of a LoRA adapter that decide what it computes."""
-    return _files(place, (*WEIGHT_SUFFIXES, *CONFIG_NAMES))
+    return _files(place, WEIGHT_SUFFIXES, CONFIG_NAMES)
 
 
 def file_identity(file: Path) -> list[Any]:
@@ -93,10 +93,11 @@ def digest_of(files: Iterable[Path]) -> bytes:
     return bytes.fromhex(_digest(file_identity(file) for file in files))
 
 
-def _files(place: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _files(place: Path, suffixes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[Path]:
+    """The files of a folder with these endings or names, by name; a file stands for itself."""
     if place.is_file():
         return [place]
-    found = [entry for entry in place.iterdir() if entry.name.endswith(suffixes)]
+    found = [entry for entry in place.iterdir() if entry.suffix in suffixes or entry.name in names]
     return sorted(entry for entry in found if entry.is_file())
 
 

@@ -1,0 +1,20 @@
+"""Shows our log lines where vLLM shows its own."""
+
+from __future__ import annotations
+
+import logging
+
+PACKAGES = ("offload", "tiers", "policies")
+
+
+def adopt_vllm_logging() -> None:
+    """Send our loggers' lines to the handlers of vLLM's, at its level. Leaves loggers alone that
+    the user has configured. Idempotent."""
+    vllm = logging.getLogger("vllm")
+    for name in PACKAGES:
+        ours = logging.getLogger(name)
+        if ours.handlers or not vllm.handlers:
+            continue
+        ours.handlers = list(vllm.handlers)
+        ours.setLevel(vllm.getEffectiveLevel())
+        ours.propagate = False
