@@ -1,0 +1,370 @@
+"""The identity of a model, from vLLM configurations that vLLM itself makes of files made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from offload.config import parse_config
+from offload.connector.identity import (
+    adapter_digest,
+    check_vllm_config,
+    namespace_fields,
+    startup_warnings,
+)
+from offload.connector.weights import HEAD_BYTES, SAMPLE_BYTES, find_model, weights_identity
+from offload.namespace import Namespace, differing_fields, write_manifest
+from tests.connector.vllm_configs import full, groups_of, sliding
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+WEIGHT_BYTES = 5 * 1024 * 1024
+DISK = {"tiers": [{"type": "lmdb", "path": "/kv", "capacity": "1GiB"}]}
+
+
+@pytest.fixture(autouse=True)
+def no_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(range(256)) * (WEIGHT_BYTES // 256))
+    os.utime(weights, ns=(10**18, 10**18))
+    return folder
+
+
+def config_of(model: Path | str, **changes: Any) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="OffloadConnector", kv_role="kv_both", engine_id=changes.pop("engine", "e")
+    )
+    settings = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
+    config = EngineArgs(model=str(model), **{**settings, **changes}).create_engine_config()
+    config.kv_transfer_config = transfer
+    return config
+
+
+def kv_config(num_blocks: int = 8, block: int = 32) -> KVCacheConfig:
+    groups = groups_of(full(block), sliding(block, 64))
+    tensors = [
+        KVCacheTensor(size=num_blocks * 2 * 4096, layers=["a", "b"], layer_stride=4096 * num_blocks,
+                      block_stride=4096),
+        KVCacheTensor(size=num_blocks * 2 * 4096, layers=["c"], layer_stride=4096,
+                      block_stride=8192, offset=4096),
+    ]  # fmt: skip
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=groups,
+        kv_cache_layout="LBHNC",
+        hash_block_size=block,
+    )
+
+
+def namespace_of(config: VllmConfig, kv: KVCacheConfig | None = None, chunk: int = 1) -> Namespace:
+    return Namespace.of(namespace_fields(config, kv or kv_config(), chunk))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+def test_two_starts_of_one_server_share_a_namespace(model: Path, tmp_path: Path) -> None:
+    one, two = namespace_of(config_of(model)), namespace_of(config_of(model, engine="other"))
+    assert differing_fields(one, two) == []
+    assert one.digest == two.digest
+    write_manifest(tmp_path, one)
+
+
+def test_the_number_of_blocks_and_what_vllm_measures_do_not_matter(model: Path) -> None:
+    few = namespace_of(config_of(model), kv_config(num_blocks=8))
+    many = namespace_of(
+        config_of(model, gpu_memory_utilization=0.5, max_num_seqs=3, seed=7), kv_config(10_000)
+    )
+    assert differing_fields(few, many) == []
+
+
+def test_another_process_comes_to_the_same_namespace(model: Path) -> None:
+    """The scheduler and each worker compute it for themselves, with hash seeds of their own."""
+    code = (
+        "import sys; sys.path.insert(0, '.');"
+        "from tests.connector.test_identity import config_of, namespace_of;"
+        "print(namespace_of(config_of(sys.argv[1])).name)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
+    )
+    assert out.stdout.split()[-1] == namespace_of(config_of(model)).name
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("model.dtype", {"dtype": "float32"}),
+        ("model.revision", {"revision": "v2"}),
+        ("model.hf_overrides.rope_theta", {"hf_overrides": {"rope_theta": 5000.0}}),
+        ("cache.dtype", {"kv_cache_dtype": "fp8"}),
+        ("hash.algorithm", {"prefix_caching_hash_algo": "sha256_cbor"}),
+        ("model.load_format", {"load_format": "safetensors"}),
+        ("model.weights.kind", {"load_format": "dummy"}),
+    ],
+)
+def test_a_flag_that_changes_blocks_changes_the_namespace(
+    field: str, changes: dict[str, Any], model: Path
+) -> None:
+    one, two = namespace_of(config_of(model)), namespace_of(config_of(model, **changes))
+    assert one.digest != two.digest
+    assert field in [name for name, _, _ in differing_fields(one, two)]
+
+
+def test_each_parallel_size_counts(model: Path) -> None:
+    plain = namespace_of(config_of(model))
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+        "cp_kv_cache_interleave_size",
+    ):
+        config = config_of(model)
+        setattr(config.parallel_config, name, 2)
+        assert len(differing_fields(plain, namespace_of(config))) == 1, name
+    config.parallel_config = config_of(model).parallel_config
+    config.parallel_config.data_parallel_index = 1
+    assert namespace_of(config) == plain
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("geometry.chunk_blocks", lambda kv: (kv, 2)),
+        ("geometry.layout", lambda kv: (replace(kv, kv_cache_layout="BLHNC"), 1)),
+        ("geometry.hash_block_size", lambda kv: (replace(kv, hash_block_size=16), 1)),
+        ("geometry.groups[0].block_size", lambda kv: (kv_config(block=64), 1)),
+        (
+            "geometry.groups[0].layers",
+            lambda kv: (replace(kv, kv_cache_groups=kv.kv_cache_groups[::-1]), 1),
+        ),
+        (
+            "geometry.tensors[0].block_stride",
+            lambda kv: (replace(kv, kv_cache_tensors=kv.kv_cache_tensors[::-1]), 1),
+        ),
+    ],
+)
+def test_geometry_counts(
+    field: str, changed: Callable[[KVCacheConfig], tuple[KVCacheConfig, int]], model: Path
+) -> None:
+    config = config_of(model)
+    one, two = namespace_of(config), namespace_of(config, *changed(kv_config()))
+    assert field in [name for name, _, _ in differing_fields(one, two)]
+
+
+@pytest.mark.parametrize("offset", [0, HEAD_BYTES + 100, WEIGHT_BYTES - 1])
+def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, model: Path) -> None:
+    """Also with size and time of modification put back; the changed byte lies in a sample."""
+    before = namespace_of(config_of(model))
+    weights = model / "model.safetensors"
+    found = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xee")
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    after = namespace_of(config_of(model))
+    assert [name for name, _, _ in differing_fields(before, after)] == ["model.weights.digest"]
+
+
+def test_a_newer_time_alone_changes_the_namespace(model: Path) -> None:
+    """A change between the samples shows by its time: better cold than wrong."""
+    before = namespace_of(config_of(model))
+    os.utime(model / "model.safetensors", ns=(10**18, 10**18 + 1))
+    assert namespace_of(config_of(model)) != before
+
+
+def test_another_rope_in_the_config_file_changes_the_namespace(model: Path) -> None:
+    before = namespace_of(config_of(model))
+    make_model(model, rope_theta=20000.0)
+    after = namespace_of(config_of(model))
+    assert [name for name, _, _ in differing_fields(before, after)] == ["model.config"]
+
+
+def test_files_that_do_not_touch_blocks_do_not_matter(model: Path) -> None:
+    before = namespace_of(config_of(model))
+    (model / "generation_config.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "README.md").write_text("x")
+    assert namespace_of(config_of(model)) == before
+
+
+def test_max_model_len_counts_only_where_rope_depends_on_it(model: Path) -> None:
+    plain = config_of(model)
+    assert namespace_of(plain) == namespace_of(config_of(model, max_model_len=256))
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace("{", '{"note": "longrope", ', 1))
+    one, two = config_of(model), config_of(model, max_model_len=256)
+    names = [name for name, _, _ in differing_fields(namespace_of(one), namespace_of(two))]
+    assert names == ["model.max_model_len"]
+
+
+def make_hub(cache: Path, commit: str, blob: str) -> None:
+    home = cache / "models--org--tiny"
+    for folder in (home / "refs", home / "blobs", home / "snapshots" / commit):
+        folder.mkdir(parents=True, exist_ok=True)
+    (home / "refs" / "main").write_text(commit)
+    (home / "blobs" / blob).write_bytes(b"weights")
+    link = home / "snapshots" / commit / "model.safetensors"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("../../blobs") / blob)
+
+
+def test_a_model_of_the_hub_is_known_by_its_blobs(tmp_path: Path) -> None:
+    make_hub(tmp_path, "1" * 40, "a" * 64)
+    place = find_model("org/tiny", None, str(tmp_path))
+    first = weights_identity(place)
+    blob = tmp_path / "models--org--tiny" / "blobs" / ("a" * 64)
+    os.utime(blob, (1, 1))
+    assert weights_identity(place) == first
+    make_hub(tmp_path, "2" * 40, "b" * 64)
+    assert weights_identity(find_model("org/tiny", None, str(tmp_path))) != first
+    assert weights_identity(find_model("org/tiny", "1" * 40, str(tmp_path))) == first
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "org/absent", "../../absent", "a/b/c", ""])
+def test_what_is_not_there_has_no_identity(name: str, tmp_path: Path) -> None:
+    assert find_model(name, None, str(tmp_path)) is None
+    assert weights_identity(None) == {"kind": "unknown"}
+
+
+def test_large_files_are_sampled_and_small_ones_read_whole(tmp_path: Path) -> None:
+    """No byte of the last sample, the first or the head goes unseen."""
+    file = tmp_path / "model.safetensors"
+    for size in (0, 1, HEAD_BYTES, HEAD_BYTES + 12 * SAMPLE_BYTES, WEIGHT_BYTES):
+        seen = set()
+        for place in sorted({0, min(size, HEAD_BYTES) - 1, size - SAMPLE_BYTES, size - 1}):
+            data = bytearray(size)
+            if 0 <= place < size:
+                data[place] = 1
+            file.write_bytes(data)
+            os.utime(file, ns=(1, 1))
+            seen.add(weights_identity(tmp_path)["digest"])
+        distinct = {p for p in (0, min(size, HEAD_BYTES) - 1, size - SAMPLE_BYTES, size - 1)
+                    if 0 <= p < size}  # fmt: skip
+        assert len(seen) >= len(distinct)
+
+
+def make_adapter(folder: Path, content: bytes) -> LoRARequest:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return LoRARequest("name", 1, str(folder))
+
+
+def test_adapters_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
+    one = adapter_digest(make_adapter(tmp_path / "one", b"one"))
+    assert len(one) == 32
+    assert adapter_digest(LoRARequest("other name", 2, str(tmp_path / "one"))) == one
+    assert adapter_digest(make_adapter(tmp_path / "two", b"two")) != one
+
+
+def test_an_adapter_that_changes_under_a_running_server_never_hits_again(tmp_path: Path) -> None:
+    request = make_adapter(tmp_path / "one", b"one")
+    before = adapter_digest(request)
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"longer than before")
+    after = [adapter_digest(request) for _ in range(3)]
+    assert len({before, *after}) == 4
+
+
+def test_an_adapter_that_cannot_be_read_never_hits(tmp_path: Path) -> None:
+    request = LoRARequest("name", 1, str(tmp_path / "absent"))
+    assert adapter_digest(request) != adapter_digest(request)
+
+
+def test_a_random_hash_seed_makes_every_start_a_namespace_of_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(engine: str) -> Namespace:
+        return namespace_of(config_of(model, prefix_caching_hash_algo="xxhash_cbor", engine=engine))
+
+    assert [name for name, _, _ in differing_fields(start("a"), start("b"))] == ["hash.seed"]
+    assert start("a") == start("a")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert start("a") == start("b")
+
+
+def test_the_seed_is_the_one_that_vllm_resolves(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    for algorithm in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"):
+        for seed in (None, "0", "random"):
+            if seed is None:
+                monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+            else:
+                monkeypatch.setenv("PYTHONHASHSEED", seed)
+            config = config_of(model, prefix_caching_hash_algo=algorithm)
+            ours = namespace_fields(config, kv_config(), 1)["hash"]["seed"]
+            function = get_hash_fn_by_name(algorithm)
+            theirs = {resolve_none_hash_seed(function), resolve_none_hash_seed(function)}
+            assert theirs == {ours} or (len(theirs) == 2 and ours.startswith("random"))
+
+
+def warnings_of(config: VllmConfig, extra: dict[str, Any]) -> str:
+    return "\n".join(startup_warnings(config, parse_config(extra)))
+
+
+def test_warnings_name_the_flag_to_change(model: Path) -> None:
+    config = config_of(model)
+    assert "kv_load_failure_policy" in warnings_of(config, DISK)
+    assert "sha256_cbor" in warnings_of(config, DISK)
+    assert "sha256_cbor" not in warnings_of(config, {})
+    random = config_of(model, prefix_caching_hash_algo="xxhash")
+    assert "change at every start" in warnings_of(random, DISK)
+    assert "no weight files" not in warnings_of(config, DISK)
+    (model / "model.safetensors").unlink()
+    assert "no weight files" in warnings_of(config_of(model), DISK)
+
+
+def test_a_good_configuration_gives_no_warnings(model: Path) -> None:
+    config = config_of(model, prefix_caching_hash_algo="sha256_cbor")
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    assert warnings_of(config, DISK) == ""
+    assert check_vllm_config(config) == []
+
+
+def test_a_role_that_only_stores_or_only_loads_is_refused(model: Path) -> None:
+    config = config_of(model)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_producer"
+    (problem,) = check_vllm_config(config)
+    assert str(problem) == (
+        'kv_role: loads and stores (got "kv_producer"). Use "kv_role": "kv_both".'
+    )
