@@ -23,6 +23,7 @@ from offload.sizes import format_size, parse_size
 
 Reader = Callable[[Any, str, list[Problem]], Any]
 
+_PLAIN = re.compile(r"[A-Za-z0-9_\-]{1,60}", re.ASCII)
 _POLICY_NAME = re.compile(r"[A-Za-z0-9_.\-]+(:[A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)
 
 
@@ -60,6 +61,7 @@ class Kind:
 
     label: str
     read: Reader
+    example: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +134,12 @@ def size(least: int = 1) -> Kind:
             problems.append(Problem(where, f"{what} (got {show(value)})", fix + "."))
             return None
         if found < least:
-            problems.append(
-                Problem(where, f"must be at least {format_size(least)} (got {show(value)})", "")
-            )
+            what = f"must be at least {format_size(least)} (got {show(value)})"
+            problems.append(Problem(where, what, 'Use a size such as "8GiB".'))
             return None
         return found
 
-    return Kind("size", read)
+    return Kind("size", read, "200GiB")
 
 
 def count(low: int, high: int) -> Kind:
@@ -190,7 +191,8 @@ def flag() -> Kind:
     def read(value: Any, where: str, problems: list[Problem]) -> bool | None:
         if isinstance(value, bool):
             return value
-        problems.append(_wrong(where, value, "true or false", ""))
+        what = f"must be true or false (got {show(value)})"
+        problems.append(Problem(where, what, "Write it without quotes."))
         return None
 
     return Kind("true / false", read)
@@ -201,7 +203,8 @@ def path() -> Kind:
 
     def read(value: Any, where: str, problems: list[Problem]) -> str | None:
         if not isinstance(value, str) or not value or "\0" in value:
-            problems.append(_wrong(where, value, "an absolute path", ""))
+            what = f"must be an absolute path (got {show(value)})"
+            problems.append(Problem(where, what, 'For example "/var/cache/kv".'))
             return None
         if not value.startswith("/"):
             fix = f"Write the full path, for example {show(os.path.join('/var/cache', value))}."
@@ -213,7 +216,7 @@ def path() -> Kind:
             return None
         return "/" + os.path.normpath(value).lstrip("/")
 
-    return Kind("absolute path", read)
+    return Kind("absolute path", read, "/var/cache/kv")
 
 
 def policy() -> Kind:
@@ -236,7 +239,8 @@ def policy() -> Kind:
 
 def encryption() -> Kind:
     """``null`` (off) or ``{"key_file": path}``."""
-    fields = (Field("key_file", path(), REQUIRED, ""),)
+    key_path = Kind("absolute path", path().read, "/etc/kvtiers.key")
+    fields = (Field("key_file", key_path, REQUIRED, ""),)
 
     def read(value: Any, where: str, problems: list[Problem]) -> EncryptionConfig | None:
         if value is None:
@@ -254,9 +258,8 @@ def _read(field: Field, raw: Mapping[str, Any], where: str, problems: list[Probl
         value = field.kind.read(raw[field.name], here, problems)
         return value if len(problems) == before else _default(field)
     if field.default is REQUIRED:
-        problems.append(
-            Problem(here, "is required", f"It takes a value of kind: {field.kind.label}.")
-        )
+        fix = f'Example: "{field.name}": "{field.kind.example}".'
+        problems.append(Problem(here, "is required", fix))
     return _default(field)
 
 
@@ -267,17 +270,14 @@ def _default(field: Field) -> Any:
 def _unknown(
     name: str, where: str, known: Mapping[str, Field], elsewhere: Mapping[str, str]
 ) -> Problem:
+    here = f"{where}.{name}" if _PLAIN.fullmatch(name) else f"{where}[{show(name)}]"
     if name in elsewhere:
-        return Problem(
-            f"{where}.{name}", "stands in the wrong place", f"Move it to {elsewhere[name]}."
-        )
-    return Problem(f"{where}.{name}", "unknown option", nearest(name, known))
+        return Problem(here, "stands in the wrong place", f"Move it to {elsewhere[name]}.")
+    return Problem(here, "unknown option", nearest(name, known))
 
 
 def _wrong(where: str, value: Any, wanted: str, allowed: str) -> Problem:
-    return Problem(
-        where, f"must be {wanted} (got {show(value)})", f"Allowed: {allowed}." if allowed else ""
-    )
+    return Problem(where, f"must be {wanted} (got {show(value)})", f"Allowed: {allowed}.")
 
 
 def _outside(where: str, value: float, low: float, high: float, unit: str = "") -> Problem:
