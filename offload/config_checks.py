@@ -24,7 +24,7 @@ from offload.config import (
     describe_default,
     draft_config,
 )
-from offload.config_tables import TIER_TYPES
+from offload.config_tables import ADMIT_ALL, TIER_TYPES
 from offload.errors import ConfigError, Problem
 from offload.machine import MemoryLimit, is_relative, memory_limit
 from offload.sizes import GIB, format_size
@@ -120,13 +120,11 @@ def _policies(config: OffloadConfig) -> Iterator[Problem]:
     owners: list[tuple[str, CpuConfig | TierConfig]] = [("$.cpu", config.cpu)]
     owners += [(f"$.tiers[{index}]", tier) for index, tier in enumerate(config.tiers)]
     for where, owner in owners:
-        for name, spec, make in (
-            ("policy", owner.policy.spec, make_policy),
-            ("admission", owner.admission.spec, make_admission),
-        ):
-            problem = _policy_problem(f"{where}.{name}", spec, make)
-            if problem:
-                yield problem
+        found = [_policy_problem(f"{where}.policy", owner.policy.spec, make_policy)]
+        if owner.admission != ADMIT_ALL:
+            place = f"{where}.admission"
+            found.append(_policy_problem(place, owner.admission.spec, make_admission))
+        yield from (problem for problem in found if problem)
 
 
 def _policy_problem(where: str, spec: Any, make: Callable[[Any], object]) -> Problem | None:
@@ -256,7 +254,8 @@ def _key_file_problem(path: str, where: str) -> Problem | None:
 def _existing(path: str) -> Path:
     """The path itself or its nearest parent that exists."""
     found = Path(path)
-    while not found.exists() and found != found.parent:
+    # os.path.exists, because Path.exists raises where a parent may not be looked into.
+    while not os.path.exists(found) and found != found.parent:
         found = found.parent
     return found
 

@@ -1,0 +1,331 @@
+"""Configurations against this machine: real folders, mounts, processes and other users."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config import parse_config
+from offload.config_checks import check_machine, load_config, reserve_bytes
+from offload.errors import ConfigError
+from offload.machine import MemoryLimit, is_relative, memory_limit
+from offload.namespace import Namespace
+from offload.namespace_folders import open_place
+from offload.sizes import GIB, MIB, TIB
+from tests.offload.test_config import compare
+from tiers.folder import file_system_of
+
+SHM = Path("/dev/shm")
+
+
+def tier(path: Path | str, **changes: Any) -> dict[str, Any]:
+    return {"type": "lmdb", "path": str(path), "capacity": "16MiB", "reserve": 0, **changes}
+
+
+def extra(*tiers: dict[str, Any], capacity: Any = "64MiB") -> dict[str, Any]:
+    return {"cpu": {"capacity": capacity}, "tiers": list(tiers)}
+
+
+def problems_of(*tiers: dict[str, Any], capacity: Any = "64MiB") -> dict[str, str]:
+    try:
+        load_config(extra(*tiers, capacity=capacity))
+    except ConfigError as error:
+        return {problem.where: str(problem) for problem in error.problems}
+    return {}
+
+
+def stable(text: str, **names: object) -> str:
+    """The text with what differs between machines replaced by names."""
+    for name, value in names.items():
+        text = text.replace(str(value), f"<{name}>")
+    return text
+
+
+def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    loaded = load_config(extra(tier(tmp_path / "a" / "b")))
+    assert loaded.config.tiers[0].path == str(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "here").mkdir(mode=0o700)
+    load_config(extra(tier(tmp_path / "here")))
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_notes_say_what_was_chosen() -> None:
+    notes = load_config({}).notes
+    assert len(notes) == 2
+    assert notes[0].startswith("cpu.capacity not given: using ")
+    assert load_config(None).notes == notes
+    assert load_config({"cpu": {"capacity": "64MiB"}}).notes == notes[1:]
+
+
+def test_reading_and_machine_problems_come_together(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = problems_of(tier(tmp_path / "file", io_threads=0), tier("relative"), capacity="900TiB")
+    assert list(found) == [
+        "$.tiers[0].io_threads",
+        "$.tiers[1].path",
+        "$.cpu.capacity",
+        "$.tiers[0].path",
+    ]
+
+
+def test_a_faulty_value_is_not_complained_about_twice() -> None:
+    assert list(problems_of(capacity="900TB9")) == ["$.cpu.capacity"]
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    path.touch()
+    text = problems_of(tier(path))["$.tiers[0].path"]
+    compare("config-machine-path-is-file", stable(text, path=path))
+    below = problems_of(tier(path / "inner"))["$.tiers[0].path"]
+    compare("config-machine-parent-is-file", stable(below, parent=path))
+
+
+def test_a_path_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "kv").symlink_to(tmp_path / "real")
+    text = problems_of(tier(tmp_path / "kv"))["$.tiers[0].path"]
+    compare("config-machine-path-is-link", stable(text, folder=tmp_path))
+
+
+def test_a_path_where_nothing_can_be_made() -> None:
+    text = problems_of(tier("/proc/kvtiers/kv"))["$.tiers[0].path"]
+    assert text.startswith("$.tiers[0].path: cannot create /proc/kvtiers/kv: ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_a_path_of_somebody_else(tmp_path: Path) -> None:
+    """As user 65534: a folder of root's that nobody else may write, and one that all may."""
+    closed, shared = SHM / f"kvtiers-{os.getpid()}-a", SHM / f"kvtiers-{os.getpid()}-b"
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.getcwd()!r})
+from tests.offload.test_config_checks import problems_of, tier
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for path in sys.argv[1:]:
+    print(problems_of(tier(path))["$.tiers[0].path"])
+"""
+    closed.mkdir(mode=0o700)
+    shared.mkdir()
+    try:
+        shared.chmod(0o777)
+        out = subprocess.run(
+            [sys.executable, "-c", code, str(closed / "kv"), str(closed), str(shared)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        closed.rmdir()
+        shared.rmdir()
+    compare("config-machine-not-ours", stable(out.stdout, closed=closed, shared=shared).rstrip())
+
+
+def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o775)
+    text = problems_of(tier(tmp_path))["$.tiers[0].path"]
+    compare("config-machine-writable-by-others", stable(text, path=tmp_path))
+
+
+def test_more_than_the_disk_holds(tmp_path: Path) -> None:
+    found = problems_of(tier(tmp_path, capacity="900TiB"))
+    assert "900TiB does not fit: " in found["$.tiers[0].capacity"]
+
+
+def test_the_hint_for_the_disk_helps(tmp_path: Path) -> None:
+    text = problems_of(tier(tmp_path, capacity="900TiB"))["$.tiers[0].capacity"]
+    most = text.partition("Use at most ")[2].removesuffix(".")
+    # Others write to this disk, too: with a little less the hint must hold.
+    config = parse_config(extra(tier(tmp_path, capacity=most, reserve=0)))
+    assert config.tiers[0].capacity > 0
+    lower = tier(tmp_path, capacity=config.tiers[0].capacity * 9 // 10)
+    assert problems_of(lower) == {}
+
+
+def test_two_tiers_on_one_disk_are_added_up(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    most = disk.f_bavail * disk.f_frsize
+    one, two = tier(tmp_path / "a", capacity=most * 6 // 10), tier(tmp_path / "b")
+    assert problems_of(one, two) == {}
+    two["capacity"] = most * 6 // 10
+    assert list(problems_of(one, two)) == ["$.tiers[1].capacity"]
+
+
+def test_what_a_tier_holds_already_is_not_counted_against_it(tmp_path: Path) -> None:
+    """A server that filled its disk up to the reserve can start again."""
+    with (tmp_path / "data").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 512 * MIB)
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    # Half of it as slack for what others write to this disk meanwhile.
+    full = tier(tmp_path, capacity="512MiB", reserve=max(0, free - 256 * MIB))
+    assert problems_of(full) == {}
+    full["capacity"] = "4GiB"
+    assert list(problems_of(full)) == ["$.tiers[0].capacity"]
+
+
+@pytest.mark.parametrize(
+    ("disk", "reserve"), [(10 * GIB, 2 * GIB), (TIB, int(TIB * 0.05)), (0, 2 * GIB)]
+)
+def test_the_default_reserve_is_a_share_with_a_floor(disk: int, reserve: int) -> None:
+    (config,) = parse_config({"tiers": [tier("/kv", reserve="1GiB")]}).tiers
+    assert reserve_bytes(config, disk) == GIB
+    raw = tier("/kv")
+    del raw["reserve"]
+    (config,) = parse_config({"tiers": [raw]}).tiers
+    assert reserve_bytes(config, disk) == reserve
+
+
+@pytest.mark.skipif(
+    not SHM.is_dir() or file_system_of(SHM) != "tmpfs", reason="needs /dev/shm on tmpfs"
+)
+def test_tmpfs_is_a_warning() -> None:
+    found = check_machine(parse_config(extra(tier(SHM / "kvtiers-test"))))
+    assert found.problems == ()
+    assert [str(warning) for warning in found.warnings] == [
+        "$.tiers[0].path: /dev/shm/kvtiers-test is tmpfs: it uses memory and is lost at a reboot. "
+        "Use a folder on a disk."
+    ]
+
+
+HOLD = """
+import sys
+from offload.namespace import Namespace
+from offload.namespace_folders import open_place
+place = open_place(sys.argv[1], Namespace.of({"m": 1}), replica=0, rank=0, engine="Qwen/Qwen3")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+BETWEEN = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=sys.stdin)
+print(child.pid, flush=True)
+"""
+
+
+def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
+    """The other server is nobody's child: the process between it and this one has ended."""
+    reading, writing = os.pipe()
+    between = subprocess.Popen(
+        [sys.executable, "-c", BETWEEN, HOLD, str(tmp_path)],
+        stdin=reading,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert between.stdout is not None
+    try:
+        pid = next(int(line) for line in between.stdout if line.strip().isdigit())
+        between.wait()
+        assert between.stdout.readline() == "ready\n"
+        text = problems_of(tier(tmp_path))["$.tiers[0].path"]
+        compare("config-machine-in-use", stable(text, path=tmp_path, pid=pid))
+    finally:
+        os.close(writing)
+        os.close(reading)
+        between.stdout.read()
+        between.stdout.close()
+    assert problems_of(tier(tmp_path)) == {}
+
+
+def test_workers_of_this_server_are_no_strangers(tmp_path: Path) -> None:
+    with open_place(tmp_path, Namespace.of({}), replica=0, rank=0, engine="own"):
+        assert problems_of(tier(tmp_path)) == {}
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert is_relative(child.pid)
+        assert is_relative(os.getpid())
+        assert is_relative(os.getppid())
+        assert not is_relative(2**22 + 1)
+    finally:
+        child.communicate(b"\n")
+
+
+def test_policies_are_found_or_refused(tmp_path: Path) -> None:
+    raw = extra(tier(tmp_path, policy="lur"))
+    raw["cpu"]["policy"] = "no_such_module:Policy"
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    texts = {problem.where: str(problem) for problem in caught.value.problems}
+    assert 'unknown policy "lur"' in texts["$.tiers[0].policy"]
+    assert 'Did you mean "lru"' in texts["$.tiers[0].policy"]
+    assert "No module named 'no_such_module'" in texts["$.cpu.policy"]
+
+
+def test_key_files_must_be_there_and_private(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    encrypted = tier(tmp_path / "kv", encryption={"key_file": str(key)})
+    where = "$.tiers[0].encryption.key_file"
+    missing = problems_of(encrypted)[where]
+    key.mkdir()
+    folder = problems_of(encrypted)[where]
+    key.rmdir()
+    key.write_bytes(b"secret key material")
+    key.chmod(0o644)
+    readable = problems_of(encrypted)[where]
+    key.chmod(0o600)
+    assert problems_of(encrypted) == {}
+    compare("config-machine-key-file", stable(f"{missing}\n{folder}\n{readable}", key=key))
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def machine(root: Path, memory: int, lines: str, **files: str) -> MemoryLimit:
+    """``memory_limit`` of a machine written down as the files that Linux would show."""
+    proc, cgroup = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    free = memory // 2048
+    (proc / "meminfo").write_text(f"MemTotal: {memory // 1024} kB\nMemAvailable: {free} kB\n")
+    (proc / "self" / "cgroup").write_text(lines)
+    for name, text in files.items():
+        path = cgroup / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return memory_limit(proc, cgroup)
+
+
+def test_without_control_groups_the_memory_is_the_limit(tmp_path: Path) -> None:
+    assert machine(tmp_path, 64 * GIB, "") == MemoryLimit(64 * GIB, 32 * GIB, "RAM")
+
+
+def test_the_tightest_control_group_above_this_process_counts(tmp_path: Path) -> None:
+    found = machine(
+        tmp_path,
+        64 * GIB,
+        "0::/pod/box\n",
+        pod__memory_DOT_max=f"{8 * GIB}\n",
+        pod__memory_DOT_current=f"{5 * GIB}\n",
+        pod__memory_DOT_stat=f"anon 1\ninactive_file {GIB}\n",
+        pod__box__memory_DOT_max="max\n",
+    )
+    assert found == MemoryLimit(8 * GIB, 4 * GIB, "cgroup")
+
+
+def test_a_control_group_wider_than_the_machine_is_no_limit(tmp_path: Path) -> None:
+    found = machine(tmp_path, 4 * GIB, "0::/\n", memory_DOT_max=f"{8 * GIB}\n")
+    assert found == MemoryLimit(4 * GIB, 2 * GIB, "RAM")
+
+
+def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+    found = machine(
+        tmp_path,
+        64 * GIB,
+        "9:cpu,cpuacct:/a\n4:memory:/docker/x\n",
+        memory__docker__x__memory_DOT_limit_in_bytes=f"{2 * GIB}\n",
+        memory__docker__x__memory_DOT_usage_in_bytes=f"{GIB}\n",
+        memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
+    )
+    assert found == MemoryLimit(2 * GIB, GIB, "cgroup")
+
+
+def test_more_than_the_memory_holds() -> None:
+    limit = memory_limit()
+    text = problems_of(capacity=limit.limit_bytes)["$.cpu.capacity"]
+    assert "does not fit into the memory limit of" in text
+    most = text.partition("Use at most ")[2].removesuffix(".")
+    assert problems_of(capacity=most) == {}
