@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.copy_world import batch
 from tiers.copy import CopyBatch, GroupRegions, PageRegion, TransferError
-from tiers.descriptors import DescriptorBuilder, merge_adjacent
+from tiers.descriptors import CopyShape, DescriptorBuilder, merge_adjacent
 
 SLAB = 10_000_000
 STRIDE = 8192
@@ -90,7 +90,7 @@ def test_every_byte_goes_where_the_definition_says(
 def test_adjacent_layers_become_one_copy_and_dense_blocks_one_run() -> None:
     pages = [PageRegion(f"layer.{i}", 1000 + 10 * i, 40, 10) for i in range(4)]
     build = builder(group_of(pages, chunk_blocks=4))
-    assert build.regions_per_block(0) == 1
+    assert build.shape(0) == CopyShape(copies_per_block=1, smallest_bytes=40, alignment=8)
     copies = build.build([batch([2], [[5, 6, 7, 3]])])
     assert copies.sizes.tolist() == [120, 40]
     assert copies.blocks.tolist() == [1000 + 5 * 40, 1000 + 3 * 40]
@@ -157,3 +157,14 @@ def test_groups_that_cannot_be_right_are_refused() -> None:
         builder(one, one)
     with pytest.raises(ValueError, match="no bytes"):
         builder(group_of([]))
+    with pytest.raises(ValueError, match="or a layer has none"):
+        builder(group_of([PageRegion("a", 0, 10, 10), PageRegion("b", 100, 10, 0)]))
+
+
+def test_alignment_is_that_of_the_worst_number() -> None:
+    pages = [PageRegion("a", 4096, 512, 256), PageRegion("b", 8192, 512, 256)]
+    shape = builder(group_of(pages)).shape(0)
+    assert (shape.copies_per_block, shape.smallest_bytes) == (2, 256)
+    assert shape.alignment == 128  # of the slab's address here, 10,000,000
+    pages[1] = PageRegion("b", 8200, 512, 256)
+    assert builder(group_of(pages)).shape(0).alignment == 8

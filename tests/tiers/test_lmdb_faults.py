@@ -1,0 +1,370 @@
+"""Disks that fail, fill up, hang or vanish under an LMDB tier: outcomes, never a dead process.
+
+The suite samples the nth-call faults; ``KVTIERS_NTH=1`` tries every n up to 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiers.base import Buffer, ReadOutcome, TierError, TierIoError, WriteOutcome
+from tiers.direct_io import DiskIo
+from tiers.lmdb_tier import LmdbTier
+from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put
+
+NTH = range(1, 201, 1 if os.environ.get("KVTIERS_NTH") else 29)
+SIZE = 20_000
+KEYS = [key_of(n) for n in range(12)]
+CHILD = Path(__file__).with_name("strace_child.py")
+
+
+class FailingIo(DiskIo):
+    """Fails the nth call, counted over all kinds, with one errno."""
+
+    def __init__(self, number: int, code: int = errno.EIO) -> None:
+        self.calls = 0
+        self.met = 0
+        self._number = number
+        self._code = code
+        self._lock = threading.Lock()
+
+    def _count(self) -> None:
+        with self._lock:
+            self.calls += 1
+            is_hit = self.calls == self._number
+            self.met += is_hit
+        if is_hit:
+            raise OSError(self._code, os.strerror(self._code))
+
+    def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self._count()
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self._count()
+        return super().pwritev(fd, views, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._count()
+        super().fdatasync(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self._count()
+        super().allocate(fd, offset, length)
+
+
+async def workload(tier: LmdbTier) -> tuple[int, int]:
+    """Writes, reads, deletes; every byte served is checked. (records stored, outcomes not OK)."""
+    stored = bad = 0
+    for round_ in range(17):
+        keys = [key_of(100 * round_ + n) for n in range(4)]
+        written = [(await put(tier, [key], SIZE))[0] for key in keys]
+        for key, outcome in zip(keys, written, strict=True):
+            got, data = await fetch(tier, key, SIZE)
+            bad += outcome is not WriteOutcome.OK or got is not ReadOutcome.OK
+            if outcome is WriteOutcome.OK:
+                stored += 1
+                assert got in (ReadOutcome.OK, ReadOutcome.CORRUPT)
+            else:
+                assert got is ReadOutcome.MISS
+            if got is ReadOutcome.OK:
+                assert np.array_equal(data, payload_of(key, SIZE))
+        await tier.delete(keys[:2])
+        tier.check()
+    return stored, bad
+
+
+@pytest.mark.parametrize("number", NTH)
+async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
+    io = FailingIo(number)
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, grow_bytes=1 << 20, io=io)
+    try:
+        await tier.open()
+        stored, bad = await workload(tier)
+        assert bad <= 1, "a failed read is tried once more, anything else costs one record"
+        assert stored >= 67
+    except TierIoError:
+        assert number <= 3, "only the first calls, those of open, may fail the tier"
+    finally:
+        await tier.aclose()
+    assert io.met == 1, f"the workload makes only {io.calls} calls"
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    assert await workload(tier) == (68, 0)
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("number", range(1, 201, 1 if os.environ.get("KVTIERS_NTH") else 67))
+@pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
+def test_eio_on_the_nth_system_call_of_the_index_too(
+    tmp_path: Path, call: str, number: int
+) -> None:
+    """Below Python, so that LMDB's own calls fail as well. strace counts per thread."""
+    if not shutil.which("strace"):
+        pytest.skip("needs strace")
+    command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}"]
+    command += ["-e", f"inject={call}:error=EIO:when={number}"]
+    command += [sys.executable, str(CHILD), str(tmp_path / "tier")]
+    environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[2])}
+    ended = subprocess.run(
+        command, env=environment, check=False, capture_output=True, text=True, timeout=120
+    )
+    if "ptrace" in ended.stderr:
+        pytest.skip("this system does not let strace attach")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "(INJECTED)" in (tmp_path / "trace").read_text(), "the fault was never met"
+
+
+async def test_a_failed_flush_publishes_nothing(tmp_path: Path) -> None:
+    io = FailingIo(-1)
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
+    await tier.open()
+    await put(tier, KEYS[:1], SIZE)
+
+    class Broken(FailingIo):
+        def fdatasync(self, fd: int) -> None:
+            raise OSError(errno.EIO, "flush failed")
+
+    io.__class__ = Broken  # from now on
+    assert await put(tier, KEYS[1:], SIZE) == [WriteOutcome.FAILED] * 11
+    assert tier.stats()["sync_failures"] > 0
+    await assert_holds(tier, KEYS[:1], SIZE)
+    io.__class__ = FailingIo
+    assert await put(tier, KEYS[1:], SIZE) == [WriteOutcome.OK] * 11
+    await assert_holds(tier, KEYS, SIZE)
+    tier.check()
+    await tier.aclose()
+
+
+class GatedIo(DiskIo):
+    """Holds reads or writes until the gate opens."""
+
+    def __init__(self) -> None:
+        self.reads = threading.Event()
+        self.writes = threading.Event()
+        self.reads.set()
+        self.writes.set()
+        self.waiting = threading.Event()
+
+    def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self.waiting.set()
+        self.reads.wait()
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self.waiting.set()
+        self.writes.wait()
+        return super().pwritev(fd, views, offset)
+
+
+async def test_a_place_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
+    """A slow read of a deleted record gets its own bytes, not those of the next owner."""
+    io = GatedIo()
+    tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, io=io)
+    info = await tier.open()
+    fits = info.capacity_bytes // tier.footprint_bytes(SIZE)
+    keys = [key_of(n) for n in range(fits)]
+    assert await put(tier, keys, SIZE) == [WriteOutcome.OK] * fits
+    io.reads.clear()
+    io.waiting.clear()
+    reading = asyncio.create_task(fetch(tier, keys[0], SIZE))
+    await asyncio.to_thread(io.waiting.wait)
+    await tier.delete(keys[:1])
+    io.waiting.clear()
+    writing = asyncio.create_task(put(tier, [key_of(10**6)], SIZE))
+    await tier.delete([key_of(10**7)])
+    assert not io.waiting.is_set(), "the new record was written over the one being read"
+    io.reads.set()
+    outcome, data = await reading
+    assert outcome is ReadOutcome.OK
+    assert np.array_equal(data, payload_of(keys[0], SIZE))
+    assert await writing == [WriteOutcome.OK]
+    tier.check()
+    await tier.aclose()
+
+
+async def test_a_hung_disk_refuses_more_than_its_queue_holds(tmp_path: Path) -> None:
+    io = GatedIo()
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io, queue_records=16)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    io.reads.clear()
+    io.writes.clear()
+    into = [aligned(SIZE) for _ in KEYS]
+    reading: asyncio.Task[list[ReadOutcome]] = asyncio.create_task(tier.read(KEYS, into))
+    new = [key_of(1000 + n) for n in range(12)]
+    writing = asyncio.create_task(put(tier, new, SIZE))
+    await asyncio.sleep(0)
+    refused = await tier.read(KEYS, [aligned(SIZE) for _ in KEYS])
+    assert refused == [ReadOutcome.BUSY] * 12
+    assert await put(tier, [key_of(2000 + n) for n in range(12)], SIZE) == (
+        [WriteOutcome.FAILED] * 12
+    )
+    io.reads.set()
+    io.writes.set()
+    assert await reading == [ReadOutcome.OK] * 12
+    assert await writing == [WriteOutcome.OK] * 12
+    await tier.aclose()
+
+
+async def test_a_cancelled_read_returns_only_when_nobody_writes_its_buffer(tmp_path: Path) -> None:
+    io = GatedIo()
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    io.reads.clear()
+    io.waiting.clear()
+    reading = asyncio.create_task(fetch(tier, KEYS[0], SIZE))
+    await asyncio.to_thread(io.waiting.wait)
+    reading.cancel()
+    await tier.delete([key_of(10**7)])
+    assert not reading.done()
+    io.reads.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await tier.aclose()
+
+
+async def test_closing_over_a_hung_disk_is_bounded(tmp_path: Path) -> None:
+    io = GatedIo()
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io, close_timeout_s=0.05)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    io.reads.clear()
+    io.waiting.clear()
+    reading = asyncio.create_task(fetch(tier, KEYS[0], SIZE))
+    await asyncio.to_thread(io.waiting.wait)
+    await tier.aclose()
+    assert not reading.done()
+    io.reads.set()
+    outcome, _ = await reading
+    assert outcome is ReadOutcome.OK
+
+
+async def test_the_reserve_of_the_file_system_is_respected(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    tier = LmdbTier(tmp_path / "tier", 64 << 20, reserve_bytes=2 * free)
+    await tier.open()
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.FULL] * 12
+    await tier.aclose()
+    tier = LmdbTier(tmp_path / "tier", 64 << 20, reserve_bytes=0)
+    await tier.open()
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
+    await tier.aclose()
+
+
+# -- real file systems -------------------------------------------------------------------------
+
+
+def mounted(point: Path, *arguments: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    point.mkdir()
+    if subprocess.run(["mount", *arguments, str(point)], check=False).returncode:
+        pytest.skip("this system does not let root mount")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    point = tmp_path / "small"
+    mounted(point, "-t", "tmpfs", "-o", "size=8m,mode=700", "none")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+async def test_a_full_disk_is_an_outcome_and_passes(small_disk: Path) -> None:
+    """Others fill the disk: writes are FULL, reads go on, space freed is used again."""
+    tier = LmdbTier(small_disk / "tier", 32 << 20, reserve_bytes=0, grow_bytes=1 << 20)
+    await tier.open()
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "others").write_bytes(bytes(free))  # a test
+    outcomes = await put(tier, [key_of(100 + n) for n in range(60)], SIZE)
+    assert WriteOutcome.FULL in outcomes
+    assert outcomes[: outcomes.index(WriteOutcome.FULL)].count(WriteOutcome.OK) > 0
+    await assert_holds(tier, KEYS, SIZE)
+    await tier.delete(KEYS[:6])
+    await tier.touch(KEYS[6:])
+    assert await put(tier, KEYS[:6], SIZE) == [WriteOutcome.OK] * 6
+    (small_disk / "others").unlink()  # a test
+    assert await put(tier, [key_of(500 + n) for n in range(60)], SIZE) == [WriteOutcome.OK] * 60
+    tier.check()
+    await tier.aclose()
+
+
+async def test_a_disk_too_small_to_open(small_disk: Path) -> None:
+    with pytest.raises(TierIoError):
+        await LmdbTier(small_disk / "tier", 4 << 30, reserve_bytes=0).open()
+    tier = LmdbTier(small_disk / "tier", 16 << 20, reserve_bytes=0, grow_bytes=1 << 20)
+    await tier.open()
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
+    await tier.aclose()
+
+
+@pytest.fixture
+def own_disk(tmp_path: Path) -> Iterator[Path]:
+    """A small ext4 of its own on a loop device."""
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("needs mkfs.ext4")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    point = tmp_path / "own"
+    mounted(point, "-o", "loop", str(image))
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
+    tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    await tier.aclose()
+    subprocess.run(["mount", "-o", "remount,ro", str(own_disk)], check=True)  # noqa: ASYNC221
+    with pytest.raises(TierIoError):
+        await tier.open()
+    subprocess.run(["mount", "-o", "remount,rw", str(own_disk)], check=True)  # noqa: ASYNC221
+    await tier.open()
+    await assert_holds(tier, KEYS, SIZE)
+    await tier.aclose()
+
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+
+
+async def test_a_file_system_that_shuts_down_under_the_tier(own_disk: Path) -> None:
+    """What ext4 does after an error: every write fails from now on."""
+    tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    fd = os.open(own_disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, (2).to_bytes(4, "little"))
+    except OSError:
+        pytest.skip("this file system cannot be shut down")
+    finally:
+        os.close(fd)
+    messages: list[str] = []
+    for _ in range(3):
+        try:
+            outcomes = await put(tier, [key_of(100 + n) for n in range(4)], SIZE)
+            assert WriteOutcome.OK not in outcomes
+            await tier.delete(KEYS[:1])
+        except TierError as error:
+            messages.append(str(error))
+    assert all("open it again" in message for message in messages)
+    await tier.aclose()
