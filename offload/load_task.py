@@ -142,7 +142,7 @@ class LoadTask:
         """Restore every item; never raises."""
         started = time.perf_counter()
         ready, joined, reads = self._sort()
-        parts = [self._copy(ready), *(self._join(item) for item in joined)]
+        parts = [self._join(ready), self._join(joined)]
         parts += [self._read(tier, batch) for tier, batch in reads]
         try:
             for outcome in await asyncio.gather(*parts, return_exceptions=True):
@@ -170,10 +170,9 @@ class LoadTask:
                 by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
             elif item.slot == STAGED:
                 self._bad.add(item.key)  # nobody holds it: the planner asked for a failure
-            elif self._lane.fill(item.slot) is not None:
-                joined.append(item)
             else:
-                ready.append(item)
+                fill = self._lane.fill(item.slot)
+                (joined if fill is not None and not fill.done() else ready).append(item)
         step = self._lane.read_batch
         reads = [
             (tier, items[at : at + step])
@@ -182,12 +181,16 @@ class LoadTask:
         ]
         return ready, joined, reads
 
-    async def _join(self, item: LoadItem) -> None:
-        fill = self._lane.fill(item.slot)
-        if fill is None or await asyncio.shield(fill):
-            await self._copy([item])
-        else:
-            self._bad.add(item.key)
+    async def _join(self, items: Sequence[LoadItem]) -> None:
+        """Copy what lies in slots, once the reads into them (of other loads) have ended well."""
+        good = []
+        for item in items:
+            fill = self._lane.fill(item.slot)
+            if fill is None or await asyncio.shield(fill):
+                good.append(item)
+            else:
+                self._bad.add(item.key)
+        await self._copy(good)
 
     async def _read(self, tier: int, items: Sequence[LoadItem]) -> None:
         """Read one batch from a lower tier and send on what arrived intact."""

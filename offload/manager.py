@@ -198,12 +198,13 @@ class OffloadManager:
         Returns how many chunks, from the first on, are restored whole and verified; the content
         of the blocks after them is undefined.
         """
+        chunks = self._wanted(keys, block_ids, group)
         hit = self.lookup(keys, group)
         if not hit:
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
-        chunks = self._wanted(keys, block_ids, group)[:hit]
+        chunks = chunks[:hit]
         self.planner.plan_load(request, chunks)
         self.planner.touch([chunk.key for chunk in chunks])
         ended = self._loads[request] = asyncio.get_running_loop().create_future()
@@ -222,6 +223,7 @@ class OffloadManager:
         while self.planner.busy:
             self._moved.clear()
             await self._moved.wait()
+        await self._executor.settle()
 
     async def reset(self) -> None:
         """Forget everything at once, in every tier, durably: the weights have changed."""

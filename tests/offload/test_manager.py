@@ -1,0 +1,262 @@
+"""The in-process API on both copy engines: bytes, bounds, damage, hangs and resets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import offload.manager
+from offload.errors import ConfigError
+from offload.manager import OffloadManager
+from tests.offload.small_model import (
+    BLOCKS,
+    compute,
+    keys,
+    kv_caches,
+    kv_config,
+    open_manager,
+    wrong_blocks,
+)
+from tiers.memory_tier import MemoryTier
+from tiers.simulated_copy import SimulatedCopyEngine
+from tiers.wrappers import (
+    CountingTier,
+    Damage,
+    DamagingTier,
+    FailingTier,
+    FullTier,
+    HoldingTier,
+    nth,
+)
+
+
+@pytest.fixture(params=["host", "simulated-1", "simulated-2", "simulated-3"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on the real host engine and on simulated, late streams."""
+    name: str = request.param
+    if name.startswith("simulated"):
+        seed = int(name[-1])
+
+        def make(registration: Any, slab: Any, device: torch.device) -> SimulatedCopyEngine:
+            blocks = registration.num_blocks
+            return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=seed)
+
+        monkeypatch.setattr(offload.manager, "_make_engine", make)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before, [t.name for t in threading.enumerate()]
+
+
+def memory() -> MemoryTier:
+    return MemoryTier(1 << 22)
+
+
+async def stored(manager: OffloadManager, caches: dict[str, torch.Tensor], count: int) -> None:
+    """Offload ``count`` chunks, a few at a time, and let them reach every tier."""
+    for start in range(0, count, 4):
+        names = keys(min(4, count - start), start)
+        blocks = range(len(names))
+        compute(caches, names, blocks)
+        assert await manager.offload(names, blocks) == len(names)
+        await manager.flush()
+
+
+async def restored_right(
+    manager: OffloadManager, caches: dict[str, torch.Tensor], count: int, expected: int
+) -> None:
+    blocks = range(20, 20 + count)
+    for cache in caches.values():
+        cache[20:] = 0xEE
+    assert await manager.restore(keys(count), blocks) == expected
+    assert wrong_blocks(caches, keys(expected), blocks[:expected]) == []
+
+
+async def test_a_round_trip_through_the_cpu_tier(engine: str) -> None:
+    caches = kv_caches()
+    async with await open_manager(caches) as manager:
+        await stored(manager, caches, 6)
+        assert manager.lookup(keys(8)) == 6
+        await restored_right(manager, caches, 8, expected=6)
+        manager.planner.check()
+
+
+async def test_groups_with_other_pages_are_kept_apart(engine: str) -> None:
+    caches = kv_caches()
+    async with await open_manager(caches) as manager:
+        compute(caches, keys(3), [1, 2, 3], group=0)
+        compute(caches, keys(3), [4, 5, 6], group=1)
+        assert await manager.offload(keys(3), [1, 2, 3], group=0) == 3
+        assert manager.lookup(keys(3), group=1) == 0
+        assert await manager.offload(keys(3), [4, 5, 6], group=1) == 3
+        assert await manager.restore(keys(3), [14, 15, 16], group=1) == 3
+        assert wrong_blocks(caches, keys(3), [14, 15, 16], group=1) == []
+
+
+async def test_what_the_cpu_tier_evicted_comes_from_below(engine: str) -> None:
+    caches, tier = kv_caches(), CountingTier(memory())
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 20)
+        assert manager.planner.stats.tier(-1).evicted_chunks > 0
+        await restored_right(manager, caches, 20, expected=20)
+
+
+async def test_a_prefix_four_times_the_cpu_tier_is_read_once(engine: str) -> None:
+    caches, tier = kv_caches(), CountingTier(memory())
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 24)
+        before = dict(tier.keys_seen)
+        await restored_right(manager, caches, 24, expected=24)
+        read = tier.keys_seen["read"] - before.get("read", 0)
+        assert 24 - 6 <= read <= 24
+
+
+async def test_two_restores_of_the_same_chunks_share_one_read(engine: str) -> None:
+    caches, tier = kv_caches(), CountingTier(memory())
+    async with await open_manager(caches, [tier], slots=12) as manager:
+        await stored(manager, caches, 20)
+        missing = [key for key in keys(20) if key + bytes(4) not in manager.planner.cpu]
+        first = missing[:4]
+        before = tier.keys_seen["read"]
+        answers = await asyncio.gather(
+            manager.restore(first, [30, 31, 32, 33]), manager.restore(first, [40, 41, 42, 43])
+        )
+        assert answers == [4, 4]
+        assert wrong_blocks(caches, first, [30, 31, 32, 33]) == []
+        assert wrong_blocks(caches, first, [40, 41, 42, 43]) == []
+        assert tier.keys_seen["read"] - before == 4
+
+
+@pytest.mark.parametrize("damage", Damage)
+async def test_a_damaged_record_ends_the_prefix_and_is_forgotten(
+    engine: str, damage: Damage
+) -> None:
+    caches, inner = kv_caches(), memory()
+    tier = DamagingTier(inner, damage)
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 16)
+        missing = next(n for n, k in enumerate(keys(16)) if k + bytes(4) not in manager.planner.cpu)
+        await restored_right(manager, caches, 16, expected=missing)
+        assert tier.met > 0
+        assert manager.lookup(keys(16)) == missing
+        await manager.flush()
+        assert keys(16)[missing] + bytes(4) not in inner.records
+        manager.planner.check()
+
+
+async def test_undetected_damage_would_be_seen_by_these_tests(engine: str) -> None:
+    caches = kv_caches()
+    tier = DamagingTier(memory(), Damage.FLIP, detected=False)
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 16)
+        with pytest.raises(AssertionError):
+            await restored_right(manager, caches, 16, expected=16)
+
+
+async def test_a_read_that_hangs_ends_at_the_deadline_and_keeps_its_slots(engine: str) -> None:
+    caches = kv_caches()
+    tier = HoldingTier(memory(), methods={"read"})
+    async with await open_manager(caches, [tier], slots=8, load_timeout_s=0.2) as manager:
+        await stored(manager, caches, 16)
+        missing = [key for key in keys(16) if key + bytes(4) not in manager.planner.cpu]
+        assert await manager.restore(missing[:4], range(20, 24)) == 0
+        assert tier.met > 0
+        filling = manager.planner.cpu.filling_count
+        assert filling > 0, "slots that a read may still write into stay reserved"
+        tier.release()
+        await manager.flush()
+        assert manager.planner.cpu.filling_count == 0
+        manager.planner.check()
+        await restored_right(manager, caches, 16, expected=16)
+
+
+@pytest.mark.parametrize("wrap", [FullTier, FailingTier])
+async def test_a_tier_that_takes_nothing_costs_hits_only(engine: str, wrap: Any) -> None:
+    caches = kv_caches()
+    tier = wrap(memory(), methods={"write"}) if wrap is FailingTier else wrap(memory())
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 16)
+        assert tier.met > 0
+        held = [key for key in keys(16) if manager.lookup([key])]
+        assert len(held) == 6
+        assert await manager.restore(held, range(20, 26)) == 6
+        assert wrong_blocks(caches, held, range(20, 26)) == []
+        manager.planner.check()
+
+
+async def test_one_failed_read_is_a_miss_and_the_record_stays(engine: str) -> None:
+    caches = kv_caches()
+    tier = FailingTier(memory(), nth(1), methods={"read"})
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        await stored(manager, caches, 16)
+        await manager.restore(keys(16), range(20, 36))
+        assert tier.met == 1
+        await restored_right(manager, caches, 16, expected=16)
+
+
+async def test_after_a_reset_nothing_is_found(engine: str) -> None:
+    caches, inner = kv_caches(), memory()
+    async with await open_manager(caches, [inner], slots=8) as manager:
+        await stored(manager, caches, 12)
+        compute(caches, keys(2, 50), [1, 2])
+        late = asyncio.ensure_future(manager.offload(keys(2, 50), [1, 2]))
+        await asyncio.sleep(0)
+        await manager.reset()
+        await late
+        await manager.flush()
+        assert manager.lookup(keys(12)) == 0
+        assert manager.lookup(keys(2, 50)) == 0
+        assert inner.epoch == 1
+        assert await manager.restore(keys(12), range(20, 32)) == 0
+        await stored(manager, caches, 4)
+        await restored_right(manager, caches, 4, expected=4)
+
+
+async def test_a_full_cpu_tier_says_how_far_it_came(engine: str) -> None:
+    caches = kv_caches()
+    tier = HoldingTier(memory(), methods={"write"})
+    async with await open_manager(caches, [tier], slots=8) as manager:
+        compute(caches, keys(12), range(12))
+        taken = await manager.offload(keys(12), range(12))
+        assert taken == 6, "8 slots, 2 of them for staging; dirty chunks are not evicted"
+        assert await manager.offload(keys(12), range(12)) == 6
+        tier.release()
+        await manager.flush()
+        assert await manager.offload(keys(12), range(12)) == 12
+
+
+async def test_closing_with_a_hung_tier_is_bounded() -> None:
+    caches = kv_caches()
+    tier = HoldingTier(memory(), methods={"write"})
+    manager = await open_manager(caches, [tier], slots=8)
+    compute(caches, keys(2), range(2))
+    await manager.offload(keys(2), range(2))
+    await tier.waiting()
+    closing = asyncio.ensure_future(manager.aclose(timeout_s=0.1))
+    await asyncio.wait({closing}, timeout=30)
+    assert closing.done()
+    tier.release()
+
+
+async def test_bad_calls_are_refused_with_the_numbers() -> None:
+    async with await open_manager(kv_caches()) as manager:
+        with pytest.raises(ValueError, match="2 keys need 2 block ids"):
+            await manager.offload(keys(2), [1])
+        with pytest.raises(ValueError, match=rf"\[{BLOCKS}\] are not in 0..{BLOCKS - 1}"):
+            await manager.restore(keys(1), [BLOCKS])
+        with pytest.raises(ValueError, match="no group 7"):
+            await manager.offload(keys(1), [1], group=7)
+
+
+async def test_a_capacity_below_one_chunk_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\$.cpu.capacity"):
+        await OffloadManager.open(kv_config(), kv_caches(), {"cpu": {"capacity": 4096}})

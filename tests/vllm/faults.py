@@ -1,0 +1,90 @@
+"""Faults that tests plant in a running engine, behind the connector's back.
+
+Each runs in every worker process (``Engine.call(on_workers, fault, ...)``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def on_workers(llm: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(worker, *args)`` on every rank."""
+    return llm.collective_rpc(function, args=args)
+
+
+def executor(worker: Any) -> Any:
+    """The executor of this rank."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker._executor
+
+
+def wrong_block(worker: Any) -> None:
+    """From now on one bit of the first chunk of every load is flipped in its slot."""
+    engine, slab = executor(worker)._engine, executor(worker)._lane.slab
+    submit = engine.submit_load
+
+    def submit_load(batches: Any, after: Any = None) -> Any:
+        slab.slot(int(batches[0].slots[0]))[7] ^= 1
+        return submit(batches, after)
+
+    engine.submit_load = submit_load
+
+
+def swapped_pair(worker: Any) -> None:
+    """From now on the first two chunks of every load change places."""
+    engine = executor(worker)._engine
+    submit = engine.submit_load
+
+    def submit_load(batches: Any, after: Any = None) -> Any:
+        slots = batches[0].slots
+        if len(slots) > 1:
+            slots[:2] = slots[1::-1].copy()
+        return submit(batches, after)
+
+    engine.submit_load = submit_load
+
+
+def hold_reads(worker: Any) -> None:
+    """Reads of lower tiers wait until ``release_reads``."""
+    found = executor(worker)
+    gate = found.kvtest_gate = asyncio.Event()
+    for tier in found._tiers:
+        _hold(tier, gate)
+
+
+def _hold(tier: Any, gate: asyncio.Event) -> None:
+    read = tier.read
+
+    async def held(keys: Any, into: Any) -> Any:
+        await gate.wait()
+        return await read(keys, into)
+
+    tier.read = held
+
+
+def release_reads(worker: Any) -> None:
+    """Let held reads go on, for good."""
+    found = executor(worker)
+    found._loop.call_soon_threadsafe(found.kvtest_gate.set)
+
+
+def fill_slots(worker: Any, value: int) -> int:
+    """Overwrite the whole CPU tier; returns how many bytes."""
+    slab = executor(worker)._lane.slab
+    for slot in range(slab.slot_count):
+        np.copyto(slab.slot(slot), np.uint8(value))
+    return int(slab.size_bytes)
+
+
+def open_files(worker: Any) -> tuple[int, int]:
+    """Open file descriptors and threads of this worker's process."""
+    import os
+    import threading
+
+    return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -1,0 +1,223 @@
+"""Blocks that leave vLLM's cache come back bit for bit: from the CPU tier, from disk, after a
+restart, after a crash, on two ranks, under preemption, after aborts, and from a damaged disk.
+
+The same comparison must see one wrong block and one swapped pair that each test plants.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import faults
+from tests.vllm.engine import Engine
+from tests.vllm.probes import check, connector, is_idle, totals
+from tests.vllm.restored import (
+    HASH,
+    Reference,
+    ask_and_compare,
+    compare,
+    config,
+    loaded_tokens,
+    planted_faults_are_seen,
+    prompts,
+    settle,
+)
+
+CHUNK = 32 * 1024  # 4 layers x 8 KiB
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference.record(llama, tmp_path_factory.mktemp("ref") / "log", prompts(4))
+
+
+def serve(model: Path, tmp_path: Path, name: str, **changes: Any) -> Engine:
+    """An engine with a CPU tier and an LMDB tier in ``tmp_path``."""
+    options = HASH | {"connector": config(tmp_path / "kv")} | changes
+    return Engine(model, log=tmp_path / f"{name}.log", **options)
+
+
+def fill(engine: Engine, reference: Reference) -> None:
+    """Ask everything once, cold, and let it reach the disk."""
+    answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+    assert compare(engine, reference, answers) > 0
+    settle(engine)
+
+
+def test_cold_then_from_the_cpu_tier_then_from_disk_after_a_restart(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    with serve(llama, tmp_path, "first") as engine:
+        fill(engine, reference)
+        ask_and_compare(engine, reference, "cpu")
+        stored = engine.call(totals)["stored_chunks:lmdb"]
+        assert stored == engine.call(totals)["stored_chunks:cpu"] > 0
+        planted_faults_are_seen(engine, reference)
+    with serve(llama, tmp_path, "second") as engine:
+        ask_and_compare(engine, reference, "lmdb")
+        # The other half of a shared prefix came from the CPU tier, or was in vLLM's own cache.
+        assert engine.call(totals)["loaded_tokens:lmdb"] <= stored * 32
+    with serve(llama, tmp_path, "third") as engine:
+        planted_faults_are_seen(engine, reference)
+        assert loaded_tokens(engine, "lmdb") > 0
+
+
+def partly_on_disk(llm: Any) -> bool:
+    """Some chunks are on disk, others are still on their way."""
+    planner = connector(llm)._scheduler.planner
+    return len(planner.lower[0]) >= 4 and planner.busy
+
+
+def test_after_kill_9_in_the_middle_of_storing(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    for cycle in range(2):
+        with serve(llama, tmp_path, f"killed-{cycle}") as engine:
+            for number, prompt in enumerate([*reference.prompts, *prompts(4, seed=cycle + 7)]):
+                engine.submit(str(number), prompt, max_tokens=8)
+            engine.step_until(partly_on_disk)
+            engine.kill()
+    with serve(llama, tmp_path, "after") as engine:
+        assert engine.call(totals)["late_answers"] == 0
+        ask_and_compare(engine, reference, "lmdb")
+        planted_faults_are_seen(engine, reference)
+
+
+def test_two_ranks(llama: Path, tmp_path: Path) -> None:
+    both = {"tensor_parallel_size": 2}
+    expected = Reference.record(llama, tmp_path / "ref.log", prompts(2), **both)
+    with serve(llama, tmp_path, "first", **both) as engine:
+        fill(engine, expected)
+        ask_and_compare(engine, expected, "cpu")
+    with serve(llama, tmp_path, "second", **both) as engine:
+        ask_and_compare(engine, expected, "lmdb")
+        planted_faults_are_seen(engine, expected)
+
+
+def preemptions(engine: Engine) -> float:
+    return sum(v for k, v in engine.metrics().items() if k.startswith("vllm:num_preemptions"))
+
+
+def test_more_requests_than_the_cache_can_hold(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(8, tokens=200, seed=3)
+    long = {"max_tokens": 60}
+    with Engine(llama, log=tmp_path / "ref.log", **HASH) as plain:
+        answers = [plain.generate_one(prompt, **long) for prompt in asked]
+        expected = Reference(asked, answers, plain.kv_snapshot())
+    small = {"num_gpu_blocks_override": 30, "max_num_seqs": 8, "max_model_len": 512}
+    with serve(llama, tmp_path, "small", **small) as engine:
+        for _ in range(3):
+            assert compare(engine, expected, engine.generate(asked, **long)) > 0
+            settle(engine)
+        assert preemptions(engine) > 0
+        assert engine.call(totals)["loaded_tokens:cpu"] > 0
+        engine.call(faults.on_workers, faults.swapped_pair)
+        with pytest.raises(AssertionError, match="other"):
+            compare(engine, expected, engine.generate(asked, **long))
+
+
+def is_loading(llm: Any) -> bool:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    states = [request.status.name for request in scheduler.requests.values()]
+    return states.count("WAITING_FOR_REMOTE_KVS") >= 2
+
+
+def free_blocks(llm: Any) -> int:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def test_requests_aborted_while_loading(llama: Path, tmp_path: Path, reference: Reference) -> None:
+    with serve(llama, tmp_path, "first") as engine:
+        fill(engine, reference)
+    with serve(llama, tmp_path, "second") as engine:
+        free = engine.call(free_blocks)
+        engine.call(faults.on_workers, faults.hold_reads)
+        for number, prompt in enumerate(reference.prompts):
+            engine.submit(str(number), prompt)
+        engine.step_until(is_loading)
+        engine.abort("0", "1", "2", "3")
+        engine.step(3)
+        assert engine.call(free_blocks) < free, "blocks of a running load must not be freed"
+        engine.call(faults.on_workers, faults.release_reads)
+        engine.step_until(is_idle)
+        assert engine.states() == {}
+        assert engine.call(free_blocks) == free
+        engine.call(check)
+        ask_and_compare(engine, reference, "cpu")
+        planted_faults_are_seen(engine, reference)
+
+
+def damage_half(folder: Path) -> int:
+    """Flip one bit in every other chunk-sized piece of every payload file; returns how many."""
+    damaged = 0
+    for path in folder.rglob("payload.data"):
+        with path.open("r+b") as file:
+            for number in range(0, path.stat().st_size // CHUNK, 2):
+                file.seek(number * CHUNK + 1000)
+                byte = file.read(1)
+                file.seek(number * CHUNK + 1000)
+                file.write(bytes([byte[0] ^ 0x10]))
+                damaged += 1
+    return damaged
+
+
+def test_half_of_the_records_on_disk_are_damaged(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    with serve(llama, tmp_path, "first") as engine:
+        fill(engine, reference)
+    assert damage_half(tmp_path / "kv") > 10
+    with serve(llama, tmp_path, "second") as engine:
+        before = engine.call(totals)
+        answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+        assert compare(engine, reference, answers) > 0
+        settle(engine)
+        after = engine.call(totals)
+        assert after["load_failures"] > before["load_failures"]
+        assert after["dropped_chunks:lmdb"] > 0
+        # What was recomputed is on disk again, whole.
+        ask_and_compare(engine, reference, "cpu")
+    with serve(llama, tmp_path, "third") as engine:
+        ask_and_compare(engine, reference, "lmdb")
+        assert engine.call(totals)["load_failures"] == 0
+        planted_faults_are_seen(engine, reference)
+
+
+def test_a_reset_with_the_connector_forgets_every_tier_for_good(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    with serve(llama, tmp_path, "first") as engine:
+        fill(engine, reference)
+        assert engine.reset_prefix_cache(connector=True)
+        engine.kill()  # the reset was durable when it returned
+    with serve(llama, tmp_path, "second") as engine:
+        answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+        assert compare(engine, reference, answers) > 0
+        counters = engine.call(totals)
+        assert counters["loaded_tokens:lmdb"] == counters["loaded_tokens:cpu"] == 0
+        settle(engine)
+        ask_and_compare(engine, reference, "cpu")
+
+
+def test_other_weights_at_the_same_path_find_nothing(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    import shutil
+
+    from demo.tiny_model import make_llama
+
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    with serve(model, tmp_path, "first") as engine:
+        fill(engine, reference)
+    shutil.rmtree(model)
+    make_llama(model, seed=99)
+    with serve(model, tmp_path, "second") as engine:
+        answer = engine.generate_one(reference.prompts[0])
+        assert not answer.same_output(reference.answers[0])
+        assert engine.call(totals)["loaded_tokens:lmdb"] == 0
+        assert "weights" in engine.log()
