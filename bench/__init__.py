@@ -1,0 +1,1 @@
+"""Benchmarks, one module per question: ``python -m bench --help``. Runs from a checkout."""

@@ -1,0 +1,28 @@
+"""``python -m bench <question>``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import typer
+
+QUESTIONS = ("copy", "tiers", "hooks", "policies", "serve")
+
+
+def build() -> typer.Typer:
+    """The command line, with one command per question that there is a module for."""
+    app = typer.Typer(help="Benchmarks of this project.", no_args_is_help=True)
+
+    @app.callback()
+    def _root() -> None:
+        """Without this a single command would lose its name."""
+
+    for name in QUESTIONS:
+        if importlib.util.find_spec(f"bench.{name}") is not None:
+            importlib.import_module(f"bench.{name}").register(app)
+    return app
+
+
+if __name__ == "__main__":
+    build()()

@@ -1,0 +1,85 @@
+"""What a benchmark is made of: a frozen configuration, rows of numbers, and a progress bar.
+
+A question lives in one module ``bench/<name>.py`` with
+
+    @dataclass(frozen=True, slots=True)
+    class Config: ...                                # everything that changes the numbers
+    def run(config: Config, progress: Progress) -> Report: ...
+    def register(app: typer.Typer) -> None: ...      # the command line only parses
+
+and appears as ``python -m bench <name>`` once its name is in ``bench.__main__.QUESTIONS``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured thing: ``case`` says what was done, ``series`` who did it."""
+
+    case: str
+    series: str
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Report:
+    """All rows of one run. ``config`` and ``environment`` must be plain JSON values."""
+
+    question: str
+    title: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def columns(self) -> list[str]:
+        """Names of all values, in order of first appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+
+def progress_bar() -> AbstractContextManager[Progress]:
+    """A bar with what is running now, how much is done, and the time left."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; not a number if there is none."""
+    return statistics.median(values) if values else float("nan")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of all values lies (nearest rank)."""
+    if not values:
+        return float("nan")
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+
+
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+def size_text(byte_count: int) -> str:
+    """``2 MiB`` for 2097152."""
+    for unit, factor in _UNITS.items():
+        if byte_count >= factor and byte_count % factor == 0:
+            return f"{byte_count // factor} {unit}"
+    return f"{byte_count} B"
+
+
+def parse_size(text: str) -> int:
+    """2097152 for ``2MiB``, ``2 MiB`` or ``2097152``. Raises ``ValueError``."""
+    for unit, factor in _UNITS.items():
+        if text.strip().lower().endswith(unit.lower()):
+            return int(float(text.strip()[: -len(unit)]) * factor)
+    return int(text)
