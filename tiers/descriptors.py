@@ -38,6 +38,16 @@ class Descriptors:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyShape:
+    """How many copies a block of a group takes, how small the smallest is, and the largest power
+    of two that divides every address and size involved."""
+
+    copies_per_block: int
+    smallest_bytes: int
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupLayout:
     """One group with its regions merged. Shapes ``[regions]``; ``slot_offsets`` are within a
     block's part of the slot. ``dense``: consecutive blocks are adjacent in memory too."""
@@ -58,7 +68,7 @@ class DescriptorBuilder:
     negative ids are known to be special, and the caller vouches for the rest.
 
     Raises ``ValueError`` when a group's chunk is larger than a slot, a group is given twice, or
-    a group has no bytes.
+    a group or one of its layers has no bytes.
     """
 
     def __init__(
@@ -78,8 +88,9 @@ class DescriptorBuilder:
         for group in groups:
             if group.group in self._layouts:
                 raise ValueError(f"group {group.group} is given twice")
-            if group.block_bytes < 1 or group.chunk_blocks < 1:
-                raise ValueError(f"group {group.group} has no bytes to copy")
+            pages = [region.page_bytes for region in group.regions]
+            if min(pages, default=0) < 1 or group.chunk_blocks < 1:
+                raise ValueError(f"group {group.group} has no bytes to copy, or a layer has none")
             if group.chunk_bytes > slot_stride:
                 raise ValueError(
                     f"a chunk of group {group.group} has {group.chunk_bytes} bytes, "
@@ -87,9 +98,17 @@ class DescriptorBuilder:
                 )
             self._layouts[group.group] = _layout(group)
 
-    def regions_per_block(self, group: int) -> int:
-        """How many separate copies one block of this group takes after merging."""
-        return len(self._layouts[group].sizes)
+    def shape(self, group: int) -> CopyShape:
+        """What the copies of this group look like after merging."""
+        layout = self._layouts[group]
+        bits = self._slab_address | self._slot_stride | layout.block_bytes
+        for numbers in (layout.addresses, layout.strides, layout.sizes, layout.slot_offsets):
+            bits |= int(np.bitwise_or.reduce(numbers))
+        return CopyShape(
+            copies_per_block=len(layout.sizes),
+            smallest_bytes=int(layout.sizes.min()),
+            alignment=bits & -bits,
+        )
 
     def build(self, batches: Sequence[CopyBatch]) -> Descriptors:
         """All copies of these batches. Raises ``TransferError`` for anything out of range."""

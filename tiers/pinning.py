@@ -1,20 +1,19 @@
 """Registering host memory with CUDA ("pinning"), so that the GPU's copy engines reach it directly.
 
-``cudaHostRegister`` on memory of our own takes exactly what was configured; torch's pinned
-allocator rounds up to powers of two. Imports torch only when a registration is asked for.
+Registering memory of our own takes exactly what was configured; torch's pinned allocator rounds
+up to powers of two.
 """
 
 from __future__ import annotations
 
 import resource
-from typing import Any, Protocol
+from typing import Protocol
 
-PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every CUDA context of the process."""
+from tiers.cuda_driver import Driver, DriverError, load_driver
 
 
 class PinningError(Exception):
-    """The CUDA runtime refused to register or unregister memory."""
+    """Memory could not be registered with CUDA, or unregistered."""
 
 
 class Registrar(Protocol):
@@ -28,37 +27,36 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """Registers with the CUDA runtime that torch is linked to, in the context of ``device``
-    (``None``: the caller's current device). Callable from any thread.
+    """Registers memory for every CUDA context of this process, through that of ``device``.
 
-    Raises ``PinningError`` where torch has no usable CUDA.
+    ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU
+    opens none on another one. Callable from any thread. Raises ``PinningError`` where there is
+    no CUDA.
     """
 
-    def __init__(self, device: int | None = None) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise PinningError("pinned memory needs CUDA, and torch finds none on this machine")
-        self._device = torch.cuda.current_device() if device is None else device
-        self._cudart: Any = torch.cuda.cudart()
-        self._on_device: Any = torch.cuda.device
+    def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:
+        try:
+            self._driver = driver or load_driver()
+            context = self._driver.current_context() if device is None else None
+            if context is None:
+                context = self._driver.retain_context(self._driver.device(device or 0))
+        except DriverError as error:
+            raise PinningError(f"pinned memory needs CUDA: {error}") from error
+        self._context = context
 
     def register(self, address: int, nbytes: int) -> None:
-        # A new thread's current device is 0: without the guard each rank would open a context
-        # on the first GPU.
-        with self._on_device(self._device):
-            result = self._cudart.cudaHostRegister(address, nbytes, PORTABLE)
-        self._check(result, "cudaHostRegister")
+        try:
+            with self._driver.within(self._context):
+                self._driver.register(address, nbytes)
+        except DriverError as error:
+            raise PinningError(str(error)) from error
 
     def unregister(self, address: int) -> None:
-        with self._on_device(self._device):
-            result = self._cudart.cudaHostUnregister(address)
-        self._check(result, "cudaHostUnregister")
-
-    def _check(self, result: Any, call: str) -> None:
-        code = int(result)
-        if code != 0:
-            raise PinningError(f"{call}: {self._cudart.cudaGetErrorString(result)} ({code})")
+        try:
+            with self._driver.within(self._context):
+                self._driver.unregister(address)
+        except DriverError as error:
+            raise PinningError(str(error)) from error
 
 
 def pinning_advice(error: PinningError, total_bytes: int, pinned_bytes: int) -> str:

@@ -49,7 +49,7 @@ class SimulatedEvent:
 
 
 @dataclass(slots=True)
-class _Operation:
+class Operation:
     """Parts run one per step, the first not before ``after`` is over."""
 
     parts: deque[Part]
@@ -61,11 +61,11 @@ class SimulatedStream:
     """A FIFO of operations. ``finished`` counts those that have ended."""
 
     name: str
-    queue: deque[_Operation] = field(default_factory=deque)
+    queue: deque[Operation] = field(default_factory=deque)
     submitted: int = 0
     finished: int = 0
 
-    def submit(self, operation: _Operation) -> None:
+    def submit(self, operation: Operation) -> None:
         self.queue.append(operation)
         self.submitted += 1
 
@@ -111,7 +111,7 @@ class SimulatedCompute:
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue a kernel (any function, typically one that writes or reads KV blocks)."""
         with self._lock:
-            self._stream.submit(_Operation(deque([kernel])))
+            self._stream.submit(Operation(deque([kernel])))
 
     @property
     def idle(self) -> bool:
@@ -230,7 +230,7 @@ class SimulatedCopyEngine(CopyEngine):
                 number = self._enlist(stream.name, batches)
                 parts = deque(self._moves(stream, copies))
                 parts.append(partial(self._finish, number, ticket))
-            stream.submit(_Operation(parts, after))
+            stream.submit(Operation(parts, after))
         if self._closed:
             self.run_all()
         elif self._automatic:

@@ -1,0 +1,415 @@
+"""The CUDA engine against a driver simulated behind the real C functions: bytes, order, errors.
+
+What only a GPU can show (that the real driver agrees, and the speed) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.copy_world import Cache, batch, contiguous_blocks, separate_layers
+from tests.tiers.fake_cuda import FakeCuda
+from tiers.copy import TransferError
+from tiers.cuda_copy import (
+    KERNEL_BELOW_BYTES,
+    CopyPath,
+    CudaCopyEngine,
+    Kernel,
+    Means,
+    choose_path,
+    gpu_node,
+)
+from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
+from tiers.descriptors import CopyShape
+from tiers.pinning import CudaRegistrar, PinningError
+from tiers.slab import HostSlab, SlabError
+
+BLOCKS = 12
+SLOTS = 6
+
+
+@dataclass
+class FakeKernel:
+    """The kernel's contract on the fake GPU: copies on the stream, in no particular order."""
+
+    cuda: FakeCuda
+    kept: list[object] = field(default_factory=list)
+
+    def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> object:
+        for target, start, nbytes in zip(to, source, sizes, strict=True):
+            assert target % 16 == start % 16 == nbytes % 16 == 0
+            with self.cuda._work:
+                self.cuda._copy(int(target), int(start), int(nbytes), stream)
+        return self
+
+
+class World:
+    """A fake GPU with one cache, a pinned slab and an engine."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        seed: int = 0,
+        path: CopyPath | None = None,
+        batch_copy: bool = True,
+        pin: bool = True,
+        kernel: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.cuda = FakeCuda(seed, batch=batch_copy)
+        self.cuda.make_current()
+        self.driver = Driver(self.cuda)
+        self.slab = HostSlab(
+            cache.regions.chunk_bytes,
+            SLOTS,
+            pin=pin,
+            registrar=CudaRegistrar(0, self.driver) if pin else None,
+            piece_bytes=1,
+        )
+        self.engine = CudaCopyEngine(
+            [cache.regions],
+            self.slab,
+            num_blocks=BLOCKS,
+            path=path,
+            driver=self.driver,
+            kernel=self.load_kernel if kernel else self.no_kernel,
+            compute_stream=lambda: 0,
+        )
+
+    def load_kernel(self, device: int) -> Kernel:
+        return FakeKernel(self.cuda)
+
+    def no_kernel(self, device: int) -> Kernel:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    def slot(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return self.slab.slot_view(slot, self.cache.regions.chunk_bytes)
+
+    def close(self) -> None:
+        self.cuda.event_failure = 0
+        self.cuda.release()
+        self.engine.close()
+        self.slab.close()
+        self.cuda.stop()
+        assert self.cuda.errors == []
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
+
+
+@pytest.fixture
+def world(cache: Cache) -> Iterator[World]:
+    one = World(cache, path=CopyPath.BATCH)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("make", [separate_layers, contiguous_blocks])
+@pytest.mark.parametrize("path", list(CopyPath))
+async def test_bytes_are_right_both_ways_on_every_path(make: object, path: CopyPath) -> None:
+    cache = make([4096, 8192, 4096], BLOCKS, chunk_blocks=2)  # type: ignore[operator]  # one of two functions
+    # numpy aligns to 16, as the kernel needs.
+    assert cache.storage.ctypes.data % 16 == 0
+    for seed in range(5):
+        world = World(cache, seed=seed, path=path)
+        try:
+            assert world.engine.paths() == {0: path}
+            rows = np.random.default_rng(seed).permutation(BLOCKS).reshape(SLOTS, 2).tolist()
+            before = cache.storage.copy()
+            job = [batch(list(range(SLOTS)), rows)]
+            await world.engine.submit_store(job, world.engine.record_event()).completed()
+            for slot, row in enumerate(rows):
+                np.testing.assert_array_equal(world.slot(slot), cache.chunk(row))
+            cache.storage[:] = 0
+            await world.engine.submit_load(job, world.engine.record_event()).completed()
+            np.testing.assert_array_equal(cache.storage, before, err_msg=f"seed {seed}")
+        finally:
+            world.close()
+
+
+async def store_behind_a_forward_pass(cache: Cache, seed: int, wait: bool) -> bool:
+    world = World(cache, seed=seed)
+    try:
+        cache.storage[:] = 0
+        for _ in range(3):
+            world.cuda.launch(lambda: None)
+        world.cuda.launch(lambda: cache.storage.fill(7))
+        after = world.engine.record_event() if wait else None
+        await world.engine.submit_store([batch([1], [[3, 4]])], after).completed()
+        return bool((world.slot(1) == 7).all())
+    finally:
+        world.close()
+
+
+async def test_a_store_waits_for_the_forward_pass(cache: Cache) -> None:
+    outcomes = [await store_behind_a_forward_pass(cache, seed, wait=True) for seed in range(10)]
+    assert all(outcomes)
+
+
+async def test_without_the_event_it_would_not(cache: Cache) -> None:
+    """The fake GPU can show the fault that the test above looks for."""
+    outcomes = [await store_behind_a_forward_pass(cache, seed, wait=False) for seed in range(10)]
+    assert not all(outcomes)
+
+
+async def test_a_load_waits_for_the_readers_of_its_blocks(cache: Cache) -> None:
+    for seed in range(10):
+        world = World(cache, seed=seed)
+        try:
+            cache.storage[:] = 3
+            world.slot(1)[:] = 9
+            seen: list[int] = []
+            world.cuda.launch(lambda: None)
+            world.cuda.launch(lambda seen=seen: seen.extend(np.unique(cache.storage).tolist()))
+            after = world.engine.record_event()
+            await world.engine.submit_load([batch([1], [[3, 4]])], after).completed()
+            assert seen == [3], f"seed {seed}"
+            assert np.unique(cache.chunk([3, 4])).tolist() == [9]
+        finally:
+            world.close()
+
+
+async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: World) -> None:
+    world.cuda.hold()
+    before = world.slot(0).copy()
+    first = world.engine.submit_store([batch([0], [[0, 1]])])
+    second = world.engine.submit_load([batch([1], [[4, 5]])])
+    wait = asyncio.ensure_future(first.completed())
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert not second.done()
+    assert (world.slot(0) == before).all()
+    world.cuda.release()
+    await wait
+    np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
+    await second.completed()
+
+
+async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_more(
+    world: World,
+) -> None:
+    world.cuda.hold()
+    world.cuda.fail["cuMemcpyBatchAsync"] = 1
+    slots = [world.slot(i) for i in range(3)]
+    for slot in slots:
+        slot[:] = 0xEE
+    ticket = world.engine.submit_store([batch([0, 1, 2], [[0, 1], [2, 3], [4, 5]])])
+    behind = world.engine.submit_store([])  # same lane, so the first was submitted before it
+    assert not ticket.done()
+    world.cuda.release()
+    with pytest.raises(TransferError, match=r"12 copies \(failed at 6\): invalid argument \(1\)"):
+        await ticket.completed()
+    stream_queues = [len(stream.queue) for stream in world.cuda.streams.values()]
+    assert stream_queues == [0, 0, 0]
+    await behind.completed()
+    del world.cuda.fail["cuMemcpyBatchAsync"]
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    np.testing.assert_array_equal(slots[0], world.cache.chunk([0, 1]))
+
+
+async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: World) -> None:
+    world.slot(0)[:] = 0xEE
+    bad = world.engine.submit_store([batch([0], [[0, 1]]), batch([1], [[0, BLOCKS]])])
+    with pytest.raises(TransferError, match="block 12 asked for"):
+        await bad.completed()
+    assert (world.slot(0) == 0xEE).all()
+    with pytest.raises(TransferError, match="group 5 is not registered"):
+        await world.engine.submit_load([batch([0], [[0, 1]], group=5)]).completed()
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+
+
+async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: World) -> None:
+    world.cuda.event_failure = 700
+    with pytest.raises(TransferError, match="cuEventSynchronize: unknown error"):
+        await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    world.cuda.event_failure = 0
+    world.cuda.fail["cuEventRecord"] = 700
+    with pytest.raises(TransferError, match="cuEventRecord"):
+        await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    del world.cuda.fail["cuEventRecord"]
+
+
+async def test_an_event_of_something_else_is_refused(world: World) -> None:
+    with pytest.raises(TypeError, match="not an event of this engine"):
+        world.engine.submit_store([], object())
+
+
+async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> None:
+    threads = set(threading.enumerate())
+    world = World(cache)
+    tickets = [world.engine.submit_store([batch([i % SLOTS], [[0, 1]])]) for i in range(30)]
+    held = world.engine.record_event()
+    world.engine.close()
+    world.engine.close()
+    assert all(ticket.done() for ticket in tickets)
+    assert list(world.cuda.streams) == [0]
+    del held
+    assert len(world.cuda.events) == 1  # the one that the caller still held
+    assert world.cuda.retained == 1  # the registrar's
+    late = world.engine.submit_load([])
+    with pytest.raises(TransferError, match="closed"):
+        await late.completed()
+    world.close()
+    assert world.cuda.registered == {}
+    assert set(threading.enumerate()) <= threads
+
+
+async def test_events_are_reused(world: World) -> None:
+    for _ in range(50):
+        after = world.engine.record_event()
+        await world.engine.submit_store([batch([0], [[0, 1]])], after).completed()
+    assert len(world.cuda.events) <= 6
+
+
+async def test_threads_keep_out_of_the_way_of_graph_capture(world: World) -> None:
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    assert world.cuda.modes.count(2) >= 4  # two threads for each lane
+    assert getattr(world.cuda._local, "mode", 0) == 0, "the caller's own mode is restored"
+
+
+async def test_copies_wait_for_slots_to_be_pinned(cache: Cache) -> None:
+    world = World(cache)
+    world.close()
+    gate = threading.Event()
+
+    class Late(CudaRegistrar):
+        def register(self, address: int, nbytes: int) -> None:
+            gate.wait()
+            super().register(address, nbytes)
+
+    world.cuda = FakeCuda()
+    world.cuda.make_current()
+    world.driver = Driver(world.cuda)
+    world.slab = HostSlab(
+        cache.regions.chunk_bytes, SLOTS, pin=True, registrar=Late(0, world.driver), piece_bytes=1
+    )
+    world.engine = CudaCopyEngine(
+        [cache.regions],
+        world.slab,
+        path=CopyPath.BATCH,
+        driver=world.driver,
+        compute_stream=lambda: 0,
+    )
+    ticket = world.engine.submit_store([batch([4], [[0, 1]])])
+    assert not ticket.done()
+    gate.set()
+    await ticket.completed()
+    assert "cuMemcpyBatchAsync" in world.cuda.calls
+    np.testing.assert_array_equal(world.slot(4), cache.chunk([0, 1]))
+    world.close()
+
+
+async def test_memory_that_is_not_pinned_is_copied_one_by_one(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(cache, pin=False)
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
+    assert "cuMemcpyBatchAsync" not in world.cuda.calls
+    assert "the slab is not pinned" in caplog.text
+    world.close()
+
+
+async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: Cache) -> None:
+    cuda = FakeCuda()
+    cuda.make_current()
+    driver = Driver(cuda)
+    cuda.fail["cuMemHostRegister_v2"] = 2
+    slab = HostSlab(cache.regions.chunk_bytes, SLOTS, pin=True, registrar=CudaRegistrar(0, driver))
+    engine = CudaCopyEngine([cache.regions], slab, driver=driver, compute_stream=lambda: 0)
+    with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
+        await engine.submit_store([batch([0], [[0, 1]])]).completed()
+    engine.close()
+    slab.close()
+    cuda.stop()
+    assert cuda.errors == []
+
+
+async def test_an_older_driver_copies_one_by_one(cache: Cache) -> None:
+    world = World(cache, batch_copy=False, path=CopyPath.BATCH)
+    assert world.engine.paths() == {0: CopyPath.EACH}
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+    np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
+    world.close()
+
+
+async def test_the_choice_is_logged_and_a_missing_kernel_is_warned_of(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tiers.cuda_copy"):
+        World(cache).close()
+        World(cache, kernel=False).close()
+    lines = [record.getMessage() for record in caplog.records if "group 0" in record.getMessage()]
+    start = "group 0: 2 copies per block of at least 4,096 bytes, by "
+    assert lines == [start + "a gather/scatter kernel", start + "one batched driver call"]
+    assert caplog.text.count("the gather/scatter kernel cannot be used (ModuleNotFound") == 1
+
+
+SMALL, LARGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES
+ALL = Means(batch=True, kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "means", "wanted", "path"),
+    [
+        (CopyShape(32, LARGE, 4096), ALL, None, CopyPath.BATCH),
+        (CopyShape(32, SMALL, 16), ALL, None, CopyPath.KERNEL),
+        (CopyShape(32, SMALL, 8), ALL, None, CopyPath.BATCH),
+        (CopyShape(1, SMALL, 4096), ALL, None, CopyPath.BATCH),
+        (CopyShape(32, SMALL, 4096), Means(batch=True, kernel=False), None, CopyPath.BATCH),
+        (CopyShape(32, LARGE, 4096), Means(batch=False, kernel=True), None, CopyPath.EACH),
+        (CopyShape(32, LARGE, 4096), ALL, CopyPath.KERNEL, CopyPath.KERNEL),
+        (CopyShape(32, SMALL, 8), ALL, CopyPath.KERNEL, CopyPath.BATCH),
+        (CopyShape(32, SMALL, 4096), ALL, CopyPath.BATCH, CopyPath.BATCH),
+        (CopyShape(32, SMALL, 4096), ALL, CopyPath.EACH, CopyPath.EACH),
+    ],
+)
+def test_the_path_follows_from_page_size_and_means(
+    shape: CopyShape, means: Means, wanted: CopyPath | None, path: CopyPath
+) -> None:
+    assert choose_path(shape, means, wanted) is path
+
+
+def test_registration_goes_through_the_driver_and_reports_its_words() -> None:
+    cuda = FakeCuda()
+    driver = Driver(cuda)
+    slab = HostSlab(
+        4096, 3, pin=True, registrar=CudaRegistrar(1, driver), piece_bytes=1, background=False
+    )
+    assert cuda.registered == {slab.slot_address(i): 4096 for i in range(3)}
+    slab.close()
+    assert cuda.registered == {}
+    cuda.fail["cuMemHostRegister_v2"] = 2
+    with pytest.raises(SlabError, match=r"cuMemHostRegister_v2: out of memory \(2\)"):
+        HostSlab(4096, 3, pin=True, registrar=CudaRegistrar(1, driver), background=False)
+    with pytest.raises(PinningError, match="cuDeviceGet"):
+        CudaRegistrar(7, driver)
+    cuda.stop()
+    assert cuda.errors == []
+
+
+def test_the_registrar_takes_the_context_of_the_caller() -> None:
+    cuda = FakeCuda()
+    cuda.make_current()
+    CudaRegistrar(None, Driver(cuda))
+    assert cuda.retained == 0, "no context of another GPU was opened"
+    cuda.stop()
+
+
+def test_without_a_driver_everything_says_so() -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a CUDA driver")
+    with pytest.raises(DriverError, match="no CUDA driver"):
+        load_driver()
+    assert gpu_node() is None
