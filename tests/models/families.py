@@ -4,7 +4,7 @@
     model = family.make(folder)
     Engine(model, log=log, **family.kwargs(model))
 
-``tests/models/test_families.py`` starts each of them. Adding a family is one entry here.
+``tests/vllm/test_families.py`` starts each of them. Adding a family is one entry here.
 """
 
 from __future__ import annotations
@@ -43,8 +43,16 @@ class Family:
     """``speculative_config``; a model named ``draft`` is the folder ``draft`` in the model's."""
     prompt_tokens: int = 600
     hits: bool = True
-    """Whether vLLM's own prefix cache finds a repeated prompt."""
+    """Whether vLLM's own prefix cache is on (vLLM turns it off for MLA on CPU)."""
+    cpu_flag: str | None = None
+    """A processor feature without which vLLM refuses to start this on CPU."""
     notes: str = ""
+
+    def missing(self) -> str | None:
+        """Why this machine cannot run the family, or None."""
+        if self.cpu_flag is None or self.cpu_flag in Path("/proc/cpuinfo").read_text().split():
+            return None
+        return f"vLLM needs a processor with {self.cpu_flag} for this"
 
     def kwargs(self, model: Path) -> dict[str, Any]:
         """Keyword arguments for the engine, beside those that every test engine has."""
@@ -70,14 +78,24 @@ def _with_draft(make: Callable[[Path], Path], draft: configs.Config) -> Callable
     return make_both
 
 
+def _states(groups: int, block_size: int) -> tuple[tuple[str, int], ...]:
+    return (("MambaSpec", block_size),) * groups
+
+
 RANDOM = {"load_format": LOAD_FORMAT}
 MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
-MLA = RANDOM | {"block_size": 16, "kv_cache_memory_bytes": 16 << 20}
+# vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step.
+MLA = RANDOM | {
+    "block_size": 16,
+    "kv_cache_memory_bytes": 16 << 20,
+    "max_num_batched_tokens": 2048,
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 DRAFT = {"model": "draft", "method": "draft_model", "num_speculative_tokens": 2}
 
 FULL = ("FullAttentionSpec", 32)
 SLIDING = ("SlidingWindowSpec", 32)
+LATENT = ("MLAAttentionSpec", 16)
 CHUNKED = ("ChunkedLocalAttentionSpec", 32)
 
 _ALL = (
@@ -86,59 +104,87 @@ _ALL = (
         "llama_544",
         make_llama,
         (("FullAttentionSpec", 544),),
-        {"block_size": 544, "kv_cache_memory_bytes": 32 << 20},
+        {"block_size": 544, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 2048},
         prompt_tokens=1300,
         notes="one block is 17 kernel blocks of 32",
     ),
-    Family("llama_fp8_e4m3", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e4m3"}),
-    Family("llama_fp8_e5m2", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e5m2"}),
+    Family(
+        "llama_fp8_e4m3", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e4m3"}, cpu_flag="avx512f"
+    ),
+    Family(
+        "llama_fp8_e5m2", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e5m2"}, cpu_flag="avx512f"
+    ),
     Family("llama_ngram", make_llama, (FULL,), speculative=NGRAM),
     Family(
         "llama_draft",
         _with_draft(make_llama, configs.DRAFT_WIDE),
-        (("UniformTypeKVCacheSpecs", 32),),
+        (FULL,),
         RANDOM,
         speculative=DRAFT,
-        notes="pages of two sizes in one group; both models have unit_gain weights",
+        notes="pages of 8,192 and 32,768 bytes in one group; only the workers' spec tells",
     ),
     Family("qwen3", _config_only(configs.QWEN3), (FULL,), RANDOM),
     Family("mistral", _config_only(configs.MISTRAL), (SLIDING,), RANDOM),
-    Family("gemma3", _config_only(configs.GEMMA3), (FULL, SLIDING, SLIDING), RANDOM),
+    Family("gemma3", _config_only(configs.GEMMA3), (SLIDING, SLIDING, FULL), RANDOM),
     Family(
         "gemma3_draft",
         _with_draft(_config_only(configs.GEMMA3), configs.DRAFT_GEMMA3),
-        (FULL, SLIDING, SLIDING),
+        (SLIDING, FULL),
         RANDOM,
         speculative=DRAFT,
     ),
-    Family("gpt_oss", _config_only(configs.GPT_OSS), (FULL, SLIDING), RANDOM),
+    Family("gpt_oss", _config_only(configs.GPT_OSS), (SLIDING, FULL), RANDOM),
     Family(
         "gemma4",
         _config_only(configs.GEMMA4),
-        (FULL, ("SlidingWindowSpec", 64), ("SlidingWindowSpec", 64)),
+        (("SlidingWindowSpec", 64), ("SlidingWindowSpec", 64), FULL),
         RANDOM,
         notes="head sizes differ, so block sizes differ; hits end at multiples of 64",
     ),
-    Family("llama4", _config_only(configs.LLAMA4), (FULL, CHUNKED, CHUNKED, CHUNKED), RANDOM),
-    Family("qwen3_next", _config_only(configs.QWEN3_NEXT), (), RANDOM, prompt_tokens=1600),
-    Family("falcon_h1", _config_only(configs.FALCON_H1), (), MAMBA2),
-    Family("nemotron_h", _config_only(configs.NEMOTRON_H), (), MAMBA2),
-    Family("granite_hybrid", _config_only(configs.GRANITE_HYBRID), (), MAMBA2),
-    Family("lfm2", _config_only(configs.LFM2), (), RANDOM),
-    Family("deepseek_v2", _config_only(configs.DEEPSEEK_V2), (("MLAAttentionSpec", 16),), MLA),
-    Family("deepseek_v3", _config_only(configs.DEEPSEEK_V3), (("MLAAttentionSpec", 16),), MLA),
+    Family("llama4", _config_only(configs.LLAMA4), (CHUNKED, CHUNKED, CHUNKED, FULL), RANDOM),
+    Family(
+        "qwen3_next",
+        _config_only(configs.QWEN3_NEXT),
+        (*_states(3, 544), ("FullAttentionSpec", 544)),
+        RANDOM,
+        prompt_tokens=1600,
+        notes="hash block 544, kernel block 32",
+    ),
+    Family(
+        "falcon_h1",
+        _config_only(configs.FALCON_H1),
+        (("FullAttentionSpec", 128), ("MambaSpec", 128)),
+        MAMBA2,
+    ),
+    Family(
+        "nemotron_h",
+        _config_only(configs.NEMOTRON_H),
+        (*_states(2, 128), ("FullAttentionSpec", 128)),
+        MAMBA2,
+    ),
+    Family(
+        "granite_hybrid",
+        _config_only(configs.GRANITE_HYBRID),
+        (*_states(3, 128), ("FullAttentionSpec", 128)),
+        MAMBA2,
+    ),
+    Family("lfm2", _config_only(configs.LFM2), (*_states(3, 32), FULL), RANDOM),
+    Family("deepseek_v2", _config_only(configs.DEEPSEEK_V2), (LATENT,), MLA, hits=False),
+    Family("deepseek_v3", _config_only(configs.DEEPSEEK_V3), (LATENT,), MLA, hits=False),
     Family(
         "deepseek_v3_ngram",
         _config_only(configs.DEEPSEEK_V3),
-        (("MLAAttentionSpec", 16),),
+        (LATENT,),
         MLA,
+        hits=False,
         speculative=NGRAM,
     ),
     Family(
         "deepseek_v3_mtp",
         _config_only(configs.DEEPSEEK_V3),
-        (("MLAAttentionSpec", 16),),
+        (LATENT,),
         MLA,
+        hits=False,
         speculative={"method": "mtp", "num_speculative_tokens": 1},
     ),
 )

@@ -223,6 +223,8 @@ class Engine:
     def _receive(self, what: str, deadline_s: float) -> Any:
         try:
             if not self._connection.poll(deadline_s):
+                os.kill(self.pid, signal.SIGUSR1)  # every thread's stack goes into the log
+                time.sleep(1.0)
                 failure = self._failure(f"{what}: no answer in {deadline_s} s")
                 self.kill()
                 raise failure

@@ -10,6 +10,8 @@ when the test process is gone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -25,6 +27,7 @@ from typing import Any
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
 MAX_ORDER_BYTES = 1 << 20
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; an engine that spins never reads that its test is gone
 
 
 class EngineHost:
@@ -226,11 +229,13 @@ def _answer(host: EngineHost, call: Call) -> Answer:
 def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
     """Run in the forked child. Returns its exit status."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
     os.environ.update(order.env)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when a call hangs
     try:
         serve(Connection(connection_fd), order)
     except BaseException:  # the last stop of this process; the log gets the reason
