@@ -327,7 +327,9 @@ async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: C
     driver = Driver(cuda)
     cuda.fail["cuMemHostRegister_v2"] = 2
     slab = HostSlab(cache.regions.chunk_bytes, SLOTS, pin=True, registrar=CudaRegistrar(0, driver))
-    engine = CudaCopyEngine([cache.regions], slab, driver=driver, compute_stream=lambda: 0)
+    engine = CudaCopyEngine(
+        [cache.regions], slab, path=CopyPath.BATCH, driver=driver, compute_stream=lambda: 0
+    )
     with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
         await engine.submit_store([batch([0], [[0, 1]])]).completed()
     engine.close()

@@ -242,10 +242,11 @@ def test_a_failed_registration_falls_back_if_asked(caplog: pytest.LogCaptureFixt
 
 
 def test_pinning_without_cuda_says_so() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    with pytest.raises(SlabError, match="pinned memory needs CUDA, and torch finds none"):
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a CUDA driver")
+    with pytest.raises(
+        SlabError, match="pinned memory needs CUDA: this machine has no CUDA driver"
+    ):
         HostSlab(4096, 2, pin=True)
 
 
