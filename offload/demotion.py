@@ -48,7 +48,7 @@ class DemotionQueue:
         tier: int,
         index: TierIndex,
         *,
-        admission: AdmissionPolicy | None = None,
+        admissions: Sequence[AdmissionPolicy] = (),
         max_waiting: int = 1 << 30,
         max_flying: int = 128,
         batch: int = 32,
@@ -56,7 +56,7 @@ class DemotionQueue:
         self.tier = tier
         self.skipped = 0
         self._index = index
-        self._admission = admission
+        self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
         self._max_flying = max_flying
         self._batch = batch
@@ -66,10 +66,10 @@ class DemotionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def offer(self, keys: Sequence[bytes], cpu: TierIndex) -> None:
+    def offer(self, keys: Sequence[bytes], cpu: TierIndex, groups: Mapping[int, _Group]) -> None:
         """Queue chunks that were just committed; pins them in the CPU tier."""
         for key in keys:
-            if not self._index.is_absent(key) or not self._admits(key):
+            if not self._index.is_absent(key) or not self._admits(key, groups):
                 continue
             if len(self._waiting) >= self._max_waiting:
                 self.skipped += 1
@@ -77,8 +77,12 @@ class DemotionQueue:
             cpu.pin((key,))
             self._waiting.append(key)
 
-    def _admits(self, key: bytes) -> bool:
-        return self._admission is None or self._admission.admit(key, EntryInfo(group_of(key)))
+    def _admits(self, key: bytes, groups: Mapping[int, _Group]) -> bool:
+        if not self._admissions:
+            return True
+        group = group_of(key)
+        info = EntryInfo(group, groups[group].kind, size_bytes=groups[group].footprints[self.tier])
+        return all(admission.admit(key, info) for admission in self._admissions)
 
     def due(
         self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]

@@ -106,11 +106,13 @@ class Executor:
         """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
         if plan.empty or self._loop is None:
             return
-        for store in plan.stores:
-            self._sources[store.job] = Future()
-        sources = {store.job: self._sources[store.job] for store in plan.stores}
-        after = self._engine.record_event()
-        self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
+        try:
+            sources: dict[int, Future[None]] = {store.job: Future() for store in plan.stores}
+            self._sources |= sources
+            after = self._engine.record_event()
+            self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
+        except Exception as error:  # the plan's jobs must be answered all the same
+            self._refuse(_Unanswered(plan), error)
 
     def fence(self, jobs: Sequence[int]) -> None:
         """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
@@ -173,11 +175,7 @@ class Executor:
         try:
             self._accept(plan, sources, after, unanswered)
         except Exception as error:  # every job must be answered, whatever went wrong
-            self._degrade(f"a plan could not be carried out: {error!r}")
-            for job in unanswered.jobs:
-                self._answer(job, JobResult(failed=True))
-            for request in unanswered.requests:
-                self._end_request(request, ok=False)
+            self._refuse(unanswered, error)
 
     def _accept(
         self,
@@ -256,6 +254,14 @@ class Executor:
         # The answer first: whoever sees that the request has ended must find it.
         self._answer(task.job, result)
         self._end_request(task.request, ok=not (result.failed or result.bad))
+
+    def _refuse(self, unanswered: _Unanswered, error: Exception) -> None:
+        """Fail what nobody has taken charge of."""
+        self._degrade(f"a plan could not be carried out: {error!r}")
+        for job in unanswered.jobs:
+            self._answer(job, JobResult(failed=True))
+        for request in unanswered.requests:
+            self._end_request(request, ok=False)
 
     def _end_request(self, request: str, *, ok: bool) -> None:
         self._ended.append((request, ok))

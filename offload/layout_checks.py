@@ -53,7 +53,8 @@ class LayoutInput:
 
     ``scheduler_tokens`` is vLLM's scheduler block size (its hits are multiples of it).
     ``chunk_blocks`` is the configured number of blocks per chunk. ``context_parallel`` is the
-    product of the decode and prefill context parallel sizes. ``max_tokens`` is the model's context
+    product of the decode and prefill context parallel sizes, ``pipeline_parallel`` the stages that
+    the layers are spread over. ``max_tokens`` is the model's context
     length, 0 if it is not known.
     """
 
@@ -63,6 +64,7 @@ class LayoutInput:
     scheduler_tokens: int
     chunk_blocks: int = 1
     context_parallel: int = 1
+    pipeline_parallel: int = 1
     max_tokens: int = 0
     prefix_caching: bool = True
 
@@ -78,6 +80,11 @@ def build_layout(given: LayoutInput) -> ModelLayout:
     Raises ``UnsupportedSpecError`` or ``AlignmentError``, listing every offender.
     """
     raise_if_bad(given)
+    return unchecked_layout(given)
+
+
+def unchecked_layout(given: LayoutInput) -> ModelLayout:
+    """The layout that follows from the input whether or not it can work."""
     return ModelLayout(
         num_blocks=given.num_blocks,
         hash_tokens=given.hash_tokens,
@@ -190,14 +197,21 @@ def _kind_misfits(group: GroupInput) -> list[Misfit]:
 
 
 def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
-    names = "; ".join(group.name for group in given.taking_part)
-    if given.context_parallel <= 1 or len(given.taking_part) <= 1:
-        return []
-    what = (
-        f"context parallelism of {given.context_parallel} with {len(given.taking_part)} KV cache "
-        f"groups is not supported, because it shards their tokens differently: {names}"
-    )
-    return [Misfit(what, unsupported=True)]
+    misfits = []
+    if given.pipeline_parallel > 1:
+        what = (
+            f"pipeline parallelism of {given.pipeline_parallel} is not supported: its ranks hold "
+            "different layers"
+        )
+        misfits.append(Misfit(what, unsupported=True))
+    if given.context_parallel > 1 and len(given.taking_part) > 1:
+        names = "; ".join(group.name for group in given.taking_part)
+        what = (
+            f"context parallelism of {given.context_parallel} with {len(given.taking_part)} KV "
+            f"cache groups is not supported, because it shards their tokens differently: {names}"
+        )
+        misfits.append(Misfit(what, unsupported=True))
+    return misfits
 
 
 def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
@@ -242,7 +256,7 @@ def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
 def _single_hints(given: LayoutInput) -> list[Hint]:
     """Every single change that could help; whether it does is for the caller to try."""
     hints = [_aligned_states(given), _finer_hash(given), _smaller_chunk(given)]
-    hints += [_no_context_parallel(given), _no_token_scales(given)]
+    hints += [_no_context_parallel(given), _no_pipeline(given), _no_token_scales(given)]
     return [hint for hint in hints if hint is not None]
 
 
@@ -292,6 +306,13 @@ def _no_context_parallel(given: LayoutInput) -> Hint | None:
         return None
     text = "start vLLM with --decode-context-parallel-size 1 --prefill-context-parallel-size 1"
     return Hint(text, replace(given, context_parallel=1))
+
+
+def _no_pipeline(given: LayoutInput) -> Hint | None:
+    if given.pipeline_parallel <= 1:
+        return None
+    text = "start vLLM with --pipeline-parallel-size 1 (and more tensor parallelism)"
+    return Hint(text, replace(given, pipeline_parallel=1))
 
 
 def _no_token_scales(given: LayoutInput) -> Hint | None:

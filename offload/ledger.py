@@ -28,7 +28,8 @@ class JobKind(enum.Enum):
 @dataclass(slots=True)
 class Job:
     """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
-    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads."""
+    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads. What a
+    ``distrusted`` job fills is never committed, whatever the ranks answer."""
 
     job: int
     kind: JobKind
@@ -37,8 +38,10 @@ class Job:
     pins: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
     blocks: tuple[int, ...] = ()
     request: str = ""
+    chunks: int = 0
     tokens_by_tier: Mapping[int, int] | None = None
     result: JobResult | None = None
+    distrusted: bool = False
 
 
 class Ledger:
@@ -103,6 +106,12 @@ class Ledger:
             if readers:
                 found |= readers
         return found
+
+    def distrust(self, kind: JobKind) -> None:
+        """Nothing that open jobs of this kind fill may be committed."""
+        for job in self._jobs.values():
+            if job.kind is kind:
+                job.distrusted = True
 
     def count(self, kind: JobKind) -> int:
         """How many jobs of a kind are open."""

@@ -24,7 +24,7 @@ from offload.plans import (
     StoreJob,
 )
 from offload.stats import PlannerStats
-from policies.base import EntryInfo
+from policies.base import AdmissionPolicy, EntryInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Planner:
     """Decides stores, loads, write-through and eviction for one engine.
 
     ``groups`` maps group ids to what is known of them; ``ranks`` is how many workers answer
-    every job; ``max_store_chunks`` bounds the chunks that may be on their way to the CPU tier.
+    every job; ``max_store_chunks`` and ``max_load_chunks`` bound the chunks that may be on their
+    way to and from the CPU tier; ``admission`` says what may enter it (``None``: everything).
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Planner:
         *,
         ranks: int = 1,
         max_store_chunks: int = 4096,
+        max_load_chunks: int = 1 << 30,
+        admission: AdmissionPolicy | None = None,
         demotions: Sequence[DemotionQueue] | None = None,
     ) -> None:
         self.cpu = cpu
@@ -70,7 +73,10 @@ class Planner:
         self._groups = groups
         self._ledger = Ledger(ranks)
         self._max_store_chunks = max_store_chunks
+        self._max_load_chunks = max_load_chunks
+        self._admission = admission
         self._storing = 0
+        self._loading = 0
         self._stores: list[StoreJob] = []
         self._loads: list[LoadJob] = []
         self._fence: set[int] = set()
@@ -139,12 +145,15 @@ class Planner:
         cpu, present = self.cpu, self.present
         fresh: list[Wanted] = []
         for position, chunk in enumerate(chunks):
-            if present(chunk.key) or not cpu.is_absent(chunk.key):
+            if present(chunk.key) or not cpu.is_absent(chunk.key) or not self._admits(chunk):
                 continue
             if len(fresh) >= budget:
                 return fresh, position
             fresh.append(chunk)
         return fresh, len(chunks)
+
+    def _admits(self, chunk: Wanted) -> bool:
+        return self._admission is None or self._admission.admit(chunk.key, self._info(chunk, 1))
 
     def _open_store(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
         job = self._ledger.next_id()
@@ -168,6 +177,12 @@ class Planner:
         for job_id in unsent:
             self._cancel_store(job_id)
         self._fence |= readers - unsent
+
+    def distrust_stores(self) -> None:
+        """A fence may have been missed: no store that is open now may be committed."""
+        for store in list(self._stores):
+            self._cancel_store(store.job)
+        self._ledger.distrust(JobKind.STORE)
 
     def _cancel_store(self, job_id: int) -> None:
         job = self._ledger.close(job_id)
@@ -205,11 +220,27 @@ class Planner:
                 fills=tuple(promoted),
                 pins=tuple(pins),
                 request=request,
+                chunks=len(chunks),
                 tokens_by_tier=tokens,
             )
         )
         self._loads.append(LoadJob(job, request, items))
+        self._loading += len(chunks)
         return tokens
+
+    def plan_failed_load(self, request: str) -> None:
+        """Answer a request that waits for a load with a failure, which vLLM recomputes."""
+        job = self._ledger.next_id()
+        self._ledger.open(Job(job, JobKind.LOAD, request=request))
+        nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
+        self._loads.append(LoadJob(job, request, (nobody_has_it,)))
+
+    def can_load(self, chunks: int) -> bool:
+        """Whether the load budget has room. One load is always allowed, however large."""
+        if not self._loading or self._loading + chunks <= self._max_load_chunks:
+            return True
+        self.stats.load_refusals += 1
+        return False
 
     def _split(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
         in_slab: list[Wanted] = []
@@ -276,10 +307,10 @@ class Planner:
             or any(len(queue) for queue in self._demotions)
         )
 
-    def step(self, *, idle: bool = False) -> StepPlan:
+    def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
         demotes = []
-        for queue in self._demotions:
+        for queue in self._demotions if demote else ():
             for job in queue.due(self.cpu, self._ledger, self._groups):
                 demotes.append(job.plan)
                 self.delete(queue.tier, job.evicted)
@@ -302,16 +333,21 @@ class Planner:
 
     def complete(self, report: StepReport) -> None:
         """Take in what workers have finished."""
+        ended = {
+            JobKind.STORE: self._stored,
+            JobKind.LOAD: self._loaded,
+            JobKind.DEMOTE: self._demoted,
+        }
+        errors: list[Exception] = []
         for job_id, result in report.results.items():
-            job = self._ledger.answer(job_id, result)
-            if job is None:
-                continue
-            if job.kind is JobKind.STORE:
-                self._stored(job)
-            elif job.kind is JobKind.LOAD:
-                self._loaded(job)
-            else:
-                self._demoted(job)
+            try:
+                job = self._ledger.answer(job_id, result)
+                if job is not None:
+                    ended[job.kind](job)
+            except Exception as error:  # one bad answer must not lose the others
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _stored(self, job: Job) -> None:
         self._storing -= len(job.fills)
@@ -320,10 +356,11 @@ class Planner:
         kept = self.cpu.commit(good)
         self.stats.stored(CPU, len(kept), len(bad))
         for queue in self._demotions:
-            queue.offer(kept, self.cpu)
+            queue.offer(kept, self.cpu, self._groups)
 
     def _loaded(self, job: Job) -> None:
         good, bad = self._verdict(job)
+        self._loading -= job.chunks
         for key in job.fills:
             self._promoting.pop(key, None)
         self.cpu.abort(bad)
@@ -353,7 +390,7 @@ class Planner:
     def _verdict(self, job: Job) -> tuple[list[bytes], list[bytes]]:
         """Which of the keys that a job filled may be committed, and which must not."""
         result = _result(job)
-        if result.failed:
+        if result.failed or job.distrusted:
             return [], list(job.fills)
         good = [key for key in job.fills if key not in result.bad]
         return good, [key for key in job.fills if key in result.bad]

@@ -27,6 +27,7 @@ class PlannerStats:
     tiers: dict[str, TierCounters] = field(default_factory=dict)
     loads: int = 0
     load_failures: int = 0
+    load_refusals: int = 0
     store_refusals: int = 0
     stores_cancelled: int = 0
     resets: int = 0
@@ -66,6 +67,7 @@ class PlannerStats:
         flat: dict[str, float] = {
             "loads": self.loads,
             "load_failures": self.load_failures,
+            "load_refusals": self.load_refusals,
             "store_refusals": self.store_refusals,
             "stores_cancelled": self.stores_cancelled,
             "resets": self.resets,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload.config import OffloadConfig, TierConfig
 from tiers.base import Tier
+from tiers.file_tier import FileTier
+from tiers.lmdb_store import Recovery
+from tiers.lmdb_tier import LmdbTier
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,36 @@ def tier_names(config: OffloadConfig) -> list[str]:
     return names
 
 
-def make_tier(spec: TierSpec) -> Tier:
-    """The tier, not opened yet."""
-    from tiers.lmdb_tier import LmdbTier
+def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
+    """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given."""
+    return _MAKERS[spec.config.type](spec, record_bytes)
 
+
+def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
+    config = spec.config
     return LmdbTier(
         spec.folder,
         spec.capacity_bytes,
         namespace=spec.namespace,
         rank=spec.rank,
         epoch=spec.epoch,
-        io_threads=spec.config.io_threads,
+        io_threads=config.io_threads,
+        recovery=Recovery(config.recovery),
+        reserve_bytes=config.reserve,
+        record_bytes=record_bytes,
+        direct_io=config.options.get("direct_io") != "off",
     )
+
+
+def _file(spec: TierSpec, record_bytes: int) -> Tier:
+    return FileTier(
+        spec.folder,
+        spec.capacity_bytes,
+        namespace=spec.namespace,
+        rank=spec.rank,
+        epoch=spec.epoch,
+        depth=spec.config.io_threads,
+    )
+
+
+_MAKERS: dict[str, Callable[[TierSpec, int], Tier]] = {"lmdb": _lmdb, "file": _file}

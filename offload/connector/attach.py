@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.config import OffloadConfig
+from offload.config import OffloadConfig, TierConfig
 from offload.config_fields import PolicyConfig
 from offload.connector.messages import OffloadHandshake
 from offload.demotion import DemotionQueue
@@ -16,10 +16,15 @@ from offload.keys import group_of
 from offload.layout import ModelLayout
 from offload.planner import GroupInfo, Planner
 from offload.space import ByteSpace, SlotSpace
-from policies.base import AdmissionPolicy, EntryInfo
+from policies.admission import WriteBudget
+from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
+from policies.guarded import GuardedPolicy
+from policies.lru import LruPolicy
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
+
+DAY_S = 86_400.0
 
 
 def make_planner(
@@ -41,13 +46,13 @@ def make_planner(
         for group in layout.groups
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex("cpu", SlotSpace(slots), make_policy(_spec(config.cpu.policy)))
+    cpu = TierIndex("cpu", SlotSpace(slots), _policy("cpu", config.cpu.policy))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     queues = [
         DemotionQueue(
             tier,
             index,
-            admission=_admission(config.tiers[tier].admission),
+            admissions=_tier_admissions(config.tiers[tier], len(ranks)),
             max_waiting=max(1, slots * 3 // 4),
         )
         for tier, index in enumerate(lower)
@@ -59,6 +64,8 @@ def make_planner(
         lower,
         ranks=len(ranks),
         max_store_chunks=max(1, config.max_inflight_store // slot_total),
+        max_load_chunks=max(1, config.max_inflight_load // slot_total),
+        admission=_admission(config.cpu.admission),
         demotions=queues,
     )
     for tier in range(len(lower)):
@@ -92,8 +99,8 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier:
     settings = config.tiers[tier]
     space = ByteSpace(int(capacity * settings.high_watermark))
     low = settings.low_watermark / settings.high_watermark
-    policy = make_policy(_spec(settings.policy))
-    return TierIndex(ranks[0].tiers[tier].name, space, policy, low_watermark=low)
+    name = ranks[0].tiers[tier].name
+    return TierIndex(name, space, _policy(name, settings.policy), low_watermark=low)
 
 
 def _recover(
@@ -123,6 +130,28 @@ def _recover(
 
 def _spec(policy: PolicyConfig) -> dict[str, Any]:
     return {"name": policy.name, **policy.options}
+
+
+def _policy(tier: str, policy: PolicyConfig) -> EvictionPolicy:
+    """The eviction policy of a tier. All but our LRU are watched: one that raises, dawdles or
+    names keys that it must not is replaced by LRU."""
+    made = make_policy(_spec(policy))
+    if type(made) is LruPolicy:
+        return made
+    return GuardedPolicy(
+        made, lambda why: logger.error("kvtiers: policy of tier %s: %s; using LRU", tier, why)
+    )
+
+
+def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
+    """What a chunk must pass to be written. The daily budget is the server's, one rank's share
+    is counted because every rank writes alike."""
+    chosen = _admission(tier.admission)
+    found = [chosen] if chosen is not None else []
+    if tier.write_budget_per_day:
+        per_rank = tier.write_budget_per_day / ranks
+        found.append(WriteBudget(per_rank / DAY_S, burst_bytes=per_rank / 24))
+    return found
 
 
 def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:

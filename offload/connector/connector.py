@@ -60,7 +60,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._collector: StatsCollector | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._setup.announce()
-            self._scheduler = SchedulerSide(self._setup.layout, self._setup.identity_of)
+            self._scheduler = SchedulerSide(
+                self._setup.layout,
+                self._setup.identity_of,
+                self.faults,
+                require_salt=self._setup.config.require_salt,
+            )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
             self._worker = WorkerSide(

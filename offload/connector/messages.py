@@ -15,14 +15,14 @@ from offload.plans import StepPlan, StepReport
 
 
 @dataclass
-class OffloadMetadata(KVConnectorMetadata):
+class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped here
     """One step's plan, from the scheduler to every worker."""
 
     plan: StepPlan
 
 
 @dataclass
-class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
+class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vllm is untyped here
     """What one rank (after aggregation: all ranks) finished, and its counters."""
 
     report: StepReport
@@ -48,7 +48,7 @@ class TierState:
 
 
 @dataclass
-class OffloadHandshake(KVConnectorHandshakeMetadata):
+class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
     """What the scheduler must know of a rank before it can plan."""
 
     rank: int

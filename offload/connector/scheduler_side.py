@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.connector.block_tables import BlockTables
+from offload.connector.guard import Faults
 from offload.coordinator import Coordinator, PresentBatch, present_in
 from offload.layout import STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
@@ -37,10 +38,19 @@ waiting."""
 class SchedulerSide:
     """Looks up, plans and tracks for one engine."""
 
-    def __init__(self, layout: ModelLayout, identity_of: Callable[[Request], bytes]) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        identity_of: Callable[[Request], bytes],
+        faults: Faults,
+        *,
+        require_salt: bool = False,
+    ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
         self._identity_of = identity_of
+        self._faults = faults
+        self._require_salt = require_salt
         self._coordinator = Coordinator(layout)
         self._tables = BlockTables(layout)
         self._trackers: dict[str, RequestTracker] = {}
@@ -60,9 +70,9 @@ class SchedulerSide:
         if request.request_id not in self._trackers:
             groups = len(self.layout.groups)
             identity = self._identity_of(request)
-            self._trackers[request.request_id] = RequestTracker(
-                request.request_id, groups, identity
-            )
+            tracker = RequestTracker(request.request_id, groups, identity)
+            tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
+            self._trackers[request.request_id] = tracker
             self._requests[request.request_id] = request
 
     def lookup(self, request: Request, computed_tokens: int) -> int:
@@ -75,7 +85,12 @@ class SchedulerSide:
         # The last token is always computed, so that there is something to sample from.
         limit = request.num_tokens - 1
         hit = self._coordinator.longest_hit(tracker.keys, self._present, computed_tokens, limit)
-        return max(0, hit - computed_tokens)
+        if hit <= computed_tokens:
+            return 0
+        ranges = self._coordinator.load_ranges(computed_tokens, hit)
+        if not self.planner.can_load(sum(len(chunks) for chunks in ranges)):
+            return 0
+        return hit - computed_tokens
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
@@ -83,11 +98,23 @@ class SchedulerSide:
         """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
         if self.planner is None or external_tokens <= 0:
             return
-        tracker = self._tracker(request)
+        try:
+            self._plan_load(self._tracker(request), block_ids, external_tokens)
+        except Exception:
+            # The request waits for a load now: it must get an answer. And whatever was about to
+            # be fenced was not.
+            self.planner.distrust_stores()
+            self.planner.plan_failed_load(request.request_id)
+            raise
+
+    def _plan_load(
+        self, tracker: RequestTracker, block_ids: tuple[list[int], ...], external_tokens: int
+    ) -> None:
+        assert self.planner is not None
         start = tracker.lookup_start
         self.planner.fence(self._tables.beyond(block_ids, start))
         wanted = self._wanted_for_load(tracker, block_ids, start, start + external_tokens)
-        tracker.sources = self.planner.plan_load(request.request_id, wanted)
+        tracker.sources = self.planner.plan_load(tracker.request, wanted)
         tracker.loading = True
         self._touch(tracker, start + external_tokens)
         self._moved_at = time.monotonic()
@@ -149,6 +176,17 @@ class SchedulerSide:
         """Everything the workers have to do because of this step."""
         if self.planner is None:
             return StepPlan()
+        idle = output.total_num_scheduled_tokens == 0
+        try:
+            self._prepare(output)
+            return self.planner.step(idle=idle)
+        except Exception as error:  # loads and fences of this step must go out all the same
+            self._faults.note("build_connector_meta", error)
+            self.planner.distrust_stores()
+            return self.planner.step(idle=idle, demote=False)
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        assert self.planner is not None
         for request_id in output.preempted_req_ids or ():
             if request_id in self._trackers:
                 self._trackers[request_id].restart()
@@ -157,7 +195,6 @@ class SchedulerSide:
         self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._store_scheduled(output, request_id, scheduled)
-        return self.planner.step(idle=output.total_num_scheduled_tokens == 0)
 
     def _store_scheduled(self, output: SchedulerOutput, request_id: str, scheduled: int) -> None:
         tracker, request = self._trackers.get(request_id), self._requests.get(request_id)

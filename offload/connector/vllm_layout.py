@@ -73,6 +73,7 @@ def layout_input(
         scheduler_tokens=math.lcm(*(group.block_tokens for group in groups)),
         chunk_blocks=chunk_blocks,
         context_parallel=dcp * parallel.prefill_context_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
         max_tokens=vllm_config.model_config.max_model_len,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
     )

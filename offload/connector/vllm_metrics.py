@@ -52,6 +52,7 @@ METRICS: dict[str, Metric] = {
     "load_seconds": Metric("Time from the start of a load to its end."),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
+    "load_refusals": Metric("Hits not used because the load budget was spent."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
     "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
@@ -110,7 +111,8 @@ class StatsCollector:
 
     def collect(self) -> OffloadStats | None:
         """What changed; ``None`` if nothing did."""
-        data, self._worker = self._worker, {}
+        data: dict[str, float] = self._worker
+        self._worker = {}
         now = self._totals()
         for name, value in now.items():
             difference = value - self._sent.get(name, 0)

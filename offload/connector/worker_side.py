@@ -64,7 +64,8 @@ class WorkerSide:
         counts = slot_counts(self._config, slot_bytes, self._ranks)
         self._slab = self._make_slab(slot_bytes, counts.slots + counts.staging, device)
         engine = _make_engine(groups, self._slab, registration.num_blocks, device)
-        tiers = [make_tier(spec) for spec in specs]
+        smallest = min(io_bytes(group) for group in groups)
+        tiers = [make_tier(spec, smallest) for spec in specs]
         self._loop = OffloadLoop()
         staging = range(counts.slots, counts.slots + counts.staging)
         limits = ExecutorLimits(self._config.load_timeout_s, self._config.fence_timeout_s)
