@@ -30,8 +30,25 @@ ADMISSION_GROUP = "kvtiers.admission"
 
 _POLICIES = {
     "lru": "policies.lru:LruPolicy",
+    "leaf-lru": "policies.leaf_lru:LeafLruPolicy",
+    "fifo": "policies.fifo:FifoPolicy",
+    "lfu": "policies.lfu:LfuPolicy",
+    "arc": "policies.arc:ArcPolicy",
+    "2q": "policies.two_queue:TwoQueuePolicy",
+    "slru": "policies.slru:SlruPolicy",
+    "sieve": "policies.sieve:SievePolicy",
+    "s3fifo": "policies.s3fifo:S3FifoPolicy",
+    "wtinylfu": "policies.wtinylfu:WTinyLfuPolicy",
+    "lirs": "policies.lirs:LirsPolicy",
+    "gdsf": "policies.gdsf:GdsfPolicy",
+    "ttl": "policies.ttl:TtlPolicy",
 }
-_ADMISSIONS: dict[str, str] = {}
+_ADMISSIONS = {
+    "all": "policies.admission:AdmitAll",
+    "second-use": "policies.admission:SecondUse",
+    "frequency": "policies.admission:FrequencyAdmission",
+    "write-budget": "policies.admission:WriteBudget",
+}
 
 
 class PolicySpecError(ValueError):
@@ -130,13 +147,16 @@ def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
 def _load(path: str, noun: str) -> Any:
     module_name, _, class_name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in class_name.split("."):
-            found = getattr(found, part)
+        module = importlib.import_module(module_name)
     except Exception as error:  # a foreign module may raise anything when imported
-        near = difflib.get_close_matches(class_name, dir(found), n=1) if "found" in locals() else []
+        raise PolicyImportError(f'cannot import {noun} "{path}": {error}.') from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        near = difflib.get_close_matches(class_name, dir(module), n=1)
         hint = f' Did you mean "{module_name}:{near[0]}"?' if near else ""
-        raise PolicyImportError(f'cannot import {noun} "{path}": {error}.{hint}') from error
+        raise PolicyImportError(
+            f'cannot import {noun} "{path}": module {module_name} has no {class_name}.{hint}'
+        )
     return found
 
 

@@ -172,11 +172,9 @@ class TraceWriter:
     def __init__(self, path: str | Path, name: str, block_tokens: int, **meta: object) -> None:
         self._path = Path(path)
         self._numbers = BlockNumbers()
-        self._file: IO[str] = (
-            cast("IO[str]", gzip.open(self._path, "wt", encoding="utf-8"))
-            if self._path.suffix == ".gz"
-            else self._path.open("w", encoding="utf-8")
-        )
+        packed = self._path.suffix == ".gz"
+        opened = gzip.open if packed else open
+        self._file = cast("IO[str]", opened(self._path, "wt", encoding="utf-8"))
         self._line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
 
     def record(

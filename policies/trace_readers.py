@@ -1,12 +1,12 @@
 """Readers of other people's traces, and the choice of the right one.
 
-* ``mooncake``: ``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``, one id per
-  512 tokens, the last one possibly of a partial block (github.com/kvcache-ai/Mooncake, FAST'25).
+* ``mooncake``: ``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``, one id
+  per 512 tokens, the last one possibly of a partial block (kvcache-ai/Mooncake, FAST 2025).
 * ``bailian``: ``{"chat_id", "parent_chat_id", "timestamp": s, "input_length", "output_length",
   "turn", "hash_ids": [...]}``, one id per 16 tokens (Qwen Bailian anonymous usage traces).
 * ``kv-events``: batches of vLLM's KV cache events, one JSON value per line, as
-  ``{"ts", "events": [...]}`` or the array ``[ts, [...], rank]``. Every ``BlockStored`` event counts as
-  a request for the chain from the root to its last block; events say nothing of hits that
+  ``{"ts", "events": [...]}`` or the array ``[ts, [...], rank]``. Every ``BlockStored`` event counts
+  as a request for the chain from the root to its last block; events say nothing of hits that
   stored nothing, so hit ratios of such a trace are lower bounds.
 * ``kvtiers``: our own (``policies.trace``).
 """
@@ -43,7 +43,9 @@ def read_trace(path: str | Path, format: str = "auto", block_tokens: int | None 
 
 
 def _detect(path: Path) -> str:
-    _, row = next(json_lines(path), (0, None))
+    row: Any = None
+    for _, row in json_lines(path):
+        break
     if isinstance(row, list) or (isinstance(row, dict) and "events" in row):
         return "kv-events"
     if isinstance(row, dict) and "meta" in row:
@@ -55,11 +57,11 @@ def _detect(path: Path) -> str:
 
 def _own(path: Path, block_tokens: int | None) -> Trace:
     lines = json_lines(path)
-    _, first = next(lines, (0, {}))
     try:
+        _, first = next(lines)
         meta = first["meta"]
         tokens = int(block_tokens or meta["block_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise TraceError(f"{path}: line 1 must be meta with block_tokens ({error!r})") from error
     requests = [_guard(path, number, parse_request, row) for number, row in lines]
     full = [request for request in requests if request.runs]

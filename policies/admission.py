@@ -1,0 +1,77 @@
+"""Admission: what may enter a tier at all. For tiers whose writes are dear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from policies.base import AdmissionPolicy, EntryInfo, Key
+from policies.ghosts import GhostList
+from policies.sketch import FrequencySketch
+
+
+class AdmitAll(AdmissionPolicy):
+    """Everything may enter."""
+
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        return True
+
+
+class SecondUse(AdmissionPolicy):
+    """What was offered before, among the last ``window`` keys refused.
+
+    Keeps prefixes closed, since a head is offered at least as often as its tail (T. Johnson and
+    D. Shasha's 2Q, VLDB 1994, has the same filter in its A1out queue).
+    """
+
+    def __init__(self, window: int = 1_000_000) -> None:
+        self._window = window
+        self._refused = GhostList()
+
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        if key in self._refused:
+            return True
+        self._refused.add(key)
+        self._refused.trim(self._window)
+        return False
+
+
+class FrequencyAdmission(AdmissionPolicy):
+    """What was offered at least ``uses`` times lately, by a sketch for about ``width`` keys.
+
+    Needs about 4 bytes per key, where ``SecondUse`` needs the keys themselves.
+    """
+
+    def __init__(self, uses: int = 2, width: int = 1 << 20) -> None:
+        self._uses = uses
+        self._sketch = FrequencySketch(width)
+
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        return self._sketch.add(key) >= self._uses
+
+
+class WriteBudget(AdmissionPolicy):
+    """At most ``bytes_per_s`` on average and ``burst_bytes`` at once (a token bucket).
+
+    Protects a disk's endurance; hits fall where the budget binds. ``clock`` gives monotonic
+    seconds; a simulator replaces it.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float = 0.0) -> None:
+        if bytes_per_s <= 0:
+            raise ValueError(f"bytes_per_s must be positive (got {bytes_per_s})")
+        self.clock: Callable[[], float] = time.monotonic
+        self._rate = bytes_per_s
+        self._most = burst_bytes or 10 * bytes_per_s
+        self._left = self._most
+        self._filled_s: float | None = None
+
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        now = self.clock()
+        if self._filled_s is not None:
+            self._left = min(self._most, self._left + (now - self._filled_s) * self._rate)
+        self._filled_s = now
+        if self._left < info.size_bytes:
+            return False
+        self._left -= info.size_bytes
+        return True

@@ -1,0 +1,90 @@
+"""GreedyDual-Size-Frequency: keeps what is costly to compute again, per byte and per use.
+
+L. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy",
+HP Labs TR 98-69, 1998. With the cost of recomputing a chunk at its depth in the prefix it is
+close to PGDSF (C. Jin et al., "RAGCache: Efficient knowledge caching for retrieval-augmented
+generation", arXiv 2404.12457, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count as counter
+
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+
+
+class _Entry:
+    __slots__ = ("priority", "uses", "value")
+
+    def __init__(self, value: float, priority: float) -> None:
+        self.value = value
+        self.uses = 0
+        self.priority = priority
+
+
+class GdsfPolicy(EvictionPolicy):
+    """Priority = clock + uses x cost / size; the clock is the highest priority evicted so far.
+
+    ``EntryInfo.cost`` counts where it is given; else the cost is that of attention, growing
+    with the depth: ``1 + depth_tokens / depth_scale``. Priorities only rise, so an entry waits in
+    the heap under an old one and is put right when it comes up: O(log n) per key, amortised.
+    """
+
+    def __init__(self, depth_scale: float = 32768.0) -> None:
+        self._scale = depth_scale
+        self._entries: dict[Key, _Entry] = {}
+        self._heap: list[tuple[float, int, Key, _Entry]] = []
+        self._order = counter()
+        self._clock = 0.0
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        cost = info.cost or 1.0 + info.depth_tokens / self._scale
+        value = cost / max(1, info.size_bytes)
+        entry = self._entries[key] = _Entry(value, self._clock + value)
+        heappush(self._heap, (entry.priority, next(self._order), key, entry))
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        entries, clock = self._entries, self._clock
+        for key in keys:
+            entry = entries.get(key)
+            if entry is not None:
+                entry.uses += 1  # the first touch belongs to the insertion: uses counts it once
+                entry.priority = clock + entry.uses * entry.value
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        found: list[Key] = []
+        passed: list[tuple[float, int, Key, _Entry]] = []
+        while self._heap and len(found) < count:
+            item = heappop(self._heap)
+            _, _, key, entry = item
+            if self._entries.get(key) is not entry:
+                continue
+            if entry.priority > item[0]:
+                heappush(self._heap, (entry.priority, next(self._order), key, entry))
+                continue
+            passed.append(item)
+            if evictable(key):
+                found.append(key)
+        for item in passed:
+            heappush(self._heap, item)
+        return found
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if cause is RemoveCause.EVICTED:
+            self._clock = max(self._clock, entry.priority)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [item for item in self._heap if self._entries.get(item[2]) is item[3]]
+            heapify(self._heap)
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._heap.clear()
+        self._clock = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
