@@ -74,7 +74,7 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped h
     """Flat numbers by ``metric`` or ``metric:label``."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data = dict[str, float]()
 
     def is_empty(self) -> bool:
         return not self.data

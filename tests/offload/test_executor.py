@@ -1,0 +1,228 @@
+"""The executor's promises towards its driver: every job answered once, fences, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from offload.executor import Drained, Executor, ExecutorLimits
+from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
+from offload.registry import GroupCaches, register_kv_caches
+from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
+from tiers.base import Tier
+from tiers.memory_tier import MemoryTier
+from tiers.simulated_copy import SimulatedCopyEngine
+from tiers.slab import HostSlab
+from tiers.wrappers import HoldingTier
+
+SLOTS = 8
+KEYS = [key + bytes(4) for key in keys(8)]
+
+
+class Rank:
+    """An executor on simulated streams that move only when told to."""
+
+    def __init__(self, tier: Tier, **limits: float) -> None:
+        self.caches = kv_caches()
+        layers = {name: self.caches[name] for name in ("layers.0", "layers.1")}
+        registration = register_kv_caches(BLOCKS, [GroupCaches(0, 1, layers)])
+        self.slab = HostSlab(8192, SLOTS)
+        self.engine = SimulatedCopyEngine(
+            registration.groups, self.slab, num_blocks=BLOCKS, seed=1, automatic=False
+        )
+        self.executor = Executor(
+            self.slab,
+            self.engine,
+            registration.groups,
+            [tier],
+            staging=[SLOTS - 1],
+            limits=ExecutorLimits(**limits),  # type: ignore[arg-type]  # only the float fields
+        )
+
+    async def turn(self, times: int = 20) -> Drained:
+        """Let the loop and the streams run, and take what ended."""
+        total = Drained()
+        for _ in range(times):
+            self.engine.run_all()
+            await asyncio.sleep(0)
+            self._add(total, self.executor.drain())
+        return total
+
+    @staticmethod
+    def _add(total: Drained, more: Drained) -> None:
+        assert not total.report.results.keys() & more.report.results.keys(), "answered twice"
+        assert not total.finished & more.finished, "request ended twice"
+        total.finished |= more.finished
+        total.failed |= more.failed
+        total.report.results.update(more.report.results)
+
+
+@asynccontextmanager
+async def rank_with(tier: Tier | None = None, **limits: float) -> AsyncIterator[Rank]:
+    tier = tier or MemoryTier(1 << 20)
+    await tier.open()
+    rank = Rank(tier, **limits)
+    rank.executor.start()
+    try:
+        yield rank
+    finally:
+        await rank.executor.aclose(0.5)
+        rank.slab.close()
+
+
+def store(job: int, blocks: list[int], slots: list[int]) -> StoreJob:
+    return StoreJob(job, 0, tuple((block,) for block in blocks), tuple(slots))
+
+
+def load(job: int, slots: list[int], blocks: list[int], tier: int = IN_SLAB) -> LoadJob:
+    items = tuple(
+        LoadItem(KEYS[n], 0, (block,), slot, tier)
+        for n, (slot, block) in enumerate(zip(slots, blocks, strict=True))
+    )
+    return LoadJob(job, f"r{job}", items)
+
+
+async def test_store_demote_load_each_answered_once() -> None:
+    async with rank_with() as rank:
+        compute(rank.caches, keys(3), [1, 2, 3])
+        rank.executor.post(StepPlan(stores=(store(1, [1, 2, 3], [0, 1, 2]),)))
+        done = await rank.turn()
+        assert done.report.results.keys() == {1}
+        demote = DemoteJob(2, 0, 0, tuple(KEYS[:3]), (0, 1, 2))
+        rank.executor.post(StepPlan(demotes=(demote,)))
+        assert (await rank.turn()).report.results[2].bad == frozenset()
+        rank.slab.slot(0)[:] = 0
+        rank.executor.post(StepPlan(loads=(load(3, [4, STAGED, STAGED], [10, 11, 12], tier=0),)))
+        done = await rank.turn()
+        assert done.finished == {"r3"}
+        assert not done.failed
+        assert wrong_blocks(rank.caches, keys(3), [10, 11, 12]) == []
+
+
+async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
+    async with rank_with(fence_timeout_s=20.0) as rank:
+        compute(rank.caches, keys(1), [1])
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        fence = asyncio.create_task(asyncio.to_thread(rank.executor.fence, [1]))
+        await asyncio.sleep(0.01)
+        assert not fence.done(), "the copy has not run yet"
+        done = await rank.turn()
+        await fence
+        compute(rank.caches, keys(1, 5), [1])  # the block has a new owner
+        assert not done.report.results[1].failed
+        rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
+        await rank.turn()
+        assert wrong_blocks(rank.caches, keys(1), [9]) == []
+
+
+async def test_a_fence_that_cannot_wait_fails_the_store() -> None:
+    async with rank_with(fence_timeout_s=0.05) as rank:
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(rank.executor.fence, [1])
+        assert rank.executor.stats.fence_timeouts == 1
+        assert (await rank.turn()).report.results[1].failed
+
+
+async def test_a_fence_before_the_loop_has_seen_the_store_cancels_it() -> None:
+    async with rank_with(fence_timeout_s=0.05) as rank:
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        rank.executor.fence([1])  # blocks the loop's own thread: the plan was not accepted yet
+        assert (await rank.turn()).report.results[1].failed
+
+
+async def test_a_hanging_read_ends_the_request_but_not_the_job() -> None:
+    tier = HoldingTier(MemoryTier(1 << 20), methods={"read"})
+    async with rank_with(tier, load_timeout_s=0.05) as rank:
+        rank.executor.post(StepPlan(loads=(load(1, [0], [9], tier=0),)))
+        await tier.waiting()
+        ended = Drained()
+        while not ended.finished:
+            Rank._add(ended, await rank.turn(1))
+            await asyncio.sleep(0.01)
+        assert ended.failed == {"r1"}
+        assert ended.report.results == {}, "the read may still write into the slot"
+        rank.caches["layers.0"][9] = 7
+        tier.release()
+        done = await rank.turn()
+        assert done.report.results[1].failed
+        assert done.finished == set()
+        assert bool((rank.caches["layers.0"][9] == 7).all()), "nothing may be copied any more"
+
+
+async def test_a_joined_load_fails_with_the_read_it_joined() -> None:
+    async with rank_with() as rank:  # the tier holds nothing
+        first, second = load(1, [0], [9], tier=0), load(2, [0], [10])
+        rank.executor.post(StepPlan(loads=(first, second)))
+        done = await rank.turn()
+        assert done.failed == {"r1", "r2"}
+        assert done.report.results[1].lost == {KEYS[0]}
+        assert done.report.results[2].bad == {KEYS[0]}
+
+
+async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
+    inner = MemoryTier(1 << 20)
+    tier = HoldingTier(inner, methods={"read"})
+    async with rank_with(tier) as rank:
+        rank.executor.post(StepPlan(demotes=(DemoteJob(1, 0, 0, (KEYS[0],), (0,)),)))
+        rank.executor.post(StepPlan(loads=(load(2, [1], [9], tier=0),)))
+        await tier.waiting()
+        rank.executor.post(StepPlan(reset=True, epochs=(5,)))
+        tier.release()
+        done = await rank.turn()
+        assert done.failed == {"r2"}
+        await rank.executor.settle()
+        assert inner.epoch == 5
+        assert inner.records == {}
+
+
+async def test_a_plan_that_cannot_be_carried_out_is_answered_as_failed() -> None:
+    async with rank_with() as rank:
+        broken: Any = StepPlan(
+            stores=(store(1, [1], [0]),),
+            demotes=(DemoteJob(2, 7, 0, (KEYS[0],), (0,)),),  # there is no tier 7
+            loads=(load(3, [0], [9]),),
+        )
+        rank.executor.post(broken)
+        done = await rank.turn()
+        assert done.report.results.keys() == {1, 2, 3}
+        assert done.report.results[2].failed
+        assert done.failed == {"r3"}
+        assert rank.executor.degraded
+
+
+async def test_an_impossible_copy_is_a_failed_job() -> None:
+    async with rank_with() as rank:
+        rank.executor.post(StepPlan(stores=(store(1, [BLOCKS + 5], [0]),)))
+        rank.executor.post(StepPlan(loads=(load(2, [0], [BLOCKS + 5]),)))
+        done = await rank.turn()
+        assert done.report.results[1].failed
+        assert done.report.results[2].failed
+        assert done.failed == {"r2"}
+
+
+async def test_closing_leaves_no_thread() -> None:
+    before = threading.active_count()
+    async with rank_with() as rank:
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        await rank.turn()
+    assert threading.active_count() <= before
+
+
+def test_a_plan_posted_to_a_stopped_loop_is_answered() -> None:
+    async def opened() -> Rank:
+        tier = MemoryTier(1 << 20)
+        await tier.open()
+        rank = Rank(tier)
+        rank.executor.start()
+        return rank
+
+    rank = asyncio.run(opened())
+    rank.executor.post(StepPlan(loads=(load(1, [0], [9]),)))
+    ended = rank.executor.drain()
+    assert ended.failed == {"r1"}
+    assert ended.report.results[1].failed
+    rank.slab.close()
