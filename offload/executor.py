@@ -128,9 +128,15 @@ class Executor:
             try:
                 source.result(max(0.0, deadline - time.monotonic()))
             except (FutureTimeoutError, CancelledError):
-                source.cancel()
-                self._poisoned.add(job)
+                self.poison([job])
                 self.stats.fence_timeouts += 1
+
+    def poison(self, jobs: Sequence[int]) -> None:
+        """Fail these stores, whatever they copy from here on."""
+        for job in jobs:
+            if job in self._sources:
+                self._sources[job].cancel()
+                self._poisoned.add(job)
 
     def drain(self, wait_s: float = 0.0) -> Drained:
         """Everything that ended since the last call; waits for a first result at most

@@ -132,7 +132,11 @@ class WorkerSide:
     def fence(self, plan: StepPlan) -> None:
         """Before anything is overwritten: let the fenced stores finish reading."""
         if plan.fence and self._executor is not None:
-            self._executor.fence(plan.fence)
+            try:
+                self._executor.fence(plan.fence)
+            except Exception:
+                self._executor.poison(plan.fence)
+                raise
 
     def post(self, plan: StepPlan) -> None:
         """After the step's forward pass was submitted: start the step's jobs."""

@@ -221,3 +221,55 @@ def test_other_weights_at_the_same_path_find_nothing(
         assert not answer.same_output(reference.answers[0])
         assert engine.call(totals)["loaded_tokens:lmdb"] == 0
         assert "weights" in engine.log()
+
+
+SCHEDULER_HOOKS = ["lookup", "finished", "update", "on_new_request", "_plan_load", "_prepare"]
+
+
+def break_scheduler(llm: Any, name: str) -> None:
+    """From now on every third call of this method raises."""
+    side = connector(llm)._scheduler
+    _break(side, name)
+
+
+def break_executor(worker: Any, name: str) -> None:
+    _break(faults.executor(worker), name)
+
+
+def _break(side: Any, name: str) -> None:
+    real, calls = getattr(side, name), [0]
+
+    def broken(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 3 == 1:
+            raise RuntimeError(f"planted in {name}")
+        return real(*args)
+
+    setattr(side, name, broken)
+
+
+def heal(llm: Any, name: str) -> None:
+    vars(connector(llm)._scheduler).pop(name, None)
+
+
+def hook_faults(llm: Any) -> dict[str, int]:
+    return dict(connector(llm).faults.by_hook)
+
+
+def test_a_hook_that_raises_costs_hits_and_never_an_answer(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    with serve(llama, tmp_path, "first") as engine:
+        for name in SCHEDULER_HOOKS:
+            engine.call(break_scheduler, name)
+            engine.reset_prefix_cache()
+            answers = engine.generate(reference.prompts)
+            assert compare(engine, reference, answers) >= 0, name
+            engine.call(heal, name)
+        assert len(engine.call(hook_faults)) >= 4
+        answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+        assert compare(engine, reference, answers) > 0
+        for name in ("fence", "drain"):
+            engine.call(faults.on_workers, break_executor, name)
+            engine.reset_prefix_cache()
+            assert compare(engine, reference, engine.generate(reference.prompts)) >= 0
