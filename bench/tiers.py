@@ -1,0 +1,197 @@
+"""How fast are the disk tiers, as a share of what the disk can do?
+
+All systems run interleaved, round by round, over the same blocks, so that a noisy machine is noisy
+for all of them; figures are medians over rounds. In every round each system forgets the
+blocks of the round before (not timed), then writes, reads cold, reads again, and mixes both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import deliver
+from bench.scenario import Report, Row, median, parse_size, percentile, progress_bar, size_text
+from bench.tiers_systems import SYSTEMS, Arena, RawDisk, System
+
+PHASES = ("write", "read cold", "read hot", "mixed")
+LATENCY_BLOCKS_PER_CALLER = 8
+Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``points`` are (block bytes, depth); ``total_bytes`` are moved per phase and round."""
+
+    points: tuple[tuple[int, int], ...]
+    total_bytes: int = 256 << 20
+    rounds: int = 5
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    folder: str = ""
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Measure every point. The folder is emptied afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=config.folder or None))
+    report = Report(
+        "tiers",
+        "Disk tiers against the raw disk",
+        dataclasses.asdict(config),
+        describe(root),
+        notes=[
+            "GB/s and CPU s/GB: medians over rounds, interleaved; share: of raw O_DIRECT.",
+            "Checksums are on in our tiers; vLLM's fs tier has none and does not flush.",
+            "p50/p99: one block per call, as many callers as the depth.",
+        ],
+    )
+    steps = len(config.points) * config.rounds * len(config.systems)
+    task = progress.add_task("tiers", total=steps)
+    try:
+        for block_bytes, depth in config.points:
+            name = f"{size_text(block_bytes)}, depth {depth}"
+
+            def step(text: str, name: str = name) -> None:
+                progress.update(task, advance=1, description=f"{name}: {text}")
+
+            report.rows += _point(config, root, block_bytes, depth, name, step)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return report
+
+
+def _point(
+    config: Config,
+    root: Path,
+    block_bytes: int,
+    depth: int,
+    name: str,
+    step: Callable[[str], None],
+) -> list[Row]:
+    arena = Arena(max(4, config.total_bytes // block_bytes), block_bytes)
+    systems = [SYSTEMS[key](root / key, arena, depth) for key in config.systems]
+    samples: dict[str, dict[str, Samples]] = defaultdict(lambda: defaultdict(_no_samples))
+    order = random.Random(1)
+    try:
+        for turn in range(-1, config.rounds):
+            for system in order.sample(systems, len(systems)):
+                found = _round(system, turn + 1)
+                if turn >= 0:  # the first round only warms up
+                    step(system.name)
+                    for phase, values in found.items():
+                        for column, value in values.items():
+                            samples[phase][system.name][column] += value
+    finally:
+        for system in systems:
+            system.close()
+    return _rows(name, samples, [system.name for system in systems])
+
+
+def _no_samples() -> Samples:
+    return defaultdict(list)
+
+
+def _round(system: System, turn: int) -> dict[str, Samples]:
+    """All phases once. Blocks of a turn are numbered from ``2 * turn * count``."""
+    count = system.arena.count
+    first = 2 * turn * count
+    mine = range(first, first + count)
+    half = count // 2
+    new = range(first + count, first + count + half)
+    few = min(half, LATENCY_BLOCKS_PER_CALLER * system.depth)
+    single = range(first + count + half, first + count + half + few)
+    found: dict[str, Samples] = {}
+    found["write"] = _timed(system, count, lambda: system.write(mine))
+    system.drop_caches()
+    found["read cold"] = _timed(system, count, lambda: system.read(mine))
+    found["read hot"] = _timed(system, count, lambda: system.read(mine))
+    found["mixed"] = _timed(system, 2 * half, lambda: system.mixed(new, mine[:half]))
+    system.forget([*new, *mine[half:]])
+    writes, reads = system.latencies_s(single, mine[:few])
+    found["write"]["latency"], found["read cold"]["latency"] = writes, reads
+    system.forget([*mine[:half], *single])
+    return found
+
+
+def _timed(system: System, blocks: int, call: Callable[[], None]) -> Samples:
+    gigabytes = blocks * system.arena.block_bytes / 1e9
+    cpu, began = time.process_time(), time.perf_counter()
+    call()
+    seconds = time.perf_counter() - began
+    return {
+        "GB/s": [gigabytes / seconds],
+        "CPU s/GB": [(time.process_time() - cpu) / gigabytes],
+    }
+
+
+def _rows(name: str, samples: dict[str, dict[str, Samples]], systems: list[str]) -> list[Row]:
+    rows = []
+    for phase in PHASES:
+        raw = median(samples[phase][RawDisk.name]["GB/s"])
+        for system in systems:
+            found = samples[phase][system]
+            speed = median(found["GB/s"])
+            ratios = [
+                mine / limit
+                for mine, limit in zip(
+                    found["GB/s"], samples[phase][RawDisk.name]["GB/s"], strict=False
+                )
+            ]
+            values = {"GB/s": speed, "share": speed / raw, "share by round": median(ratios)}
+            if found["latency"]:
+                values["p50 ms"] = 1e3 * percentile(found["latency"], 0.5)
+                values["p99 ms"] = 1e3 * percentile(found["latency"], 0.99)
+            values["CPU s/GB"] = median(found["CPU s/GB"])
+            rows.append(Row(f"{phase}, {name}", system, values))
+    return rows
+
+
+def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
+    """Every size at the first depth, every depth at 2 MiB (or at the only size)."""
+    pivot = 2 << 20 if 2 << 20 in sizes else sizes[0]
+    points = [(size, depths[0]) for size in sizes] + [(pivot, depth) for depth in depths[1:]]
+    return tuple(points)
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench tiers``."""
+
+    @app.command("tiers", help=__doc__)
+    def tiers(
+        sizes: Annotated[
+            str, typer.Option(help="Block sizes.")
+        ] = "64KiB,256KiB,1MiB,2MiB,4MiB,16MiB",
+        depths: Annotated[str, typer.Option(help="The first for all sizes.")] = "4,1,8,32",
+        total: Annotated[str, typer.Option(help="Moved per phase and round.")] = "256MiB",
+        rounds: int = 5,
+        systems: str = ",".join(SYSTEMS),
+        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+    ) -> None:
+        config = Config(
+            default_points(
+                [parse_size(text) for text in sizes.split(",")],
+                [int(text) for text in depths.split(",")],
+            ),
+            parse_size(total),
+            rounds,
+            tuple(systems.split(",")),
+            folder,
+        )
+        with progress_bar() as progress:
+            report = run(config, progress)
+        command = "python -m bench " + " ".join(sys.argv[1:])
+        deliver(report, command=command, column="share", as_json=as_json, keep=keep)
