@@ -112,6 +112,7 @@ REFUSED: dict[str, Any] = {
         "fence_timeout_s": float("inf"),
     },
     "chunk-blocks": {**cpu(), "chunk_blocks": 1.5},
+    "numbers-not-booleans": {**cpu(), "chunk_blocks": True, "load_timeout_s": True},
     "require-salt": {**cpu(), "require_salt": "yes"},
     "budgets": {
         **cpu(),

@@ -75,8 +75,15 @@ def test_reading_and_machine_problems_come_together(tmp_path: Path) -> None:
     ]
 
 
-def test_a_faulty_value_is_not_complained_about_twice() -> None:
-    assert list(problems_of(capacity="900TB9")) == ["$.cpu.capacity"]
+def test_a_faulty_value_is_not_complained_about_twice(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_config(extra(tier(tmp_path / "file"), tier(tmp_path / "file"), capacity="900TB9"))
+    assert [problem.where for problem in caught.value.problems] == [
+        "$.cpu.capacity",
+        "$.tiers[1].path",
+        "$.tiers[0].path",
+    ]
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:

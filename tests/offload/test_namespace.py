@@ -137,6 +137,15 @@ def test_values_without_one_canonical_text_are_refused(value: Any) -> None:
         Namespace.of({"field": value})
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [(1, True), (0, False), (1, 1.0), (0.0, -0.0), (1, "1"), (None, "None"), ([], {})]
+)
+def test_values_that_python_holds_equal_are_told_apart(a: Any, b: Any) -> None:
+    one, two = Namespace.of({"x": a}), Namespace.of({"x": b})
+    assert one.digest != two.digest
+    assert [name for name, _, _ in differing_fields(one, two)] == ["x"]
+
+
 def test_differences_name_the_innermost_field() -> None:
     one = Namespace.of({"geometry": {"groups": [{"block_size": 16, "kind": "full"}]}, "tp": 1})
     two = Namespace.of({"geometry": {"groups": [{"block_size": 32, "kind": "full"}]}, "pp": 1})
@@ -199,7 +208,7 @@ HOSTILE: dict[str, Any] = {
     "name was changed": _with(namespace="0" * 32),
     "infinity": _with().replace(b'"a": 1', b'"a": 1e999'),
     "a name twice": _with().replace(b'"a": 1', b'"a": 1, "a": 1'),
-    "too large": b" " * MANIFEST_BYTES_MAX + _with(),
+    "too large": _with() + b" " * MANIFEST_BYTES_MAX,
     "sparse terabyte": _sparse,
     "pipe": _fifo,
     "folder": Path.mkdir,

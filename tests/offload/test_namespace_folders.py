@@ -234,8 +234,7 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
+    outside = open_namespace(tmp_path / "outside", ONE)
     (outside / "precious").write_bytes(b"x" * 10_000)
     root = tmp_path / "kv"
     root.mkdir(mode=0o700)
@@ -246,14 +245,15 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert other_namespaces(root, ONE) == []
     make_room(root, ONE, 1, others_share=0)
     assert (outside / "precious").read_bytes() == b"x" * 10_000
-    assert [path.name for path in outside.iterdir()] == ["precious"]
+    assert {path.name for path in outside.iterdir()} == {"precious", MANIFEST_NAME}
 
 
 @pytest.mark.parametrize("thing", ["link", "pipe", "folder"])
 def test_a_lock_that_is_no_file_is_refused_without_waiting(thing: str, tmp_path: Path) -> None:
     lock = tmp_path / claims.LOCK_NAME
     if thing == "link":
-        lock.symlink_to("/dev/null")
+        (tmp_path / "file").touch()
+        lock.symlink_to(tmp_path / "file")
     elif thing == "pipe":
         os.mkfifo(lock)
     else:
@@ -297,14 +297,17 @@ def _fill(root: Path, namespace: Namespace, size: int, used: float) -> None:
         os.utime(path, (used, used))
 
 
-def test_making_room_removes_the_oldest_first_and_counts_what_stays(tmp_path: Path) -> None:
-    _fill(tmp_path, TWO, 1 << 20, 2_000.0)
-    _fill(tmp_path, THREE, 1 << 20, 1_000.0)
+@pytest.mark.parametrize(("old", "new"), [(TWO, THREE), (THREE, TWO)])
+def test_making_room_removes_the_oldest_first_and_counts_what_stays(
+    old: Namespace, new: Namespace, tmp_path: Path
+) -> None:
+    _fill(tmp_path, new, 1 << 20, 2_000.0)
+    _fill(tmp_path, old, 1 << 20, 1_000.0)
     open_namespace(tmp_path, ONE)
-    assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [THREE.name, TWO.name]
+    assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [old.name, new.name]
     capacity = 3 << 20
     left = make_room(tmp_path, ONE, capacity)
-    assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [TWO.name]
+    assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [new.name]
     assert left == capacity - other_namespaces(tmp_path, ONE)[0].size_bytes
     assert make_room(tmp_path, ONE, capacity) == left
     assert (tmp_path / ONE.name).exists()
