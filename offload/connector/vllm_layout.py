@@ -7,6 +7,7 @@ bytes only from a worker's (``page_regions``).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from offload.errors import PageSizeError
-from offload.layout import FULL, STATE, WINDOW, ModelLayout
+from offload.layout import FULL, STATE, WINDOW, GroupLayout, ModelLayout
 from offload.layout_checks import GroupInput, LayoutInput, build_layout
 from offload.registry import (
     GroupCaches,
@@ -42,6 +43,8 @@ from offload.registry import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheTensor
+
+logger = logging.getLogger(__name__)
 
 
 def model_layout(
@@ -193,9 +196,26 @@ def page_regions(
     for group in layout.groups:
         spec = kv_cache_config.kv_cache_groups[group.group]
         layers = {name: kv_caches[name] for name in spec.layer_names}
+        _say_kernel_blocks(group, kv_cache_config.num_blocks, layers)
         pages = layer_page_bytes(spec)
         groups.append(GroupCaches(group.group, group.chunk_blocks, layers, pages))
     return register_kv_caches(kv_cache_config.num_blocks, groups)
+
+
+def _say_kernel_blocks(
+    group: GroupLayout, num_blocks: int, layers: Mapping[str, LayerTensors]
+) -> None:
+    """Say once per group where the attention kernel's blocks are smaller than vLLM's."""
+    kernel_blocks = {as_list(tensors)[0].shape[0] for tensors in layers.values()}
+    ratio = max(kernel_blocks, default=0) // num_blocks
+    if ratio > 1:
+        logger.info(
+            "kvtiers: group %d: a block of %d tokens is %d kernel blocks of %d tokens",
+            group.group,
+            group.block_tokens,
+            ratio,
+            group.block_tokens // ratio,
+        )
 
 
 def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -> None:

@@ -111,10 +111,12 @@ def test_overlaid_groups(layout):
     check_pages(*registered(placed(groups, layout), layout))
 
 
-def test_kernel_blocks_smaller_than_blocks():
+def test_kernel_blocks_smaller_than_blocks(caplog):
+    caplog.set_level("INFO")
     config = placed([KVCacheGroupSpec(["a"], full(544))], KVCacheLayout.LBHNC)
     split, caches = registered(config, KVCacheLayout.LBHNC, [32])
     assert caches["a"].shape[0] == BLOCKS * 17
+    assert "a block of 544 tokens is 17 kernel blocks of 32 tokens" in caplog.text
     check_pages(split, caches)
 
 
@@ -256,3 +258,7 @@ def test_tensors_in_the_wrong_place_are_named():
     with pytest.raises(PageSizeError) as caught:
         page_regions(model_layout(config, vllm_config(), 1), config, caches)
     same_text("layout_wrong_place", str(caught.value))
+
+
+def test_pipeline_parallelism_is_refused():
+    same_text("layout_pipeline_parallel", refused(*groups_of(full(16)), pp=2))

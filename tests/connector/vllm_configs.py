@@ -84,6 +84,7 @@ def vllm_config(**more) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=more.get("dcp", 1),
             prefill_context_parallel_size=more.get("pcp", 1),
+            pipeline_parallel_size=more.get("pp", 1),
         ),
         model_config=SimpleNamespace(max_model_len=more.get("max_model_len", 100_000)),
         cache_config=SimpleNamespace(enable_prefix_caching=more.get("prefix_caching", True)),

@@ -1,0 +1,82 @@
+"""``kvtiers doctor`` against the installed vLLM: probe the model, read the settings, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from offload.config import OffloadConfig, default_config
+from offload.config_checks import load_config
+from offload.connector.plugin import NAME
+from offload.connector.probe import Probe, probe
+from offload.connector.vllm_layout import layer_page_bytes, layout_input
+from offload.doctor import Facts, Report, examine, refusal
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def examine_model(model: str, flags: Sequence[str]) -> Report:
+    """The report for one model. What vLLM refuses itself is reported in its own words."""
+    try:
+        found = probe(model, flags)
+    except SystemExit as error:  # argparse has said on stderr what it does not understand
+        return refusal(model, f"vLLM does not understand these flags (exit code {error.code})")
+    except Exception as error:  # any model, any flags: vLLM's reasons are as many as its checks
+        return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
+    config, notes, problems = _configuration(found.vllm_config)
+    return examine(_facts(model, found, notes), config, problems)
+
+
+def _first_words(error: Exception) -> str:
+    """The error's own text; pydantic wraps vLLM's in lines about the input."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrapped = [line for line in lines if line.startswith("Value error, ")]
+    text = wrapped[0].removeprefix("Value error, ") if wrapped else " ".join(lines)
+    return text.split(" [type=")[0] or type(error).__name__
+
+
+def _facts(model: str, found: Probe, notes: Sequence[str]) -> Facts:
+    given = layout_input(found.kv_cache_config, found.vllm_config, 1)
+    ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
+        found.ignored
+    )
+    return Facts(
+        model=model,
+        ranks=found.vllm_config.parallel_config.world_size,
+        given=given,
+        kernel_tokens=found.kernel_tokens,
+        pages=tuple(_pages(group) for group in found.kv_cache_config.kv_cache_groups),
+        asked_block=found.asked_block,
+        notes=(*notes, *ignored),
+    )
+
+
+def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
+    """Bytes of each layer's page without and with padding."""
+    spec = group.kv_cache_spec
+    whole = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return tuple(
+        (page, whole.get(name, spec).page_size_bytes)
+        for name, page in layer_page_bytes(group).items()
+    )
+
+
+def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], list[str]]:
+    """The offloading configuration with notes and problems. Another connector's is not read."""
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != NAME:
+        problem = f"--kv-transfer-config names {transfer.kv_connector}, which is not {NAME}"
+        return default_config()[0], [], [problem]
+    if not extra:
+        config, notes = default_config()
+        return config, notes, []
+    try:
+        loaded = load_config(extra)
+    except ConfigError as error:
+        return default_config()[0], [], [str(problem) for problem in error.problems]
+    return loaded.config, [*loaded.notes, *map(str, loaded.warnings)], []

@@ -1,0 +1,193 @@
+"""What vLLM would make of a model's KV caches, found without loading weights or allocating memory.
+
+The model is built on torch's meta device, exactly as a worker builds it, and vLLM's own functions
+derive block sizes, groups and placements from its attention layers. Process groups are
+stood in for by their sizes, so that any parallel layout can be asked about on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
+from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
+
+from offload.connector.plugin import NAME
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BYTES_TO_PLAN_WITH = 1 << 44
+"""Memory to lay blocks out in where the user gives none: large enough for any context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
+    ``--block-size`` or ``None``; ``ignored`` are flags that are not the engine's."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    kernel_tokens: tuple[int, ...]
+    asked_block: int | None
+    ignored: tuple[str, ...]
+
+
+def probe(model: str, flags: Sequence[str]) -> Probe:
+    """The KV cache configuration of a model under these flags of ``vllm serve``.
+
+    Raises whatever vLLM raises for a model or flags that it refuses itself.
+    """
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed, ignored = parser.parse_known_args(["--model", model, *flags])
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    if arguments.kv_transfer_config is None:
+        arguments.kv_transfer_config = _our_connector()
+    config = arguments.create_engine_config()
+    register_all_kvcache_specs(config)
+    with set_current_vllm_config(config), _stand_in_groups(config):
+        _build_models(config)
+        current_platform.update_block_size_for_backend(config)
+        specs = _layer_specs(config)
+        _resolve_placement(config, specs)
+        memory = config.cache_config.kv_cache_memory_bytes or BYTES_TO_PLAN_WITH
+        kv_cache_config = get_kv_cache_configs(config, [specs], [memory])[0]
+        kernel = _kernel_tokens(config, kv_cache_config)
+    return Probe(config, kv_cache_config, kernel, parsed.block_size, tuple(ignored))
+
+
+def _our_connector() -> Any:
+    """Hash and block sizes depend on whether a connector is used, and which kinds it takes."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=NAME, kv_connector_module_path="offload.connector", kv_role="kv_both"
+    )
+
+
+class _StandInGroup:
+    """A process group seen from its rank 0 by code that only asks for sizes."""
+
+    device_communicator = None
+    local_rank = rank = rank_in_group = 0
+    is_first_rank = True
+
+    def __init__(self, size: int) -> None:
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.is_last_rank = size == 1
+        self.device_group = self.cpu_group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+
+@contextlib.contextmanager
+def _stand_in_groups(config: VllmConfig) -> Iterator[None]:
+    """Put stand-ins where vLLM keeps its process groups, for as long as the model is built."""
+    parallel = config.parallel_config
+    sizes = {
+        "_WORLD": parallel.world_size,
+        "_TP": parallel.tensor_parallel_size,
+        "_ETP": parallel.tensor_parallel_size,
+        "_PP": parallel.pipeline_parallel_size,
+        "_DP": parallel.data_parallel_size,
+        "_EP": parallel.tensor_parallel_size * parallel.data_parallel_size,
+        "_EPLB": parallel.tensor_parallel_size * parallel.data_parallel_size,
+        "_DCP": parallel.decode_context_parallel_size,
+        "_PCP": parallel.prefill_context_parallel_size,
+        "_ENGRAM_DP": 1,
+    }
+    before = {
+        name: getattr(parallel_state, name) for name in sizes if hasattr(parallel_state, name)
+    }
+    try:
+        for name in before:
+            setattr(parallel_state, name, _StandInGroup(sizes[name]))
+        yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+def _build_models(config: VllmConfig) -> None:
+    """Build the model, and the draft model if it has KV caches, on the meta device."""
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        initialize_model(config)
+        speculative = config.speculative_config
+        if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+            return
+        draft = _draft_config(config)
+        if speculative.uses_draft_model():
+            initialize_model(draft, prefix="draft_model")
+        else:
+            initialize_model(draft, model_config=speculative.draft_model_config)
+
+
+def _draft_config(config: VllmConfig) -> VllmConfig:
+    """The configuration that vLLM's proposer gives to its draft model. Only the two fields that
+    this method reads are set: a whole proposer would need a model runner."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    speculative = config.speculative_config
+    if speculative.uses_draft_model():
+        kind = DraftModelProposer
+    else:
+        kind = DFlashProposer if speculative.use_dflash() else EagleProposer
+    proposer = object.__new__(kind)
+    proposer.vllm_config, proposer.speculative_config = config, speculative
+    return proposer._create_draft_vllm_config()
+
+
+def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """As ``GPUModelRunner.get_kv_cache_spec``: layers that share another's cache have none."""
+    specs = {}
+    for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(config)
+        if isinstance(spec, AttentionSpec):
+            spec = customize_attention_spec(layer.get_attn_backend(), spec)
+        if spec is not None:
+            specs[name] = spec
+    return specs
+
+
+def _resolve_placement(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> None:
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    backends = list(dict.fromkeys(layer.get_attn_backend() for layer in layers))
+    supported = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+    resolve_kv_cache_layout(config, [supported], list(specs.values()))
+
+
+def _kernel_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The kernel block size of each group, by vLLM's own rule."""
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = list(iter_layer_specs(group.kv_cache_spec))
+        backends = [layers[name].get_attn_backend() for name in group.layer_names]
+        if len(specs) == 1:
+            specs *= len(backends)
+        groups.append(
+            [
+                SimpleNamespace(backend=backend, kv_cache_spec=spec)
+                for backend, spec in zip(backends, specs, strict=True)
+            ]
+        )
+    return tuple(prepare_kernel_block_sizes(kv_cache_config, groups))

@@ -1,0 +1,145 @@
+"""``kvtiers doctor`` on real models' configurations, without weights.
+
+The groups it finds must be those that a real engine made of the same model (``Family.groups`` are
+checked against engines elsewhere). Folders hold only config and tokenizer: nothing is loaded.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli import app
+from tests.models.families import FAMILIES, write_model
+from tests.offload.texts import same_text
+
+KINDS = {
+    "FullAttentionSpec": "full_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local_attention",
+    "MambaSpec": "mamba",
+    "UniformTypeKVCacheSpecs": "full_attention",
+}
+NOT_THE_DOCTORS = {"load_format", "kv_cache_memory_bytes"}
+
+
+def flags_of(family, folder) -> list[str]:
+    """The family's engine arguments as flags of ``vllm serve``, over those of test engines."""
+    kwargs = {"block_size": 32, "max_model_len": 2048} | family.kwargs(folder)
+    flags = []
+    for name, value in kwargs.items():
+        if name not in NOT_THE_DOCTORS:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags += [f"--{name.replace('_', '-')}", text]
+    return flags
+
+
+def ask(folder, *flags: str):
+    """Exit code and report of one call in this process (importing vLLM takes long)."""
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--json", *flags])
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_can_be_offloaded(name, tmp_path):
+    family = FAMILIES[name]
+    folder = family.make(tmp_path / name)
+    code, report = ask(folder, *flags_of(family, folder))
+    assert (code, report["ok"], report["refused"]) == (0, True, [])
+    found = [(group["kind"], group["block_tokens"]) for group in report["groups"]]
+    if family.groups:
+        assert sorted(found) == sorted((KINDS[kind], block) for kind, block in family.groups)
+    assert report["alignment_tokens"] % report["hash_tokens"] == 0
+    assert report["token_bytes"] > 0
+    assert report["tiers"][0]["tokens"] > report["alignment_tokens"]
+
+
+def test_wider_draft_model_shows_both_pages(tmp_path):
+    family = FAMILIES["llama_draft"]
+    folder = family.make(tmp_path / "llama_draft")
+    (group,) = ask(folder, *flags_of(family, folder))[1]["groups"]
+    assert len(group["page_bytes"]) == 2
+    assert len(group["layers"]) == 5
+
+
+def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
+    """The flags of the hint, given to the doctor, make it say yes."""
+    family = FAMILIES["qwen3_next"]
+    folder = family.make(tmp_path / "model")
+    code, report = ask(folder, "--no-enable-prefix-caching", "--max-model-len", "4096")
+    assert code == 1
+    assert report["fixes"] == ["start vLLM with --enable-prefix-caching --mamba-cache-mode align"]
+    fixed = report["fixes"][0].removeprefix("start vLLM with ").split()
+    assert ask(folder, *fixed, "--max-model-len", "4096")[0] == 0
+
+
+def test_tensor_parallel_size_halves_the_pages(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    family = FAMILIES["llama"]
+    folder = family.make(tmp_path / "llama")
+    one = ask(folder, *flags_of(family, folder))[1]
+    two = ask(folder, *flags_of(family, folder), "--tensor-parallel-size", "2")[1]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert one["token_bytes"] == 2 * two["token_bytes"]
+    assert one["tiers"][0]["tokens"] == two["tiers"][0]["tokens"]
+
+
+def test_scales_per_token_and_head_are_refused(tmp_path):
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--kv-cache-dtype", "int8_per_token_head", "--block-size", "32")
+    assert (code, len(report["refused"])) == (1, 1)
+    assert report["fixes"] == ["start vLLM with --kv-cache-dtype auto or --kv-cache-dtype fp8"]
+
+
+def test_encoder_decoder_is_refused(tmp_path):
+    config = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "vocab_size": 300,
+        "pad_token_id": 0,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": 256,
+        "max_target_positions": 256,
+        "dtype": "bfloat16",
+    }
+    code, report = ask(write_model(tmp_path / "whisper", config))
+    assert code == 1
+    same_text("layout_doctor_encoder_decoder", "\n".join(report["refused"]))
+
+
+def test_every_problem_of_the_configuration_is_listed(tmp_path):
+    extra = {"chunk_blocks": 0, "tires": []}
+    transfer = {
+        "kv_connector": "OffloadConnector",
+        "kv_connector_module_path": "offload.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--kv-transfer-config", json.dumps(transfer))
+    assert code == 1
+    assert len(report["refused"]) >= 2
+    assert report["groups"], "the geometry is shown all the same"
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    code, report = ask(tmp_path / "nothing")
+    assert code == 1
+    assert report["refused"][0].startswith("vLLM itself refuses: ")
+
+
+def test_as_a_program(tmp_path):
+    """``python -m offload.cli``: exit code 0, and stdout is the report alone."""
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    command = [sys.executable, "-m", "offload.cli", "doctor", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == str(folder)
