@@ -7,6 +7,7 @@ adapted when a ghost comes back, that is after the eviction that made room for i
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -23,8 +24,8 @@ class ArcPolicy(EvictionPolicy):
 
     def __init__(self, capacity: int = 0) -> None:
         self._option = capacity
-        self._once: dict[Key, bool] = {}
-        self._again: dict[Key, None] = {}
+        self._once: OrderedDict[Key, bool] = OrderedDict()
+        self._again: OrderedDict[Key, None] = OrderedDict()
         self._once_ghosts = GhostList()
         self._again_ghosts = GhostList()
         self._capacity = capacity
@@ -46,8 +47,7 @@ class ArcPolicy(EvictionPolicy):
         once, again = self._once, self._again
         for key in reversed(keys):
             if key in again:
-                del again[key]
-                again[key] = None
+                again.move_to_end(key)
             elif key in once:
                 if once.pop(key) is _FRESH:
                     once[key] = _SEEN

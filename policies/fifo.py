@@ -6,6 +6,7 @@ programs running in a paging machine", CACM 12(6), 1969.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -13,10 +14,10 @@ from policies.scan import take
 
 
 class FifoPolicy(EvictionPolicy):
-    """A dict in order of insertion. All operations are O(1) per key."""
+    """An ``OrderedDict`` in order of insertion. All operations are O(1) per key."""
 
     def __init__(self) -> None:
-        self._order: dict[Key, None] = {}
+        self._order: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._order[key] = None

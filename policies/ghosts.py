@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from policies.base import Key
 
 
@@ -11,7 +13,7 @@ class GhostList:
     __slots__ = ("_keys",)
 
     def __init__(self) -> None:
-        self._keys: dict[Key, None] = {}
+        self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def add(self, key: Key) -> None:
         """Enter a key as the youngest."""

@@ -9,6 +9,7 @@ other keys can go.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -23,7 +24,7 @@ class LeafLruPolicy(EvictionPolicy):
     keeps_prefixes_closed = True
 
     def __init__(self) -> None:
-        self._order: dict[Key, int] = {}  # oldest first; value: the key's group
+        self._order: OrderedDict[Key, int] = OrderedDict()  # oldest first; value: the key's group
         self._before: dict[Key, Key] = {}
         self._behind: dict[Key, int] = {}
 
@@ -43,7 +44,7 @@ class LeafLruPolicy(EvictionPolicy):
             last[group] = key
         for key in reversed(keys):
             if key in order:
-                order[key] = order.pop(key)
+                order.move_to_end(key)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         """Leaves first; when no leaf may go, in LRU order whatever is behind."""

@@ -8,6 +8,7 @@ its tail, eviction is deepest-first.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -21,7 +22,7 @@ class _Bucket:
 
     def __init__(self, uses: int) -> None:
         self.uses = uses
-        self.keys: dict[Key, None] = {}
+        self.keys: OrderedDict[Key, None] = OrderedDict()
         self.below: _Bucket | None = None
         self.above: _Bucket | None = None
 

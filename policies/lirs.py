@@ -6,6 +6,7 @@ improve buffer cache performance", SIGMETRICS 2002.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -23,9 +24,11 @@ class LirsPolicy(EvictionPolicy):
     def __init__(self, high_share: float = 0.01, ghost_share: float = 1.0) -> None:
         self._high_share = high_share
         self._ghost_share = ghost_share
-        self._stack: dict[Key, None] = {}  # S, oldest use first
-        self._queue: dict[Key, bool] = {}  # Q; value: whether touched since it came
-        self._low: dict[Key, bool] = {}  # members of low distance; value as above
+        self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first
+        self._queue: OrderedDict[Key, bool] = (
+            OrderedDict()
+        )  # Q; value: whether touched since it came
+        self._low: OrderedDict[Key, bool] = OrderedDict()  # members of low distance; value as above
         self._ghosts = GhostList()
         self._low_limit = 0  # 0 until the tier is full for the first time
 

@@ -6,6 +6,7 @@ SOSP 2023.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -26,8 +27,8 @@ class S3FifoPolicy(EvictionPolicy):
     def __init__(self, small_share: float = 0.1, moves_at: int = 2) -> None:
         self._share = small_share
         self._moves_at = moves_at
-        self._small: dict[Key, int] = {}
-        self._main: dict[Key, int] = {}
+        self._small: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
         self._ghosts = GhostList()
 
     def insert(self, key: Key, info: EntryInfo) -> None:

@@ -6,6 +6,7 @@ IEEE Computer 27(3), 1994.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -17,8 +18,10 @@ class SlruPolicy(EvictionPolicy):
 
     def __init__(self, protected_share: float = 0.8) -> None:
         self._share = protected_share
-        self._probation: dict[Key, bool] = {}  # value: whether it was touched since it came
-        self._protected: dict[Key, None] = {}
+        self._probation: OrderedDict[Key, bool] = (
+            OrderedDict()
+        )  # value: whether it was touched since it came
+        self._protected: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._probation[key] = False
@@ -27,8 +30,7 @@ class SlruPolicy(EvictionPolicy):
         probation, protected = self._probation, self._protected
         for key in reversed(keys):
             if key in protected:
-                del protected[key]
-                protected[key] = None
+                protected.move_to_end(key)
             elif key in probation:
                 if probation.pop(key):
                     protected[key] = None

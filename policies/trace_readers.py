@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ def read_trace(path: str | Path, format: str = "auto", block_tokens: int | None 
 
 
 def _detect(path: Path) -> str:
-    row: Any = None
-    for _, row in json_lines(path):
-        break
+    first: list[Any] = [row for _, row in islice(json_lines(path), 1)]
+    row = first[0] if first else None
     if isinstance(row, list) or (isinstance(row, dict) and "events" in row):
         return "kv-events"
     if isinstance(row, dict) and "meta" in row:

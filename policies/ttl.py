@@ -10,6 +10,7 @@ arXiv 2511.02230, 2025).
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -34,9 +35,9 @@ class TtlPolicy(EvictionPolicy):
         self.clock: Callable[[], float] = time.monotonic
         self._ttl_s = ttl_s
         self._hold_s = hold_s
-        self._born: dict[Key, float] = {}
+        self._born: OrderedDict[Key, float] = OrderedDict()
         self._free = LruPolicy()
-        self._held: dict[Key, float] = {}
+        self._held: OrderedDict[Key, float] = OrderedDict()
         self._ends: list[tuple[float, int, Key]] = []
         self._info = EntryInfo()
         self._ticket = 0

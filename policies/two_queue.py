@@ -6,6 +6,7 @@ algorithm", VLDB 1994 (the full version, with A1in, A1out and Am).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -23,8 +24,8 @@ class TwoQueuePolicy(EvictionPolicy):
     def __init__(self, entry_share: float = 0.25, ghost_share: float = 0.5) -> None:
         self._entry_share = entry_share
         self._ghost_share = ghost_share
-        self._entry: dict[Key, None] = {}
-        self._main: dict[Key, None] = {}
+        self._entry: OrderedDict[Key, None] = OrderedDict()
+        self._main: OrderedDict[Key, None] = OrderedDict()
         self._ghosts = GhostList()
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -37,8 +38,7 @@ class TwoQueuePolicy(EvictionPolicy):
         main = self._main
         for key in reversed(keys):
             if key in main:
-                del main[key]
-                main[key] = None
+                main.move_to_end(key)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []

@@ -7,6 +7,7 @@ is held when room is needed: the loser of window against main is the victim.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -22,7 +23,9 @@ class WTinyLfuPolicy(EvictionPolicy):
 
     def __init__(self, window_share: float = 0.01, protected_share: float = 0.8) -> None:
         self._share = window_share
-        self._window: dict[Key, bool] = {}  # value: whether it was touched since it came
+        self._window: OrderedDict[Key, bool] = (
+            OrderedDict()
+        )  # value: whether it was touched since it came
         self._main = SlruPolicy(protected_share)
         self._info = EntryInfo()
         self._sketch = FrequencySketch(1024)
