@@ -39,6 +39,8 @@ class Put:
     epoch: int
     payload_bytes: int
     runs: Runs
+    stored_pages: int = 0
+    """How many of its pages the record turned out to need."""
     outcome: WriteOutcome = WriteOutcome.FAILED
     is_named: bool = False
     """Whether a committed transaction names its place."""

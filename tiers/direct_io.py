@@ -130,10 +130,19 @@ def _without(views: Sequence[Buffer], done: int) -> list[Buffer]:
 
 
 class Scratch:
-    """Aligned memory of one I/O thread, faulted in once. Grows, never shrinks."""
+    """Aligned memory of one I/O thread, faulted in once. Grows, never shrinks.
+
+    ``Mover`` passes bytes through ``at_least``; ``codec`` is for those who move its contents."""
 
     def __init__(self, size_bytes: int = SCRATCH_BYTES) -> None:
         self.data = self._new(size_bytes)
+        self._codec: Scratch | None = None
+
+    def codec(self, size_bytes: int) -> Buffer:
+        """Like ``at_least``, in other memory."""
+        if self._codec is None:
+            self._codec = Scratch(ALIGNMENT)
+        return self._codec.at_least(size_bytes)
 
     @staticmethod
     def _new(size_bytes: int) -> Buffer:

@@ -30,6 +30,19 @@ class Run(NamedTuple):
 Runs = tuple[Run, ...]
 
 
+def clip(runs: Runs, pages: int) -> tuple[Runs, Runs]:
+    """The first ``pages`` pages of a place, and what is left of it."""
+    kept, rest = [], []
+    for start, length in runs:
+        part = min(length, pages)
+        pages -= part
+        if part:
+            kept.append(Run(start, part))
+        if part < length:
+            rest.append(Run(start + part, length - part))
+    return tuple(kept), tuple(rest)
+
+
 def gaps(pages: int, used: Iterable[Run]) -> list[Run]:
     """The free runs that disjoint ``used`` runs, in any order, leave in ``[0, pages)``."""
     found = []

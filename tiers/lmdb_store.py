@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tiers import lmdb_index
 from tiers.base import ALIGNMENT, Buffer, TierIoError
+from tiers.codec import Codec, KeyRing
 from tiers.direct_io import DiskIo, PayloadFile, Scratch
 from tiers.folder import OwnerLock, prepare, quarantine, sync_folder
 from tiers.lmdb_index import (
@@ -60,6 +61,7 @@ class LmdbOptions:
     its space; ``reserve_bytes`` of the file system stay free (``None``: 5 %, at least 2 GiB).
     ``io_threads`` is the queue depth, for reads and for writes each. ``job_bytes`` is how much
     of adjacent small records one system call moves. ``queue_records`` bounds what waits.
+    ``key_file`` turns encryption on, ``compress`` compression (see ``codec``).
     """
 
     namespace: bytes = NO_NAMESPACE
@@ -73,6 +75,8 @@ class LmdbOptions:
     job_bytes: int = 2 << 20
     queue_records: int = 4096
     direct_io: bool = True
+    key_file: str = ""
+    compress: bool = False
     allow_network: bool = False
     close_timeout_s: float = 30.0
 
@@ -113,6 +117,7 @@ class LmdbStore:
         self.records_max = self._index_bytes // RECORD_INDEX_BYTES
         self.quarantined: Path | None = None
         self.quarantine_reason = ""
+        self.codec = _make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
         self._lock = OwnerLock(folder)
         try:
@@ -171,7 +176,7 @@ class LmdbStore:
         if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
             self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch + 1)))
         items = self.index.scan()
-        found = recover(items, self._identity, self.index.epoch, limit)
+        found = recover(items, self._identity, self.index.epoch, limit, self.codec.key_ids)
         if found.bad and self._options.recovery is Recovery.STRICT:
             raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
         if found.bad:
@@ -217,6 +222,17 @@ class LmdbStore:
         finally:
             self.file.close()
             self._lock.release()
+
+
+def _make_codec(identity: Identity, options: LmdbOptions) -> Codec:
+    """Raises ``TierIoError`` for a key file or a package that is not there."""
+    keys = KeyRing.load(Path(options.key_file), identity.namespace) if options.key_file else None
+    try:
+        return Codec(identity, keys=keys, compress=options.compress)
+    except ImportError as error:
+        raise TierIoError(
+            "compression needs the package zstandard. Run: pip install zstandard"
+        ) from error
 
 
 def _first_page(path: Path) -> bytes:

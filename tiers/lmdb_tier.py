@@ -79,8 +79,7 @@ class LmdbTier(Tier):
         self._folder = Path(path)
         self._capacity_bytes = capacity_bytes
         self._options = replace(options or LmdbOptions(), **changes)
-        self._identity = Identity(self._options.namespace, self._options.rank)
-        check_identity(self._identity)
+        check_identity(Identity(self._options.namespace, self._options.rank))
         self._io = io or DiskIo()
         self._store: LmdbStore | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -330,7 +329,7 @@ class LmdbTier(Tier):
                 puts,
                 data,
                 uses,
-                self._identity,
+                store.codec,
                 store.file,
                 self._committer.submit,
                 self._from_thread(self._on_commit),
@@ -351,7 +350,7 @@ class LmdbTier(Tier):
             del self._filling[put.key]
         if put.outcome is WriteOutcome.OK and put.epoch == self._epoch:
             self._records[put.key] = put.value
-            self._places.adopt(put.runs)
+            self._places.adopt(put.runs, put.stored_pages)
             self._counts["written"] += 1
             self._counts["written_bytes"] += put.payload_bytes
         elif put.is_named:  # a reset overtook it: its place is free when that is durable
@@ -422,7 +421,7 @@ class LmdbTier(Tier):
 
     def _submit_read(self, store: LmdbStore, items: list[ReadItem]) -> None:
         post = self._from_thread(self._end_read)
-        job = ReadJob(items, self._epoch, self._identity, store.file, post)
+        job = ReadJob(items, self._epoch, store.codec, store.file, post)
         self._read_threads.submit(job)
 
     def _end_read(self, job: ReadJob) -> None:

@@ -12,7 +12,7 @@ Owned by the event loop's thread; knows nothing of keys.
 
 from __future__ import annotations
 
-from tiers.extents import ExtentMap, Run, Runs, gaps
+from tiers.extents import ExtentMap, Run, Runs, clip, gaps
 
 _HEADER = Run(0, 1)
 
@@ -52,9 +52,11 @@ class Places:
             self._held[runs[0].start] = runs
         return runs
 
-    def adopt(self, runs: Runs) -> None:
-        """A present record owns this held place now."""
+    def adopt(self, runs: Runs, pages: int) -> None:
+        """A present record owns the first ``pages`` pages of this held place now."""
         del self._held[runs[0].start]
+        _, rest = clip(runs, pages)
+        self._map.release(rest)
 
     def forget(self, runs: Runs) -> None:
         """The record of this place is gone from memory, but not yet from the disk."""

@@ -140,12 +140,27 @@ def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: A
     Call it on the bytes that will be used, after they were copied to where they are used.
     """
     head = header[:PREFIX_BYTES]
-    flags = header[5] if len(header) == HEADER_BYTES else 0
-    stored_bytes = int.from_bytes(header[32:40], "little")
+    if len(header) != HEADER_BYTES:
+        return False
     expected = prefix(
-        identity, key, epoch, len(payload), stored_bytes=stored_bytes, flags=flags & COMPRESSED
+        identity,
+        key,
+        epoch,
+        len(payload),
+        stored_bytes=stored_bytes_of(header),
+        flags=flags_of(header) & COMPRESSED,
     )
     return head == expected and header[PREFIX_BYTES:] == tag_of(head, key, payload)
+
+
+def flags_of(header: bytes) -> int:
+    """The flags of a header; 0 for a record stored as it was given."""
+    return header[5]
+
+
+def stored_bytes_of(header: bytes) -> int:
+    """The stored length of a header."""
+    return int.from_bytes(header[32:40], "little")
 
 
 def parse(header: bytes) -> Header:

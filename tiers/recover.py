@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run
 from tiers.lmdb_index import RUN_BYTES, RUNS_AT
-from tiers.record import MAGIC, VERSION, Identity
+from tiers.record import ENCRYPTED, MAGIC, VERSION, Identity
 
 _VALUE = np.dtype(
     [
@@ -35,7 +35,7 @@ _VALUE = np.dtype(
         ("stored_bytes", "<u8"),
         ("namespace", "<u8", 2),
         ("nonce", "u1", 12),
-        ("key_id", "u1", 4),
+        ("key_id", "<u4"),
         ("tag", "u1", 16),
     ]
 )
@@ -65,14 +65,19 @@ class _Class:
 
 
 def recover(
-    items: Sequence[tuple[Key, bytes]], identity: Identity, epoch: int, file_pages: int
+    items: Sequence[tuple[Key, bytes]],
+    identity: Identity,
+    epoch: int,
+    file_pages: int,
+    key_ids: frozenset[bytes] = frozenset(),
 ) -> Recovered:
     """Sort what a scan found into good and bad. ``file_pages`` is the length of the payload
-    file; page 0 is its own header and belongs to no record."""
+    file; page 0 is its own header and belongs to no record. ``key_ids`` are the encryption keys
+    at hand: with any, only records encrypted by one of them are good; with none, only plain."""
     good = np.zeros(len(items), np.bool_)
     uses = np.zeros(len(items), np.uint64)
     classes = [
-        _check_class(items, positions, identity, epoch, file_pages)
+        _check_class(items, positions, identity, epoch, file_pages, key_ids)
         for positions in _by_length(items)
     ]
     _drop_overlaps(classes)
@@ -100,6 +105,7 @@ def _check_class(
     identity: Identity,
     epoch: int,
     file_pages: int,
+    key_ids: frozenset[bytes],
 ) -> _Class:
     values = [items[position][1] for position in positions.tolist()]
     count = (len(values[0]) - RUNS_AT) // RUN_BYTES
@@ -117,6 +123,9 @@ def _check_class(
         & ((pages > 0) & (runs["start"] >= 1) & (runs["start"] < file_pages)).all(1)
     )
     good &= (runs["start"] + pages <= file_pages).all(1)
+    good &= (fields["flags"] & ENCRYPTED != 0) == bool(key_ids)
+    if key_ids:
+        good &= np.isin(fields["key_id"], [int.from_bytes(i, "little") for i in key_ids])
     return _Class(positions, fields, runs, good)
 
 

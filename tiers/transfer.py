@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
+from tiers.codec import Codec
 from tiers.commit_thread import Change, Put
-from tiers.direct_io import Mover, PayloadFile, Scratch
-from tiers.extents import Runs
+from tiers.direct_io import Mover, PayloadFile, Scratch, pages_for
+from tiers.extents import Runs, clip
 from tiers.lmdb_index import header_of, pack_value
-from tiers.record import Identity, seal, verify
+from tiers.record import flags_of, stored_bytes_of
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -28,7 +29,7 @@ class WriteJob:
     puts: list[Put]
     data: list[Buffer]
     uses: list[int]
-    identity: Identity
+    codec: Codec
     file: PayloadFile
     commit: Callable[[Change], None]
     fail: Callable[[Sequence[Change]], None]
@@ -49,10 +50,14 @@ class WriteJob:
 
     def _move(self, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=True)
+        rooms = _Rooms(self.codec, scratch, self.data)
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
-            header = seal(self.identity, put.key, put.epoch, data, data.nbytes)
-            put.value = pack_value(use, header, put.runs)
-            mover.add(put.runs, data)
+            room = rooms.take(data.nbytes)
+            header, stored = self.codec.encode(put.key, put.epoch, data, room)
+            put.stored_pages = pages_for(stored.nbytes)
+            runs, _ = clip(put.runs, put.stored_pages)
+            put.value = pack_value(use, header, runs)
+            mover.add(runs, stored)
         mover.flush()
 
 
@@ -77,7 +82,7 @@ class ReadJob:
 
     items: list[ReadItem]
     epoch: int
-    identity: Identity
+    codec: Codec
     file: PayloadFile
     post: Callable[[ReadJob], None]
     io_errors: int = 0
@@ -97,9 +102,6 @@ class ReadJob:
         except OSError:
             self.io_errors += 1
             self._read_each(scratch)
-            return
-        for item in self.items:
-            self._verify(item)
 
     def _read_each(self, scratch: Scratch) -> None:
         """After a failure: one bad record must not take its neighbours along."""
@@ -108,16 +110,34 @@ class ReadJob:
                 self._move([item], scratch)
             except OSError:
                 self.io_errors += 1
-            else:
-                self._verify(item)
 
     def _move(self, items: Sequence[ReadItem], scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=False)
+        coded = [item.into for item in items if flags_of(header_of(item.value))]
+        rooms = _Rooms(self.codec, scratch, coded)
+        found = []
         for item in items:
-            mover.add(item.runs, item.into)
+            header = header_of(item.value)
+            room = rooms.take(item.into.nbytes) if flags_of(header) else item.into
+            mover.add(item.runs, room[: min(stored_bytes_of(header), item.into.nbytes)])
+            found.append((item, header, room))
         mover.flush()
+        for item, header, room in found:
+            if self.codec.decode(header, item.key, self.epoch, room, item.into):
+                item.outcome = ReadOutcome.OK
 
-    def _verify(self, item: ReadItem) -> None:
-        header = header_of(item.value)
-        if verify(header, self.identity, item.key, self.epoch, item.into):
-            item.outcome = ReadOutcome.OK
+
+class _Rooms:
+    """Memory for what is encoded: one part per record of a job, none if all are plain."""
+
+    def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
+        total = 0
+        if not codec.is_plain:
+            total = sum(codec.room_bytes(data.nbytes) for data in payloads)
+        self._codec = codec
+        self._left = scratch.codec(total) if total else scratch.data[:0]
+
+    def take(self, payload_bytes: int) -> Buffer:
+        size = self._codec.room_bytes(payload_bytes)
+        room, self._left = self._left[:size], self._left[size:]
+        return room

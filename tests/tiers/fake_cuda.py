@@ -81,6 +81,12 @@ class FakeCuda:
             self._held = False
             self._work.notify_all()
 
+    def await_call(self, name: str) -> None:
+        """Block until the engine has called ``name``."""
+        with self._work:
+            while name not in self.calls:
+                self._work.wait()
+
     def launch(self, kernel: Callable[[], None], stream: int = 0) -> None:
         """Run ``kernel`` on a stream, late."""
         with self._work:

@@ -139,14 +139,18 @@ async def test_bytes_are_right_both_ways_on_every_path(make: object, path: CopyP
 
 
 async def store_behind_a_forward_pass(cache: Cache, seed: int, wait: bool) -> bool:
-    world = World(cache, seed=seed)
+    world = World(cache, seed=seed, path=CopyPath.BATCH)
     try:
         cache.storage[:] = 0
+        world.cuda.hold()
         for _ in range(3):
             world.cuda.launch(lambda: None)
         world.cuda.launch(lambda: cache.storage.fill(7))
         after = world.engine.record_event() if wait else None
-        await world.engine.submit_store([batch([1], [[3, 4]])], after).completed()
+        ticket = world.engine.submit_store([batch([1], [[3, 4]])], after)
+        world.cuda.await_call("cuMemcpyBatchAsync")
+        world.cuda.release()
+        await ticket.completed()
         return bool((world.slot(1) == 7).all())
     finally:
         world.close()
@@ -165,15 +169,19 @@ async def test_without_the_event_it_would_not(cache: Cache) -> None:
 
 async def test_a_load_waits_for_the_readers_of_its_blocks(cache: Cache) -> None:
     for seed in range(10):
-        world = World(cache, seed=seed)
+        world = World(cache, seed=seed, path=CopyPath.BATCH)
         try:
             cache.storage[:] = 3
             world.slot(1)[:] = 9
             seen: list[int] = []
-            world.cuda.launch(lambda: None)
+            world.cuda.hold()
+            for _ in range(3):
+                world.cuda.launch(lambda: None)
             world.cuda.launch(lambda seen=seen: seen.extend(np.unique(cache.storage).tolist()))
-            after = world.engine.record_event()
-            await world.engine.submit_load([batch([1], [[3, 4]])], after).completed()
+            ticket = world.engine.submit_load([batch([1], [[3, 4]])], world.engine.record_event())
+            world.cuda.await_call("cuMemcpyBatchAsync")
+            world.cuda.release()
+            await ticket.completed()
             assert seen == [3], f"seed {seed}"
             assert np.unique(cache.chunk([3, 4])).tolist() == [9]
         finally:
@@ -313,7 +321,7 @@ async def test_copies_wait_for_slots_to_be_pinned(cache: Cache) -> None:
 async def test_memory_that_is_not_pinned_is_copied_one_by_one(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(cache, pin=False)
+    world = World(cache, pin=False, path=CopyPath.BATCH)
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
     assert "cuMemcpyBatchAsync" not in world.cuda.calls

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.extents import RUNS_PER_RECORD_MAX, ExtentMap, Run, Runs, gaps
+from tiers.extents import RUNS_PER_RECORD_MAX, ExtentMap, Run, Runs, clip, gaps
 from tiers.places import Places
 
 PAGES = 60
@@ -89,7 +89,7 @@ def test_a_place_is_free_only_after_commit_and_last_read() -> None:
     places = Places(5, [Run(1, 4)])
     runs = places.allocate(4)
     assert runs is not None
-    places.adopt(runs)
+    places.adopt(runs, 4)
     places.pin(runs)
     places.pin(runs)
     places.forget(runs)
@@ -109,13 +109,29 @@ def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
     assert present is not None
     assert being_read is not None
     assert being_written is not None
-    places.adopt(present)
-    places.adopt(being_read)
+    places.adopt(present, 2)
+    places.adopt(being_read, 2)
     places.pin(being_read)
     places.cleared()
     places.check([])
     assert places.used_pages == 4
     places.unpin(being_read)
     assert places.used_pages == 2
-    places.adopt(being_written)
+    places.adopt(being_written, 2)
     places.check([being_written])
+
+
+def test_what_a_shorter_record_leaves_is_free() -> None:
+    places = Places(11, [Run(1, 10)])
+    runs = places.allocate(6)
+    assert runs is not None
+    places.adopt(runs, 2)
+    assert places.used_pages == 2
+    places.check([(Run(1, 2),)])
+
+
+def test_clipping_cuts_inside_a_run() -> None:
+    runs = (Run(10, 3), Run(20, 3))
+    assert clip(runs, 4) == ((Run(10, 3), Run(20, 1)), (Run(21, 2),))
+    assert clip(runs, 6) == (runs, ())
+    assert clip(runs, 3) == ((Run(10, 3),), (Run(20, 3),))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiers import transfer
+from tiers import codec
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.direct_io import DiskIo
 from tiers.lmdb_store import PAYLOAD_NAME, Recovery, payload_capacity_bytes
@@ -253,7 +253,7 @@ async def test_without_the_check_damage_would_be_served(
     tmp_path: Path, damage: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above has teeth: with the verification taken out nothing is caught."""
-    monkeypatch.setattr(transfer, "verify", lambda *_: True)
+    monkeypatch.setattr(codec, "verify", lambda *_: True)
     outcomes = await damaged_outcomes(tmp_path, damage, 20)
     assert outcomes == [ReadOutcome.OK] * 20
 
