@@ -10,6 +10,7 @@ the kernel. Compiled for Hopper and run in Triton's interpreter by the tests; no
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ WORDS = 1024
 """8-byte words that one thread block moves per step."""
 
 WARPS = 8
+
+LIST_COPIES = 8192
+"""Copies of one launch at most: 192 KiB of list."""
+
+PREPARED_LISTS = 8
 
 
 # Not specialized on the count: every length of list is then one compiled kernel.
@@ -49,22 +55,63 @@ def copy_list_kernel(lists, count, WORDS: tl.constexpr):  # type: ignore[no-unty
             tl.store(to + at, values, mask=inside)
 
 
+class _Lists:
+    """Room for one launch's list, in pinned memory and on the device. Goes back to the pool when
+    nobody holds it any more, that is when its launch has run."""
+
+    def __init__(self, host: Any, device: Any, pool: deque[tuple[Any, Any]]) -> None:
+        self.host = host
+        self.device = device
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append((self.host, self.device))
+
+
 class CopyKernel:
-    """Launches the kernel on one device. Compiles at construction, so that no copy waits for a
-    compiler; raises whatever torch or Triton raise where they cannot be used."""
+    """Launches the kernel on one device. Compiles, and allocates what it needs, at construction:
+    later no copy waits for a compiler, and no allocation makes the GPU's streams wait for each
+    other. Raises whatever torch or Triton raise where they cannot be used.
+
+    Ownership: any thread may launch; the pool is a deque, whose ``append`` and ``pop`` are atomic.
+    """
 
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
+        self._pool: deque[tuple[Any, Any]] = deque()
+        for _ in range(PREPARED_LISTS):
+            self._pool.append(self._allocate())
         nothing = np.empty(0, dtype=np.int64)
         stream = torch.cuda.Stream(self._device)
-        self.launch(nothing, nothing, nothing, stream.cuda_stream)
+        kept = self._launch_one(nothing, nothing, nothing, stream.cuda_stream)
         stream.synchronize()
+        del kept
 
     def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> object:
         """Submit all copies to ``stream``. Shapes ``[n]``. Keep the result until they have run."""
-        host = torch.from_numpy(np.stack([to, source, sizes])).pin_memory()
+        return [
+            self._launch_one(to[part], source[part], sizes[part], stream)
+            for part in (
+                slice(start, start + LIST_COPIES) for start in range(0, len(sizes), LIST_COPIES)
+            )
+        ]
+
+    def _launch_one(
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int
+    ) -> _Lists:
+        count = len(sizes)
+        try:
+            host, device = self._pool.pop()
+        except IndexError:
+            host, device = self._allocate()
+        lists = _Lists(host, device, self._pool)
+        np.concatenate([to, source, sizes], out=host.numpy()[: 3 * count])
         external = torch.cuda.ExternalStream(stream, device=self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(external):
-            lists: Any = host.to(self._device, non_blocking=True)
-            copy_list_kernel[(PROGRAMS,)](lists, len(sizes), WORDS=WORDS, num_warps=WARPS)
-        return host, lists
+            device[: 3 * count].copy_(host[: 3 * count], non_blocking=True)
+            copy_list_kernel[(PROGRAMS,)](device, count, WORDS=WORDS, num_warps=WARPS)
+        return lists
+
+    def _allocate(self) -> tuple[Any, Any]:
+        host = torch.empty(3 * LIST_COPIES, dtype=torch.int64, pin_memory=True)
+        return host, torch.empty(3 * LIST_COPIES, dtype=torch.int64, device=self._device)
