@@ -9,11 +9,12 @@ input; hints that help only together are tried together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from .errors import AlignmentError, UnsupportedSpecError
-from .layout import STATE, GroupLayout, ModelLayout
+from .layout import STATE, WINDOW, GroupLayout, ModelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,27 @@ def alignment_of(given: LayoutInput) -> int:
 
 
 def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
-    """Blocks per chunk of one group. A state is one block: it is never joined with others."""
-    return 1 if group.kind == STATE else given.chunk_blocks
+    """Blocks per chunk of one group.
+
+    A state is one block: it is never joined with others. A window's chunk is not larger than what
+    vLLM keeps: the first blocks of a larger one would be freed before its last block is full.
+    """
+    if group.kind == STATE:
+        return 1
+    if group.span_tokens:
+        return _largest_part(
+            given.chunk_blocks, lambda n: group.span_tokens % (n * group.block_tokens) == 0
+        )
+    if group.kind == WINDOW:
+        return _largest_part(
+            given.chunk_blocks, lambda n: n * group.block_tokens <= group.window_tokens + 1
+        )
+    return given.chunk_blocks
+
+
+def _largest_part(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest divisor of ``count`` that fits; 1 if none does."""
+    return next((n for n in range(count, 0, -1) if count % n == 0 and fits(n)), 1)
 
 
 def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:

@@ -54,6 +54,24 @@ def test_a_state_is_one_block_whatever_the_chunk():
     assert not state.draft, "draft models have no states"
 
 
+@pytest.mark.parametrize(
+    ("window", "blocks"), [(4095, 8), (255, 8), (254, 4), (127, 4), (90, 2), (20, 1), (0, 1)]
+)
+def test_a_windows_chunk_is_not_larger_than_its_window(window, blocks):
+    """Its first blocks would be freed before the last is full, so none would ever be stored."""
+    groups = (make_group(0, FULL, 32), make_group(1, WINDOW, 32, window_tokens=window))
+    layout = build_layout(make_input(*groups, hash_tokens=32, scheduler_tokens=32, chunk_blocks=8))
+    assert [group.chunk_blocks for group in layout.groups] == [8, blocks]
+    assert layout.alignment_tokens == 256
+
+
+@pytest.mark.parametrize(("span", "blocks"), [(8192, 2), (96, 3), (64, 2), (160, 1), (32, 1)])
+def test_a_chunk_does_not_cross_the_spans_of_chunked_local_attention(span, blocks):
+    groups = (make_group(0, FULL, 32), make_group(1, WINDOW, 32, span_tokens=span))
+    layout = build_layout(make_input(*groups, hash_tokens=32, scheduler_tokens=32, chunk_blocks=6))
+    assert layout.groups[1].chunk_blocks == blocks
+
+
 def test_scratch_groups_are_skipped_and_named():
     """A group that takes no part is not checked: its block of 5 would fit nothing."""
     scratch = make_group(1, FULL, 5, skipped="scratch memory of one request")
