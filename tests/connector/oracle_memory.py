@@ -1,0 +1,171 @@
+"""KV memory whose right content is known: every token's bytes follow from the tokens before it.
+
+The content of token ``p`` in a layer is a digest of all tokens up to ``p`` (and of the weights, the
+salt and the layer), repeated over the token's share of the page. A recurrent state is the digest of
+its last token, over the whole page. Pages are found by vLLM's placement, not by this project's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+NULL_BYTE = 0xEE
+"""Fills the null block, which nobody may write."""
+
+Tables = Sequence[Sequence[int]]
+
+
+class Prefix:
+    """Digests of a growing sequence of tokens, one for each length."""
+
+    def __init__(self, seed: str) -> None:
+        self._seed = hashlib.blake2b(seed.encode(), digest_size=8).digest()
+        self.tokens: list[int] = []
+        self._chain: list[bytes] = []
+
+    def digests(self, tokens: Sequence[int]) -> np.ndarray:
+        """One 64-bit number per token; ``tokens`` may differ from those of the last call."""
+        same = 0
+        for mine, given in zip(self.tokens, tokens, strict=False):
+            if mine != given:
+                break
+            same += 1
+        del self.tokens[same:], self._chain[same:]
+        last = self._chain[-1] if self._chain else self._seed
+        for token in tokens[same:]:
+            last = hashlib.blake2b(last + token.to_bytes(4, "big"), digest_size=8).digest()
+            self._chain.append(last)
+            self.tokens.append(token)
+        return np.frombuffer(b"".join(self._chain[: len(tokens)]), dtype="<u8")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    group: int
+    spec: KVCacheSpec
+    start: int
+    block_stride: int
+    page: int
+    mix: int
+
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.spec, MambaSpec)
+
+    def first_read(self, computed: int) -> int:
+        """The first of ``computed`` tokens that the next token's computation reads."""
+        if self.is_state:
+            return max(0, computed - 1)
+        if isinstance(self.spec, SlidingWindowSpec):
+            return max(0, computed - self.spec.sliding_window + 1)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            return computed // self.spec.attention_chunk_size * self.spec.attention_chunk_size
+        return 0
+
+
+class KvMemory:
+    """The KV cache of one rank. ``caches`` are vLLM's tensors by layer, as a worker has them."""
+
+    def __init__(self, config: KVCacheConfig, layout: object, kernel_blocks: int, rank: int) -> None:
+        sizes = [group.kv_cache_spec.block_size // kernel_blocks for group in config.kv_cache_groups]
+        kernel = sizes if kernel_blocks > 1 else None
+        self.caches = allocate_kv_cache(config, torch.device("cpu"), layout, kernel)
+        storage = next(iter(self.caches.values())).untyped_storage()
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        self._layers = list(_layers_of(config, rank))
+        for layer in self._layers:
+            start = layer.start
+            self._bytes[start : start + layer.page] = NULL_BYTE
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """What vLLM does to fresh blocks: every layer's page of these ids."""
+        for layer in self._layers:
+            for block in blocks:
+                start = layer.start + block * layer.block_stride
+                self._bytes[start : start + layer.page] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy-on-write of a block."""
+        for layer in self._layers:
+            one, other = (layer.start + b * layer.block_stride for b in (source, target))
+            self._bytes[other : other + layer.page] = self._bytes[one : one + layer.page]
+
+    def check(self, tables: Tables, digests: np.ndarray, computed: int) -> list[str]:
+        """What a forward pass that goes on at token ``computed`` would read wrong."""
+        wrong = []
+        for layer in self._layers:
+            positions = np.arange(layer.first_read(computed), computed)
+            if not len(positions):
+                continue
+            found = self._bytes[self._places(layer, tables[layer.group], positions)]
+            right = _content(layer, digests[positions], found.shape[1])
+            bad = positions[(found != right).any(axis=1)]
+            if len(bad):
+                wrong.append(f"{layer.name} (group {layer.group}) tokens {bad.tolist()}")
+        return wrong
+
+    def write(self, tables: Tables, digests: np.ndarray, computed: int) -> None:
+        """Write the KV of the tokens from ``computed`` on, and the state after the last."""
+        end = len(digests)
+        for layer in self._layers:
+            positions = np.arange(end - 1 if layer.is_state else computed, end)
+            places = self._places(layer, tables[layer.group], positions)
+            self._bytes[places] = _content(layer, digests[positions], places.shape[1])
+
+    def null_block_touched(self) -> bool:
+        """Whether anybody has written the null block."""
+        return any(
+            (self._bytes[layer.start : layer.start + layer.page] != NULL_BYTE).any()
+            for layer in self._layers
+        )
+
+    def _places(self, layer: _Layer, table: Sequence[int], positions: np.ndarray) -> np.ndarray:
+        """Byte places, ``[positions, bytes of a token]``."""
+        tokens = layer.spec.block_size
+        blocks = np.asarray(table, dtype=np.int64)[positions // tokens]
+        if layer.is_state:
+            share, offset = layer.page, np.zeros_like(positions)
+        else:
+            share = layer.page // tokens
+            offset = positions % tokens * share
+        first = layer.start + blocks * layer.block_stride + offset
+        return first[:, None] + np.arange(share)
+
+
+def _content(layer: _Layer, digests: np.ndarray, share: int) -> np.ndarray:
+    mixed = (digests * np.uint64(layer.mix)).view(np.uint8).reshape(len(digests), 8)
+    return np.tile(mixed, -(-share // 8))[:, :share]
+
+
+def _layers_of(config: KVCacheConfig, rank: int) -> list[_Layer]:
+    found = []
+    for group, spec in enumerate(config.kv_cache_groups):
+        for name in spec.layer_names:
+            own = spec.kv_cache_spec
+            if isinstance(own, UniformTypeKVCacheSpecs):
+                own = own.kv_cache_specs[name]
+            place = next(t for t in config.kv_cache_tensors if name in t.layers)
+            start = place.offset + place.layers.index(name) * place.layer_stride
+            page = (
+                own.real_page_size_bytes
+                if isinstance(own, MambaSpec)
+                else own.unpadded_page_size_bytes
+            )
+            mix = int.from_bytes(hashlib.sha256(f"{name}/{rank}".encode()).digest()[:8]) | 1
+            found.append(_Layer(name, group, own, start, place.block_stride, page, mix))
+    return found

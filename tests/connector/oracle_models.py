@@ -1,0 +1,84 @@
+"""Models for the scheduler oracle: vLLM's own specs per layer, grouped and placed by vLLM.
+
+What vLLM's CPU platform cannot run is here beside a few that it can: Mamba-1, MLA beside GQA draft
+layers, DeepSeek-V4's compressed and packed caches, and tensors split into kernel blocks. A block
+has 4 to 8 tokens, so that short requests cross many boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from tests.connector.vllm_configs import chunked, full, mamba, mla, sliding, sliding_mla
+
+
+@dataclass(frozen=True)
+class OracleModel:
+    """``layers`` by name, in order of registration. ``drafts``: tokens drafted per step;
+    ``draft_head``: they come from layers of this model, whose last block is volatile.
+    ``kernel_blocks``: kernel blocks of one block, as Model Runner V2 shows them; ``blocks``: vLLM's
+    cache, too small for the requests that run together."""
+
+    layers: Callable[[], dict[str, KVCacheSpec]]
+    layout: str = "LBHNC"
+    drafts: int = 0
+    draft_head: bool = False
+    kernel_blocks: int = 1
+    block_tokens: int = 4
+    blocks: int = 60
+
+
+def _layers(**by_prefix: tuple[int, Callable[[], KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+    return {
+        f"{prefix}.{number}": make()
+        for prefix, (count, make) in by_prefix.items()
+        for number in range(count)
+    }
+
+
+def _state(block: int, page: int = 0, kind: str = "mamba1") -> KVCacheSpec:
+    return mamba(block, mamba_type=kind, page_size_padded=page or None)
+
+
+MODELS: dict[str, OracleModel] = {
+    "full": OracleModel(lambda: _layers(f=(2, lambda: full(4)))),
+    "full_ngram": OracleModel(lambda: _layers(f=(2, lambda: full(4))), drafts=3),
+    "runner_v2_kernel_blocks": OracleModel(
+        lambda: _layers(f=(2, lambda: full(8))), kernel_blocks=2, block_tokens=8
+    ),
+    "sliding": OracleModel(lambda: _layers(s=(2, lambda: sliding(4, 10)))),
+    "sliding_full": OracleModel(
+        lambda: _layers(s=(4, lambda: sliding(4, 10)), f=(2, lambda: full(4)))
+    ),
+    "sliding_full_ngram": OracleModel(
+        lambda: _layers(s=(2, lambda: sliding(4, 10)), f=(2, lambda: full(4))), drafts=2
+    ),
+    "two_block_sizes": OracleModel(
+        lambda: _layers(s=(2, lambda: sliding(4, 10)), f=(2, lambda: full(4, num_kv_heads=4)))
+    ),
+    "chunked_full": OracleModel(
+        lambda: _layers(c=(2, lambda: chunked(4, 16)), f=(2, lambda: full(4)))
+    ),
+    "mamba1": OracleModel(lambda: _layers(m=(2, lambda: _state(4)))),
+    "mamba1_full": OracleModel(
+        lambda: _layers(m=(2, lambda: _state(4, full(4).page_size_bytes)), f=(2, lambda: full(4)))
+    ),
+    "mla": OracleModel(lambda: _layers(l=(3, lambda: mla(4)))),
+    "mla_gqa_draft": OracleModel(
+        lambda: _layers(l=(3, lambda: mla(4)), draft=(1, lambda: full(4))),
+        layout="BLHNC",
+        drafts=2,
+        draft_head=True,
+    ),
+    "deepseek_v4_packed": OracleModel(
+        lambda: _layers(
+            w=(2, lambda: sliding_mla(4, 10)),
+            c=(2, lambda: mla(8, tokens_per_state=4)),
+            i=(2, lambda: mla(8, head_size=12)),
+        ),
+        layout="BLHNC",
+    ),
+}

@@ -1,0 +1,61 @@
+"""Faults between a slot and a GPU block, planted in every worker and taken back again.
+
+Nothing that is stored changes: ``heal`` gives back an engine without any fault. Each function runs
+in a worker (``Engine.call(on_workers, ...)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.vllm.faults import executor
+
+
+def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
+    """From now on every load that ``fault`` applies to goes wrong."""
+    engine, slab = executor(worker)._engine, executor(worker)._lane.slab
+    submit = type(engine).submit_load
+
+    def submit_load(batches: Any, after: Any = None) -> Any:
+        chosen = [batch for batch in batches if group is None or batch.group == group]
+        return fault(lambda: submit(engine, batches, after), chosen, slab)
+
+    engine.submit_load = submit_load
+
+
+def heal(worker: Any) -> None:
+    """Take the planted fault back."""
+    del executor(worker)._engine.submit_load
+
+
+def wrong_bit(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
+    """One bit of the last chunk is flipped while it is copied."""
+    if not batches:
+        return submit()
+    slot = slab.slot(int(batches[-1].slots[-1]))
+    slot[7] ^= 1
+    return _Undone(submit(), lambda: slot.__setitem__(7, slot[7] ^ 1))
+
+
+def swapped_chunks(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
+    """The last two chunks of a group change places."""
+    for batch in batches:
+        if len(batch.slots) > 1:
+            batch.slots[-2:] = batch.slots[:-3:-1].copy()
+            break
+    return submit()
+
+
+class _Undone:
+    """A ticket that undoes something when its copy has ended."""
+
+    def __init__(self, ticket: Any, undo: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._undo = undo
+
+    async def completed(self) -> None:
+        try:
+            await self._ticket.completed()
+        finally:
+            self._undo()
