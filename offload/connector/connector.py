@@ -29,6 +29,7 @@ from offload.connector.scheduler_side import SchedulerSide
 from offload.connector.setup import Setup
 from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats, StatsCollector
 from offload.connector.worker_side import WorkerSide
+from offload.errors import OffloadError
 from offload.plans import StepPlan
 
 if TYPE_CHECKING:
@@ -54,11 +55,18 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_vllm_logging()
         self.faults = Faults()
-        self._setup = Setup.of(vllm_config, kv_cache_config)
+        is_worker = role == KVConnectorRole.WORKER
+        first_worker = is_worker and vllm_config.parallel_config.rank == 0
+        try:
+            self._setup = Setup.of(vllm_config, kv_cache_config, first_worker=first_worker)
+        except OffloadError as error:
+            # Once in plain sight: vLLM buries it in the tracebacks of several processes.
+            logger.error("%s", error)
+            raise
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        if not is_worker:
             self._setup.announce()
             self._scheduler = SchedulerSide(
                 self._setup.layout,

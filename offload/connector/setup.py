@@ -52,8 +52,14 @@ class Setup:
     replica: int
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
-        """Read and check everything. Raises ``ConfigError`` and ``LayoutError``."""
+    def of(
+        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, first_worker: bool
+    ) -> Setup:
+        """Read everything; the first worker also checks it against the machine, before any
+        process of this server has taken memory or folders.
+
+        Raises ``ConfigError`` and ``LayoutError``.
+        """
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise UnsupportedSpecError(
@@ -61,7 +67,8 @@ class Setup:
                 f"--pipeline-parallel-size {parallel.pipeline_parallel_size}): its ranks hold "
                 "different layers. Use --tensor-parallel-size instead."
             )
-        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = cls.check(extra) if first_worker else parse_config(extra)
         layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)
         fields = namespace_fields(vllm_config, kv_cache_config, config.chunk_blocks)
         return cls(
@@ -76,9 +83,17 @@ class Setup:
         )
 
     @staticmethod
-    def check(extra_config: Mapping[str, Any]) -> None:
-        """Refuse a bad configuration before anything is loaded. Raises ``ConfigError``."""
-        load_config(extra_config)
+    def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
+        """Read the configuration and check it against this machine; say what was chosen.
+
+        Raises ``ConfigError`` with every problem.
+        """
+        loaded = load_config(extra_config)
+        for line in loaded.notes:
+            logger.info("kvtiers: %s", line)
+        for line in loaded.warnings:
+            logger.warning("kvtiers: %s", line)
+        return loaded.config
 
     def announce(self) -> None:
         """Say in the log what was chosen and what a user should know."""

@@ -1,0 +1,98 @@
+"""``vllm serve`` with the engine in a process of its own: HTTP in, restored blocks out; killed with
+signal 9 while it stores; and configurations that it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.server import ServerError, VllmServer
+from tests.vllm.engine import transfer_config
+from tests.vllm.restored import config, prompts
+
+FLAGS = (
+    "--enforce-eager",
+    "--block-size=32",
+    "--kv-cache-memory-bytes=8388608",
+    "--max-model-len=2048",
+    "--prefix-caching-hash-algo=sha256_cbor",
+)
+ASKED = prompts(3)
+
+
+def start(
+    model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None
+) -> VllmServer:
+    return VllmServer(model, log=tmp_path / f"{name}.log", connector=connector, flags=FLAGS)
+
+
+def answers(server: VllmServer) -> list[tuple[Any, Any]]:
+    """Token ids and log-probabilities of every prompt."""
+    found = [server.complete(prompt, max_tokens=8, logprobs=5) for prompt in ASKED]
+    return [(a["token_ids"], a["logprobs"]["top_logprobs"]) for a in found]
+
+
+def loaded(server: VllmServer, tier: str) -> float:
+    server.nudge()
+    return server.metrics().get(f'vllm:kvtiers_loaded_tokens_total{{tier="{tier}"}}', 0.0)
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
+    with start(llama, tmp_path_factory.mktemp("ref"), "plain", None) as server:
+        return answers(server)
+
+
+@contextlib.contextmanager
+def traffic(server: VllmServer) -> Iterator[None]:
+    """Other prompts in flight while the body runs; errors of a killed server are expected."""
+
+    def ask(number: int) -> None:
+        with contextlib.suppress(ServerError, OSError):
+            server.complete(prompts(1, seed=100 + number)[0], max_tokens=4)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(60)
+
+
+def test_http_restart_and_kill_9(
+    llama: Path, tmp_path: Path, reference: list[tuple[Any, Any]]
+) -> None:
+    connector = config(tmp_path / "kv")
+    with start(llama, tmp_path, "first", connector) as server:
+        assert answers(server) == reference
+        server.reset_prefix_cache()
+        assert answers(server) == reference
+        assert loaded(server, "cpu") > 0
+        with traffic(server):
+            server.kill()
+    with start(llama, tmp_path, "second", connector) as server:
+        assert answers(server) == reference
+        assert loaded(server, "lmdb") > 0
+        names = {name.partition("{")[0] for name in server.metrics()}
+        assert {"vllm:kvtiers_resident_chunks", "vllm:kvtiers_used_ratio"} <= names
+        server.stop()
+    assert not list((tmp_path / "kv").rglob("quarantine*"))
+
+
+def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_path: Path) -> None:
+    bad = transfer_config(
+        {
+            "cpu": {"capacity": "forty"},
+            "tiers": [{"type": "lmdb", "path": "/proc/kv", "capacity": "1GiB", "polcy": "lru"}],
+        }
+    )
+    with pytest.raises(ServerError) as refused:
+        start(llama, tmp_path, "bad", bad)
+    text = str(refused.value)
+    for words in ("$.cpu.capacity", '"forty"', "$.tiers[0]", "polcy", 'policy"', "/proc/kv"):
+        assert words in text, words
