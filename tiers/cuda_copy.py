@@ -23,7 +23,7 @@ from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferErro
 from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
 from tiers.cuda_lanes import CudaEvent, CudaLane, EventPool
 from tiers.descriptors import CopyShape, DescriptorBuilder, Descriptors
-from tiers.host_memory import pci_node
+from tiers.host_memory import node_count, pci_node
 from tiers.slab import HostSlab, SlabError
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,9 @@ class CudaCopyEngine(CopyEngine):
 
 def gpu_node(device: int = 0) -> int | None:
     """The NUMA node of a CUDA device, for ``HostSlab(numa_node=...)``; ``None`` when the machine
-    does not say (one node, a virtual machine) or has no CUDA."""
+    has one node only, does not say (a virtual machine), or has no CUDA."""
+    if node_count() == 1:
+        return None
     try:
         driver = load_driver()
         return pci_node(driver.pci_bus_id(driver.device(device)))
