@@ -91,8 +91,8 @@ class Setup:
         loaded = load_config(extra_config)
         for line in loaded.notes:
             logger.info("kvtiers: %s", line)
-        for line in loaded.warnings:
-            logger.warning("kvtiers: %s", line)
+        for warning in loaded.warnings:
+            logger.warning("kvtiers: %s", warning)
         return loaded.config
 
     def announce(self) -> None:

@@ -6,6 +6,7 @@ The same comparison must see one wrong block and one swapped pair that each test
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,18 @@ def test_a_hook_that_raises_costs_hits_and_never_an_answer(
             engine.call(faults.on_workers, break_executor, name)
             engine.reset_prefix_cache()
             assert compare(engine, reference, engine.generate(reference.prompts)) >= 0
+
+
+def test_by_short_name_and_without_any_configuration(
+    llama: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """The plugin of the installed package makes the name known; defaults suit the machine."""
+    plain = {"kv_connector": "OffloadConnector", "kv_role": "kv_both"}
+    before = set(os.listdir("/dev/shm"))
+    with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
+        fill(engine, reference)
+        ask_and_compare(engine, reference, "cpu")
+        log = engine.log()
+    assert "cpu.capacity was not given: using" in log
+    assert "kv_load_failure_policy is 'fail'" in log
+    assert set(os.listdir("/dev/shm")) <= before
