@@ -42,6 +42,7 @@ _POLICIES = {
     "lirs": "policies.lirs:LirsPolicy",
     "gdsf": "policies.gdsf:GdsfPolicy",
     "ttl": "policies.ttl:TtlPolicy",
+    "adaptive": "policies.adaptive:AdaptivePolicy",
 }
 _ADMISSIONS = {
     "all": "policies.admission:AdmitAll",

@@ -1,0 +1,273 @@
+"""The default policy of the CPU tier: LRU, or learned reuse density where that does better.
+
+Keys are kept in spans (``policies.spans``). Spans are sorted into kinds by what is known of their
+conversation: how many requests it has had, how long it was away before the last one, and hints
+that the client gave. For each kind the policy learns online how soon such spans are used again, and
+evicts first what is worth least per key and time (``policies.density``); hints are only
+labels of a kind, so a hint that tells nothing, or lies, loses its effect by itself. Always from
+the tail, and never a key that another member's prefix needs.
+
+Two shadow caches (``policies.shadow``) replay LRU and density order beside each other, and the
+tier evicts in the order of the one that had more hits lately (choosing policies by shadow caches:
+I. Ari et al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from policies import hints as names
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.density import Kind, ReuseTable, age_bin
+from policies.shadow import ShadowCache, SpanQueues
+from policies.spans import Span, SpanTree, Taken
+
+_GHOSTS_LEAST = 256
+_GHOSTS_PER_SPAN = 6
+_LABELS = (
+    (names.SESSION_END, "end"),
+    (names.ONE_SHOT, "once"),
+    (names.PINNED, "pinned"),
+    (names.TOOL_CALL, "tool"),
+)
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """O(1) per key, amortised, plus a few steps per request.
+
+    ``relearn_every`` requests the indices are computed afresh. ``memory`` is the share that the
+    hit counts of the two orders keep per request: 0.999 compares the last thousand or so.
+    """
+
+    keeps_prefixes_closed = True
+
+    def __init__(self, relearn_every: int = 256, memory: float = 0.999, prior: float = 10.0):
+        self._every = relearn_every
+        self._memory = memory
+        self._tree = SpanTree()
+        self._table = ReuseTable(prior)
+        self._queues = SpanQueues(self._worth)
+        self._by_time: OrderedDict[Span, None] = OrderedDict()
+        self._shadows = (ShadowCache(0, _age_score), ShadowCache(1, self._worth))
+        self._ghosts: OrderedDict[Key, Span] = OrderedDict()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._now = 0
+        self._requests = 0
+        self._lead = 0.0  # decayed hits of density order minus those of LRU
+        self._fresh: Span | None = None
+        self._returned: Span | None = None
+        self._current: Span | None = None
+
+    @property
+    def order(self) -> str:
+        """The order in charge: ``lru`` or ``density``."""
+        return "density" if self._lead > 0 and self._table.learned else "lru"
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        if key in self._ghosts:
+            self._recall(self._ghosts.pop(key))
+        fresh = self._fresh
+        if fresh is None:
+            fresh = self._fresh = Span(self._now, [])
+            fresh.fresh = True
+            fresh.kind = ("fresh",)
+            self._queues.add(fresh)
+            self._by_time[fresh] = None
+        if info.hints:
+            fresh.label = _label(info.hints)
+        fresh.keys.append(key)
+        fresh.live += 1
+        fresh.size += 1
+        self._tree.span_of[key] = fresh
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        members, taken = self._tree.take(keys)
+        self._current = None
+        if not members:
+            return
+        self._requests += 1
+        self._now += len(members)
+        hits = [0, 0]
+        for part in taken:
+            self._leave(part, hits)
+        self._lead = self._lead * self._memory + hits[1] - hits[0]
+        self._enter(members, taken)
+        if self._requests % self._every == 0:
+            self._relearn()
+
+    def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
+        """Label the span that the request left at the end of its keys."""
+        label = _label(hints)
+        if not label:
+            return
+        for key in reversed(keys):
+            span = self._tree.span_of.get(key)
+            if span is not None:
+                if not span.shared and not span.fresh:
+                    self._relabel(span, label)
+                return
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        found: dict[Key, None] = {}
+        drain = self._tree.drain
+        for shadow in self._shadows:
+            shadow.capacity = max(shadow.capacity, len(self))
+        if self._current is not None and self._current.live:
+            drain(self._current, count, evictable, found)
+        if len(found) < count:
+            for span in self._candidates():
+                drain(span, count, evictable, found)
+                if len(found) >= count:
+                    self._current = span
+                    break
+        if len(found) < count:  # only by breaking prefixes, if at all
+            rest = (k for k in self._tree.span_of if k not in found and evictable(k))
+            found.update(dict.fromkeys(islice(rest, count - len(found))))
+        return list(found)
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        span = self._tree.remove(key)
+        if span is None or span.live:
+            return
+        self._drop(span)
+        if cause is RemoveCause.EVICTED and not span.fresh:
+            span.keys = []
+            self._ghosts[key] = span
+
+    def clear(self) -> None:
+        for part in (self._tree, self._table, self._queues, self._by_time, self._ghosts):
+            part.clear()
+        for shadow in self._shadows:
+            shadow.clear()
+        self._reset()
+
+    def __len__(self) -> int:
+        return len(self._tree.span_of)
+
+    # -- a touch -------------------------------------------------------------------------------
+
+    def _leave(self, part: Taken, hits: list[int]) -> None:
+        """A request took keys from a span: learn from it, and book the shadows' hits."""
+        span = part.span
+        if span.fresh:
+            if not part.rest:
+                self._drop(span)
+            return
+        for shadow, number in zip(self._shadows, (0, 1), strict=True):
+            hits[number] += shadow.use(span, part.count if part.rest else part.count + span.size)
+        if not part.rest:
+            self._table.record(span.kind, self._now - span.time, part.count, reused=True)
+            self._drop(span)
+
+    def _recall(self, span: Span) -> None:
+        """A request brings back the head of a span that was evicted."""
+        self._table.record(span.kind, self._now - span.time, span.size, reused=True)
+        self._returned = span
+        gained = [shadow.use(span, span.size) for shadow in self._shadows]
+        self._lead += gained[1] - gained[0]
+
+    def _enter(self, members: Sequence[Key], taken: Sequence[Taken]) -> None:
+        """Make the touched keys one span, or two where others share the head."""
+        self._fresh = None
+        returned, self._returned = self._returned, None
+        split, uses, before = 0, 0, None
+        for part in taken:
+            span = part.span
+            if span.fresh:
+                continue
+            if part.rest or span.shared:
+                split, before = part.end, None
+                uses = max(uses, span.turn if span.shared else 1)
+            else:
+                before = span
+        if before is None and returned is not None and not returned.shared:
+            before = returned
+        if split:
+            head = Span(self._now, list(reversed(members[:split])))
+            head.shared = True
+            head.turn = uses + 1
+            head.kind = ("shared", min(6, head.turn.bit_length()))
+            self._start(head, None)
+        if split < len(members):
+            tail = Span(self._now, list(reversed(members[split:])))
+            tail.turn = before.turn + 1 if before else 1
+            tail.gap = self._now - before.time if before else 0
+            label = next((part.span.label for part in reversed(taken) if part.span.fresh), "")
+            tail.label = label
+            tail.kind = _kind(tail)
+            self._start(tail, members[split - 1] if split else None)
+
+    def _start(self, span: Span, hangs_on: Key | None) -> None:
+        self._tree.enter(span, hangs_on)
+        self._queues.add(span)
+        self._by_time[span] = None
+        for shadow in self._shadows:
+            shadow.add(span)
+
+    def _drop(self, span: Span) -> None:
+        """A span has no members any more."""
+        self._queues.discard(span)
+        self._by_time.pop(span, None)
+        if span is self._fresh:
+            self._fresh = None
+        if span is self._current:
+            self._current = None
+
+    def _relabel(self, span: Span, label: str) -> None:
+        again = [shadow for shadow in self._shadows if shadow.move(span, span.kind)]
+        self._queues.discard(span)
+        span.label = label
+        span.kind = _kind(span)
+        self._queues.add(span)
+        for shadow in again:
+            shadow.back(span)
+        self._current = None
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[Span]:
+        if self.order == "lru":
+            return iter(self._by_time)
+        lowest = self._queues.lowest()
+        first = () if lowest is None else (lowest,)
+        return chain(first, self._queues.in_order())
+
+    def _worth(self, span: Span) -> float:
+        return self._table.worth(span.kind, self._now - span.time)
+
+    def _relearn(self) -> None:
+        limit = max(_GHOSTS_LEAST, _GHOSTS_PER_SPAN * len(self._by_time))
+        while len(self._ghosts) > limit:
+            _, ghost = self._ghosts.popitem(last=False)
+            self._table.record(ghost.kind, self._now - ghost.time, ghost.size, reused=False)
+            for shadow in self._shadows:
+                shadow.use(ghost, ghost.size)
+        now = self._now
+        self._table.relearn(
+            (span.kind, now - span.time, span.size)
+            for span in chain(self._by_time, self._ghosts.values())
+            if not span.fresh
+        )
+        self._queues.refresh()
+        for shadow in self._shadows:
+            shadow.refresh()
+
+
+def _age_score(span: Span) -> float:
+    return span.time
+
+
+def _label(hints: Mapping[str, Any]) -> str:
+    """The strongest hint's label; empty if none of them says anything here."""
+    return next((label for name, label in _LABELS if hints.get(name)), "")
+
+
+def _kind(span: Span) -> Kind:
+    """Label, turn (exact to 8, then by doubling), and gap in coarse steps."""
+    turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
+    return (span.label, turn, age_bin(span.gap) // 4)

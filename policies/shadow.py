@@ -1,0 +1,156 @@
+"""Shadow caches: what the tier would hold under another order, span by span, without keys.
+
+They cost a few steps per request, not per key, and tell the adaptive policy which of its orders
+does better on the very requests it serves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
+from policies.density import Kind
+from policies.spans import Span
+
+_LOOKS = 16
+"""After so many answers all scores are computed afresh."""
+
+
+class SpanQueues:
+    """Spans by kind, oldest first, and the order of their fronts by a score."""
+
+    def __init__(self, score: Callable[[Span], float]) -> None:
+        self._score = score
+        self._queues: dict[Kind, OrderedDict[Span, None]] = {}
+        self._heap: list[tuple[float, int, Span, Kind]] = []
+        self._ticket = count()
+        self._looks = 0
+
+    def add(self, span: Span) -> None:
+        """Enter a span as the youngest of its kind."""
+        queue = self._queues.get(span.kind)
+        if queue is None:
+            queue = self._queues[span.kind] = OrderedDict()
+        if not queue:
+            self._push(span)
+        queue[span] = None
+
+    def discard(self, span: Span) -> None:
+        """Take a span out, if it is there."""
+        queue = self._queues.get(span.kind)
+        if queue is not None:
+            queue.pop(span, None)
+
+    def lowest(self) -> Span | None:
+        """A span of lowest score among the oldest of each kind; scores may be a little old."""
+        self._looks += 1
+        if self._looks >= _LOOKS:
+            self.refresh()
+        heap = self._heap
+        while heap:
+            _, _, span, kind = heap[0]
+            queue = self._queues[kind]
+            if span in queue:
+                return span
+            if queue:
+                front = next(iter(queue))
+                heapreplace(heap, (self._score(front), next(self._ticket), front, kind))
+            else:
+                heappop(heap)
+        return None
+
+    def in_order(self) -> Iterator[Span]:
+        """All spans, merged by the scores of the fronts. The queues must not change meanwhile."""
+        fronts = [iter(queue) for queue in self._queues.values()]
+        heap: list[tuple[float, int, Span, Iterator[Span]]] = []
+        for number, front in enumerate(fronts):
+            first = next(front, None)
+            if first is not None:
+                heap.append((self._score(first), number, first, front))
+        heapify(heap)
+        while heap:
+            _, number, span, front = heap[0]
+            yield span
+            following = next(front, None)
+            if following is None:
+                heappop(heap)
+            else:
+                heapreplace(heap, (self._score(following), number, following, front))
+
+    def refresh(self) -> None:
+        """Compute the scores of all fronts afresh."""
+        self._looks = 0
+        self._heap = [
+            (self._score(front), next(self._ticket), front, kind)
+            for kind, queue in self._queues.items()
+            if queue
+            for front in [next(iter(queue))]
+        ]
+        heapify(self._heap)
+
+    def _push(self, span: Span) -> None:
+        heappush(self._heap, (self._score(span), next(self._ticket), span, span.kind))
+
+    def __iter__(self) -> Iterator[Span]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def clear(self) -> None:
+        """Forget all spans."""
+        self._queues.clear()
+        self._heap.clear()
+
+
+class ShadowCache:
+    """A cache of ``capacity`` keys made of the heads of spans (``span.kept[which]`` keys)."""
+
+    def __init__(self, which: int, score: Callable[[Span], float]) -> None:
+        self.capacity = 0
+        self._which = which
+        self._queues = SpanQueues(score)
+        self._used = 0
+
+    def use(self, span: Span, count: int) -> int:
+        """A request takes ``count`` keys from a span's head; returns how many would hit."""
+        kept = span.kept
+        hits = min(kept[self._which], count)
+        kept[self._which] -= hits
+        self._used -= hits
+        if not kept[self._which]:
+            self._queues.discard(span)
+        return hits
+
+    def add(self, span: Span) -> None:
+        """A new span enters; others are cut from their tails until all fits."""
+        span.kept[self._which] = span.size
+        self._used += span.size
+        self._queues.add(span)
+        while self._used > self.capacity:
+            lowest = self._queues.lowest()
+            if lowest is None:
+                return
+            cut = min(lowest.kept[self._which], self._used - self.capacity)
+            lowest.kept[self._which] -= cut
+            self._used -= cut
+            if not lowest.kept[self._which]:
+                self._queues.discard(lowest)
+
+    def move(self, span: Span, kind: Kind) -> bool:
+        """Prepare a change of the span's kind; whether it is to be entered again after."""
+        self._queues.discard(span)
+        return span.kept[self._which] > 0
+
+    def back(self, span: Span) -> None:
+        """Enter a span again whose kind was changed."""
+        self._queues.add(span)
+
+    def refresh(self) -> None:
+        """Scores changed."""
+        self._queues.refresh()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._queues.clear()
+        self._used = 0
