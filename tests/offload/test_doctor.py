@@ -58,6 +58,10 @@ def test_tokens_of_each_tier():
 
 
 def test_ranks_share_the_capacity():
+    tiers = [{"type": "lmdb", "path": "/cache", "capacity": "1GiB"}]
+    config = config_of(tiers=tiers, staging="1MiB")
+    one, two = (examine(hybrid(ranks=ranks), config).tiers[1].tokens for ranks in (1, 2))
+    assert one == 2 * two
     one, two = (examine(hybrid(ranks=ranks), config_of()).tiers[0].tokens for ranks in (1, 2))
     assert one == 2 * two
 
