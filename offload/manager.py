@@ -145,7 +145,7 @@ class OffloadManager:
         slab = HostSlab(slot_bytes, slots, pin=device.type == "cuda")
         engine = _make_engine(registration, slab, device)
         groups = _group_infos(kv_cache_config, registration, settings, tiers)
-        cpu = TierIndex("cpu", SlotSpace(slots - staging), make_policy(_spec(settings.cpu.policy)))
+        cpu = TierIndex("cpu", SlotSpace(slots - staging), make_policy(settings.cpu.policy.spec))
         lower = [await _open_tier(tier, number, groups) for number, tier in enumerate(tiers)]
         executor = Executor(
             slab,
@@ -363,7 +363,3 @@ async def _open_tier(tier: Tier, number: int, groups: Mapping[int, GroupInfo]) -
         unknown += index.recover(known, infos)
     await tier.delete(unknown)
     return index
-
-
-def _spec(policy: Any) -> str | dict[str, Any]:
-    return {"name": policy.name, **policy.options}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from offload.config import OffloadConfig, TierConfig
 from offload.config_fields import PolicyConfig
@@ -128,14 +127,10 @@ def _recover(
     logger.info("kvtiers: %s: %d chunks recovered", planner.lower[tier].name, len(keys))
 
 
-def _spec(policy: PolicyConfig) -> dict[str, Any]:
-    return {"name": policy.name, **policy.options}
-
-
 def _policy(tier: str, policy: PolicyConfig) -> EvictionPolicy:
     """The eviction policy of a tier. All but our LRU are watched: one that raises, dawdles or
     names keys that it must not is replaced by LRU."""
-    made = make_policy(_spec(policy))
+    made = make_policy(policy.spec)
     if type(made) is LruPolicy:
         return made
     return GuardedPolicy(
@@ -156,4 +151,4 @@ def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
 
 def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
     """``None`` stands for "all", which needs no question per chunk."""
-    return None if policy.name == "all" else make_admission(_spec(policy))
+    return None if policy.name == "all" else make_admission(policy.spec)
