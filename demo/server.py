@@ -1,0 +1,251 @@
+"""Start, ask and stop a real ``vllm serve``; used by the demo and by the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[1]
+START_DEADLINE_S = 240.0
+REQUEST_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 60.0
+LOG_CHARS = 20_000
+
+BASE_ENV = {
+    "VLLM_SERVER_DEV_MODE": "1",  # gives /reset_prefix_cache
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
+}
+
+Metrics = dict[str, float]
+
+
+class ServerError(Exception):
+    """The server did not start, answer or stop in time; the text carries the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed chat completion. ``ttft_s`` is from sending to the first generated token."""
+
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    ttft_s: float
+
+
+class VllmServer:
+    """One ``vllm serve`` with everything it starts. Raises ``ServerError``.
+
+    ``connector`` is the value of ``--kv-transfer-config``; ``flags`` are other flags of vLLM.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        log: Path,
+        connector: dict[str, Any] | None = None,
+        flags: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
+        self.log_path = log
+        self.port = _free_port()
+        command = [sys.executable, "-m", "demo.vllm_cli", "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
+        command += flags
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        with log.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | BASE_ENV | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy(start_deadline_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+        """Greedy answer to a conversation, streamed."""
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        start = time.perf_counter()
+        first: float | None = None
+        tokens: list[int] = []
+        text: list[str] = []
+        prompt_tokens = 0
+        for event in self._stream("/v1/chat/completions", body):
+            for choice in event.get("choices", ()):
+                if choice.get("token_ids"):
+                    first = first or time.perf_counter()
+                    tokens += choice["token_ids"]
+                text.append(choice["delta"].get("content") or "")
+            if event.get("usage"):
+                prompt_tokens = event["usage"]["prompt_tokens"]
+        if first is None:
+            raise ServerError(f"no token came{self._log_text()}")
+        return Answer(prompt_tokens, tuple(tokens), "".join(text), first - start)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """``/v1/completions`` for token ids: the choice of the answer, with ``token_ids``."""
+        body = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        } | parameters
+        answer = json.loads(self._request("POST", "/v1/completions", body))
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Empty vLLM's own prefix cache (with ``external`` the tiers too); retried while blocks
+        are still held by transfers in flight."""
+        path = f"/reset_prefix_cache?reset_external={'true' if external else 'false'}"
+        end = time.monotonic() + REQUEST_DEADLINE_S
+        while not json.loads(self._request("POST", path))["success"]:
+            if time.monotonic() > end:
+                raise ServerError(f"the prefix cache cannot be reset{self._log_text()}")
+            self.nudge()
+
+    def metrics(self) -> Metrics:
+        """``/metrics`` as ``name{label="value"}``, without the labels engine and model_name."""
+        text = self._request("GET", "/metrics").decode()
+        return dict(_parse_metrics(text))
+
+    def nudge(self) -> None:
+        """A request of one token: the engine makes a step and reports what happened meanwhile."""
+        self.complete([0], max_tokens=1)
+
+    def stop(self) -> None:
+        """SIGTERM, as an operator would; SIGKILL and ``ServerError`` after the deadline."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise ServerError(
+                    f"no end {STOP_DEADLINE_S} s after SIGTERM{self._log_text()}"
+                ) from None
+        self._kill_group()
+
+    def kill(self) -> None:
+        """SIGKILL to the server and everything that it started."""
+        self._kill_group()
+        self._process.wait(STOP_DEADLINE_S)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _wait_until_healthy(self, deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        while True:
+            with contextlib.suppress(OSError, ServerError):  # not up yet
+                self._request("GET", "/health")
+                return
+            if self._process.poll() is not None:
+                raise ServerError(
+                    f"vllm serve ended with {self._process.returncode}{self._log_text()}"
+                )
+            if time.monotonic() > end:
+                raise ServerError(f"not healthy after {deadline_s} s{self._log_text()}")
+            time.sleep(0.2)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        with self._response(method, path, body) as response:
+            return response.read()
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._response("POST", path, body) as response:
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data and data != b"[DONE]":
+                    yield json.loads(data)
+
+    @contextlib.contextmanager
+    def _response(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_DEADLINE_S)
+        with contextlib.closing(connection):
+            headers = {"Content-Type": "application/json"}
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                text = response.read().decode(errors="replace")
+                raise ServerError(f"{method} {path}: {response.status} {text}{self._log_text()}")
+            yield response
+
+    def _log_text(self) -> str:
+        end = self.log_path.read_text(errors="replace")[-LOG_CHARS:]
+        return f"\n--- end of {self.log_path} ---\n{end}"
+
+
+def _parse_metrics(text: str) -> Iterator[tuple[str, float]]:
+    """Lines of the Prometheus text format: ``name{labels} value``."""
+    for line in text.splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        series, value = line.rsplit(" ", 1)
+        name, _, labels = series.partition("{")
+        own = [
+            label
+            for label in labels.rstrip("}").split('",')
+            if label and not label.startswith(("engine=", "model_name="))
+        ]
+        inside = ",".join(label.rstrip('"') + '"' for label in own)
+        yield (f"{name}{{{inside}}}" if inside else name), float(value)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

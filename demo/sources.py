@@ -1,0 +1,64 @@
+"""Where the prompt tokens of a request came from, read from vLLM's metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from demo.server import Metrics, ServerError, VllmServer
+
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+LOADED = "vllm:kvtiers_loaded_tokens_total"
+STORED = "vllm:kvtiers_stored_chunks_total"
+SETTLE_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Prompt tokens by where they came from. ``gpu`` is vLLM's own prefix cache."""
+
+    computed: int
+    gpu: int
+    cpu: int
+    disk: int
+
+
+def read_sources(server: VllmServer, before: Metrics, prompt_tokens: int) -> Sources:
+    """The difference that one request of ``prompt_tokens`` made to the metrics.
+
+    Metrics are published a moment after the answer, so this waits until all tokens of the prompt
+    are accounted for. Raises ``ServerError`` if they never are.
+    """
+    end = time.monotonic() + SETTLE_DEADLINE_S
+    while True:
+        now = server.metrics()
+
+        def grown(name: str, label: str, now: Metrics = now) -> int:
+            series = f"{name}{{{label}}}"
+            return round(now.get(series, 0) - before.get(series, 0))
+
+        computed = grown(BY_SOURCE, 'source="local_compute"')
+        gpu = grown(BY_SOURCE, 'source="local_cache_hit"')
+        external = grown(BY_SOURCE, 'source="external_kv_transfer"')
+        cpu, disk = grown(LOADED, 'tier="cpu"'), grown(LOADED, 'tier="lmdb"')
+        if computed + gpu + external == prompt_tokens and cpu + disk >= external:
+            return Sources(computed, gpu, cpu, disk)
+        if time.monotonic() > end:
+            raise ServerError(
+                f"a prompt of {prompt_tokens} tokens, but the metrics name {computed} computed, "
+                f"{gpu} from the GPU cache, {external} from outside (CPU {cpu}, disk {disk})"
+            )
+        server.nudge()
+
+
+def wait_until_on_disk(server: VllmServer) -> None:
+    """Wait until every chunk that reached the CPU tier has reached the disk tier too."""
+    end = time.monotonic() + SETTLE_DEADLINE_S
+    while True:
+        now = server.metrics()
+        cpu, disk = (now.get(f'{STORED}{{tier="{tier}"}}', 0) for tier in ("cpu", "lmdb"))
+        if 0 < cpu <= disk:
+            return
+        if time.monotonic() > end:
+            raise ServerError(f"{cpu} chunks reached the CPU tier, but only {disk} the disk")
+        server.nudge()
