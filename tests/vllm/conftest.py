@@ -11,12 +11,15 @@ from demo.tiny_model import make_llama
 from tests.vllm.engine import close_nursery
 
 HERE = Path(__file__).parent
+VLLM_TIMEOUT_S = 900  # a slow machine; every single wait has a deadline of its own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
