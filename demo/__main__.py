@@ -140,10 +140,10 @@ def make_table(rows: list[Row]) -> Table:
     """One row for each request; times in milliseconds."""
     table = Table(title="Prompt tokens by where they came from")
     for heading in ("phase", "turn", "prompt", "computed", "GPU cache", "CPU tier", "disk tier"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
+        table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
     table.add_column("TTFT ms", justify="right")
-    table.add_column("computed in full", justify="right")
-    table.add_column("tokens equal")
+    table.add_column("TTFT ms,\nall computed", justify="right", no_wrap=True)
+    table.add_column("tokens\nequal", no_wrap=True)
     for previous, row in zip([None, *rows], rows, strict=False):
         if previous and previous.phase != row.phase:
             table.add_section()
@@ -194,7 +194,7 @@ def main() -> int:
         requests = [dataclasses.asdict(row) for row in rows]
         print(json.dumps({"requests": requests, "problems": problems}, indent=2))
     else:
-        Console(width=max(100, Console().width)).print(make_table(rows))
+        Console(width=max(110, Console().width)).print(make_table(rows))
         for problem in problems:
             print(f"FAILED: {problem}")
     return 1 if problems else 0

@@ -82,7 +82,7 @@ class VllmServer:
             )
         try:
             self._wait_until_healthy(start_deadline_s)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nothing may stay behind
             self.kill()
             raise
 
