@@ -89,7 +89,7 @@ class WorkerSide:
             return HostSlab(
                 slot_bytes, slots, pin=pin, pin_fallback=self._config.cpu.pin == "prefer"
             )
-        except Exception as error:
+        except Exception as error:  # whatever it was, there is no CPU tier
             raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
 
     async def _open(

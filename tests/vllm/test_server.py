@@ -25,9 +25,7 @@ FLAGS = (
 ASKED = prompts(3)
 
 
-def start(
-    model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None
-) -> VllmServer:
+def start(model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None) -> VllmServer:
     return VllmServer(model, log=tmp_path / f"{name}.log", connector=connector, flags=FLAGS)
 
 
