@@ -47,15 +47,16 @@ class AdaptivePolicy(EvictionPolicy):
     def __init__(self, relearn_every: int = 256, memory: float = 0.999, prior: float = 10.0):
         self._every = relearn_every
         self._memory = memory
+        self._prior = prior
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._tree = SpanTree()
-        self._table = ReuseTable(prior)
+        self._table = ReuseTable(self._prior)
         self._queues = SpanQueues(self._worth)
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = (ShadowCache(0, _age_score), ShadowCache(1, self._worth))
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
-        self._reset()
-
-    def _reset(self) -> None:
         self._now = 0
         self._requests = 0
         self._lead = 0.0  # decayed hits of density order minus those of LRU
@@ -71,18 +72,11 @@ class AdaptivePolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(self._ghosts.pop(key))
-        fresh = self._fresh
-        if fresh is None:
-            fresh = self._fresh = Span(self._now, [])
-            fresh.fresh = True
-            fresh.kind = ("fresh",)
-            self._queues.add(fresh)
-            self._by_time[fresh] = None
+        fresh = self._fresh or self._begin()
         if info.hints:
             fresh.label = _label(info.hints)
         fresh.keys.append(key)
         fresh.live += 1
-        fresh.size += 1
         self._tree.span_of[key] = fresh
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -132,7 +126,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
         span = self._tree.remove(key)
-        if span is None or span.live:
+        if span is None:
             return
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
@@ -140,11 +134,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._ghosts[key] = span
 
     def clear(self) -> None:
-        for part in (self._tree, self._table, self._queues, self._by_time, self._ghosts):
-            part.clear()
-        for shadow in self._shadows:
-            shadow.clear()
-        self._reset()
+        self._start_over()
 
     def __len__(self) -> int:
         return len(self._tree.span_of)
@@ -202,6 +192,15 @@ class AdaptivePolicy(EvictionPolicy):
             tail.kind = _kind(tail)
             self._start(tail, members[split - 1] if split else None)
 
+    def _begin(self) -> Span:
+        """A span for keys that are inserted before their request touches them."""
+        fresh = self._fresh = Span(self._now, [])
+        fresh.fresh = True
+        fresh.kind = ("fresh",)
+        self._queues.add(fresh)
+        self._by_time[fresh] = None
+        return fresh
+
     def _start(self, span: Span, hangs_on: Key | None) -> None:
         self._tree.enter(span, hangs_on)
         self._queues.add(span)
@@ -219,7 +218,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._current = None
 
     def _relabel(self, span: Span, label: str) -> None:
-        again = [shadow for shadow in self._shadows if shadow.move(span, span.kind)]
+        again = [shadow for shadow in self._shadows if shadow.leave(span)]
         self._queues.discard(span)
         span.label = label
         span.kind = _kind(span)

@@ -30,6 +30,7 @@ _GROWTH = 1.5
 _EDGES = np.concatenate(([0.0], _FIRST * _GROWTH ** np.arange(1, _BINS + 1)))
 _WIDTHS = np.diff(_EDGES)
 _LOG_GROWTH = log(_GROWTH)
+_LATER = np.triu(np.ones((_BINS, _BINS + 1), dtype=bool), 1)
 
 
 def age_bin(age: float) -> int:
@@ -118,13 +119,6 @@ class ReuseTable:
         self._weight *= self._decay
         self._count *= self._decay
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._reused.clear()
-        self._ended.clear()
-        self._worth.clear()
-        self._weight = self._count = 0.0
-
 
 def _steepest(hazard: Curve) -> list[float]:
     """Per bin, the steepest slope from its start to a later point of the curve (A, F)."""
@@ -133,6 +127,5 @@ def _steepest(hazard: Curve) -> list[float]:
     gain = alive[:-1, None] - alive[None, :]
     time = spent[None, :] - spent[:-1, None]
     slopes = np.where(time > 1e-12, gain / np.maximum(time, 1e-12), 0.0)
-    later = np.triu(np.ones((_BINS, _BINS + 1), dtype=bool), 1)
-    best: list[float] = np.where(later, slopes, 0.0).max(axis=1).tolist()
+    best: list[float] = np.where(_LATER, slopes, 0.0).max(axis=1).tolist()
     return best

@@ -28,6 +28,10 @@ P = TypeVar("P")
 POLICY_GROUP = "kvtiers.policies"
 ADMISSION_GROUP = "kvtiers.admission"
 
+DEFAULT_CPU_POLICY = "adaptive"
+DEFAULT_TIER_POLICY = "lru"
+"""Lower tiers: the upper policy only moves hits between the levels, so the disk keeps plain LRU."""
+
 _POLICIES = {
     "lru": "policies.lru:LruPolicy",
     "leaf-lru": "policies.leaf_lru:LeafLruPolicy",

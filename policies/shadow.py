@@ -93,15 +93,6 @@ class SpanQueues:
     def _push(self, span: Span) -> None:
         heappush(self._heap, (self._score(span), next(self._ticket), span, span.kind))
 
-    def __iter__(self) -> Iterator[Span]:
-        for queue in self._queues.values():
-            yield from queue
-
-    def clear(self) -> None:
-        """Forget all spans."""
-        self._queues.clear()
-        self._heap.clear()
-
 
 class ShadowCache:
     """A cache of ``capacity`` keys made of the heads of spans (``span.kept[which]`` keys)."""
@@ -137,8 +128,8 @@ class ShadowCache:
             if not lowest.kept[self._which]:
                 self._queues.discard(lowest)
 
-    def move(self, span: Span, kind: Kind) -> bool:
-        """Prepare a change of the span's kind; whether it is to be entered again after."""
+    def leave(self, span: Span) -> bool:
+        """Prepare a change of the span's kind; whether it is to come ``back`` after."""
         self._queues.discard(span)
         return span.kept[self._which] > 0
 
@@ -149,8 +140,3 @@ class ShadowCache:
     def refresh(self) -> None:
         """Scores changed."""
         self._queues.refresh()
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._queues.clear()
-        self._used = 0

@@ -113,7 +113,7 @@ class SpanTree:
                 del self._hanging[key]
 
     def remove(self, key: Key) -> Span | None:
-        """Take a member out; returns its span, or None if it is no member."""
+        """Take a member out; returns its span if that has no members left now."""
         span = self.span_of.pop(key, None)
         if span is None:
             return None
@@ -121,8 +121,9 @@ class SpanTree:
         if key in self._hanging:
             for orphan in self._hanging.pop(key):
                 orphan.hangs_on = None
-        if not span.live:
-            self.unhang(span)
+        if span.live:
+            return None
+        self.unhang(span)
         return span
 
     def drain(
@@ -130,29 +131,35 @@ class SpanTree:
     ) -> None:
         """Add keys to ``found`` from the span's tail, and before each of them what hangs on it,
         until there are ``count``. Stops at a key that must stay: its prefix stays too."""
-        span_of, hanging, keys = self.span_of, self._hanging, span.keys
-        stack = [(span, span.start)]
-        while stack and len(found) < count:
-            span, place = stack.pop()
+        span_of, hanging = self.span_of, self._hanging
+        stack = [(span, self._first(span))]
+        while stack:
+            span, first = stack.pop()
             keys = span.keys
-            while place < len(keys) and len(found) < count:
+            for place in range(first, len(keys)):
+                if len(found) >= count:
+                    return
                 key = keys[place]
                 if key in found or span_of.get(key) is not span:
-                    if place == span.start and key not in found:
-                        span.start += 1
-                    place += 1
                     continue
-                below = next((s for s in hanging.get(key, ()) if self._left(s, found)), None)
-                if below is not None:
-                    if any(below is waiting for waiting, _ in stack):
-                        return
-                    stack.append((span, place))
-                    span, place, keys = below, below.start, below.keys
-                    continue
+                if key in hanging:
+                    below = next((s for s in hanging[key] if self._left(s, found)), None)
+                    if below is not None:
+                        if any(below is waiting for waiting, _ in stack):
+                            return
+                        stack.append((span, place))
+                        stack.append((below, self._first(below)))
+                        break
                 if not evictable(key):
                     return
                 found[key] = None
-                place += 1
+
+    def _first(self, span: Span) -> int:
+        """The place of the span's last member in the prefix; what left before it is skipped."""
+        keys, span_of = span.keys, self.span_of
+        while span.start < len(keys) and span_of.get(keys[span.start]) is not span:
+            span.start += 1
+        return span.start
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:
         """Whether a span has members that are not chosen yet; its head is chosen last."""
@@ -165,8 +172,3 @@ class SpanTree:
         self.unhang(span)
         span.hangs_on = key
         self._hanging.setdefault(key, OrderedDict())[span] = None
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.span_of.clear()
-        self._hanging.clear()
