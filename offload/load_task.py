@@ -59,7 +59,8 @@ class LoadLane:
         self.groups = groups
         self.tiers = tiers
         self.stats = stats
-        self.read_batch = max(1, min(limits.read_batch, len(staging) or limits.read_batch))
+        self.read_batch = limits.read_batch
+        self.staged_batch = max(1, min(limits.read_batch, len(staging)))
         self.reads = asyncio.Semaphore(limits.reads_in_flight)
         self._staging: asyncio.Queue[int] = asyncio.Queue()
         self._staging_turn = asyncio.Lock()
@@ -173,12 +174,10 @@ class LoadTask:
             else:
                 fill = self._lane.fill(item.slot)
                 (joined if fill is not None and not fill.done() else ready).append(item)
-        step = self._lane.read_batch
-        reads = [
-            (tier, items[at : at + step])
-            for (tier, _), items in by_source.items()
-            for at in range(0, len(items), step)
-        ]
+        reads = []
+        for (tier, staged), items in by_source.items():
+            step = self._lane.staged_batch if staged else self._lane.read_batch
+            reads += [(tier, items[at : at + step]) for at in range(0, len(items), step)]
         return ready, joined, reads
 
     async def _join(self, items: Sequence[LoadItem]) -> None:

@@ -77,7 +77,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
             self._worker = WorkerSide(
-                self._setup.config, self._setup.rank, self._setup.ranks, self._setup.namespace.name
+                self._setup.config, self._setup.rank, self._setup.shares, self._setup.namespace.name
             )
 
     # -- what vLLM asks of the class -----------------------------------------------------------

@@ -40,7 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Setup:
-    """Configuration, geometry and identity of one server, seen from one process."""
+    """Configuration, geometry and identity of one server, seen from one process.
+
+    ``shares`` is among how many workers of this machine the capacities are divided: all ranks of
+    all data-parallel replicas.
+    """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -48,7 +52,7 @@ class Setup:
     layout: ModelLayout
     namespace: Namespace
     rank: int
-    ranks: int
+    shares: int
     replica: int
 
     @classmethod
@@ -78,7 +82,7 @@ class Setup:
             layout,
             Namespace.of(fields),
             parallel.rank,
-            parallel.world_size,
+            parallel.world_size * max(1, parallel.data_parallel_size_local),
             parallel.data_parallel_index,
         )
 
@@ -121,7 +125,7 @@ class Setup:
             name,
             config,
             place.folder,
-            capacity // self.ranks,
+            capacity // self.shares,
             self.namespace.digest,
             self.rank,
             place.epoch,

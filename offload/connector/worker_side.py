@@ -33,12 +33,13 @@ result leaves the core to the copies and the disk. A new request waits at most t
 
 
 class WorkerSide:
-    """One rank's slab, copy engine, tiers and executor."""
+    """One rank's slab, copy engine, tiers and executor; ``shares`` of its kind divide the
+    configured capacities."""
 
-    def __init__(self, config: OffloadConfig, rank: int, ranks: int, namespace: str) -> None:
+    def __init__(self, config: OffloadConfig, rank: int, shares: int, namespace: str) -> None:
         self._config = config
         self._rank = rank
-        self._ranks = ranks
+        self._shares = shares
         self._namespace = namespace
         self._handshake: OffloadHandshake | None = None
         self._loop: OffloadLoop | None = None
@@ -58,10 +59,10 @@ class WorkerSide:
         self._keep_alive = registration.tensors
         groups = registration.groups
         slot_bytes = max(io_bytes(group) for group in groups)
-        problems = check_capacity(self._config, slot_bytes, self._ranks)
+        problems = check_capacity(self._config, slot_bytes, self._shares)
         if problems:
             raise ConfigError(problems)
-        counts = slot_counts(self._config, slot_bytes, self._ranks)
+        counts = slot_counts(self._config, slot_bytes, self._shares)
         self._slab = self._make_slab(slot_bytes, counts.slots + counts.staging, device)
         engine = _make_engine(groups, self._slab, registration.num_blocks, device)
         smallest = min(io_bytes(group) for group in groups)
