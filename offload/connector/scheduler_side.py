@@ -158,7 +158,7 @@ class SchedulerSide:
             return
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
-            self._store_ready(tracker, request, limit, block_ids)
+            self._store_ready(tracker, request, limit, block_ids, ended=True)
             self._touch(tracker, limit)
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
@@ -220,15 +220,22 @@ class SchedulerSide:
         request: Request,
         limit: int,
         block_ids: Sequence[Sequence[int]],
+        *,
+        ended: bool = False,
     ) -> None:
-        """Plan to store the chunks whose content is final once ``limit`` tokens are computed."""
+        """Plan to store the chunks whose content is final once ``limit`` tokens are computed.
+
+        A draft model may still rewrite the last slots of its newest block until the request has
+        ended.
+        """
         if tracker.no_store or tracker.stale or self.planner is None:
             return
         tracker.extend(request.block_hashes, self.layout)
         for index, group in enumerate(self.layout.groups):
             if group.kind == STATE:
                 continue  # states are handed over at their boundary
-            end = min(limit // group.chunk_tokens, len(tracker.keys[index]))
+            settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
+            end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
             chunks = self._final_chunks(tracker, index, end, block_ids[group.group])
             if not chunks:
                 continue
@@ -269,7 +276,8 @@ class SchedulerSide:
                     continue
                 group = self.layout.groups[index]
                 chunk, rest = divmod(tokens, group.chunk_tokens)
-                if rest == 0 and 0 < chunk <= len(tracker.keys[index]):
+                known = rest == 0 and 0 < chunk <= len(tracker.keys[index])
+                if known and self._coordinator.reachable(group, chunk - 1):
                     wanted = self._wanted(tracker, index, group, chunk - 1, (block,))
                     self.planner.plan_store([wanted])
 
