@@ -75,7 +75,8 @@ class Kernel(Protocol):
 
 
 class CudaCopyEngine(CopyEngine):
-    """``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number).
+    """``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number; ``None``: the
+    calling thread's current one).
 
     ``slab`` should be pinned (``HostSlab(pin=True)``); copies wait until their slots are. Slots
     that could not be pinned still work, slowly. ``num_blocks`` bounds block ids. ``path`` forces
@@ -92,7 +93,7 @@ class CudaCopyEngine(CopyEngine):
         groups: Sequence[GroupRegions],
         slab: HostSlab,
         *,
-        device: int = 0,
+        device: int | None = None,
         num_blocks: int | None = None,
         path: CopyPath | None = None,
         driver: Driver | None = None,
@@ -108,6 +109,7 @@ class CudaCopyEngine(CopyEngine):
             num_blocks=num_blocks,
         )
         self._driver = driver or load_driver()
+        device = _torch_device() if device is None else device
         self._handle = self._driver.device(device)
         shapes = {group.group: self._descriptors.shape(group.group) for group in groups}
         self._kernel = self._load_kernel(kernel or _triton_kernel, device, shapes, path)
@@ -221,13 +223,15 @@ class CudaCopyEngine(CopyEngine):
             logger.warning("the slab is not pinned: copies to and from the GPU will be slow")
 
 
-def gpu_node(device: int = 0) -> int | None:
-    """The NUMA node of a CUDA device, for ``HostSlab(numa_node=...)``; ``None`` when the machine
-    has one node only, does not say (a virtual machine), or has no CUDA."""
+def gpu_node(device: int | None = None) -> int | None:
+    """The NUMA node of a CUDA device (``None``: the calling thread's current one), for
+    ``HostSlab(numa_node=...)``; ``None`` when the machine has one node only, does not say (a
+    virtual machine), or has no CUDA."""
     if node_count() == 1:
         return None
     try:
         driver = load_driver()
+        device = _torch_device() if device is None else device
         return pci_node(driver.pci_bus_id(driver.device(device)))
     except DriverError:
         return None
@@ -237,6 +241,13 @@ def _triton_kernel(device: int) -> Kernel:
     from tiers.cuda_copy_kernel import CopyKernel
 
     return CopyKernel(device)
+
+
+def _torch_device() -> int:
+    """The device that the calling thread runs the model on."""
+    import torch
+
+    return int(torch.cuda.current_device())
 
 
 def _torch_stream(device: int) -> int:

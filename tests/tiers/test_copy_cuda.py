@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,18 +18,13 @@ from tests.tiers.copy_world import Cache, batch, contiguous_blocks, separate_lay
 from tests.tiers.fake_cuda import FakeCuda
 from tiers.copy import TransferError
 from tiers.cuda_copy import (
-    KERNEL_BELOW_BYTES,
     CopyPath,
     CudaCopyEngine,
     Kernel,
-    Means,
-    choose_path,
-    gpu_node,
 )
-from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
-from tiers.descriptors import CopyShape
-from tiers.pinning import CudaRegistrar, PinningError
-from tiers.slab import HostSlab, SlabError
+from tiers.cuda_driver import Addresses, Driver
+from tiers.pinning import CudaRegistrar
+from tiers.slab import HostSlab
 
 BLOCKS = 12
 SLOTS = 6
@@ -80,6 +74,7 @@ class World:
             self.slab,
             num_blocks=BLOCKS,
             path=path,
+            device=0,
             driver=self.driver,
             kernel=self.load_kernel if kernel else self.no_kernel,
             compute_stream=lambda: 0,
@@ -306,6 +301,7 @@ async def test_copies_wait_for_slots_to_be_pinned(cache: Cache) -> None:
         [cache.regions],
         world.slab,
         path=CopyPath.BATCH,
+        device=0,
         driver=world.driver,
         compute_stream=lambda: 0,
     )
@@ -336,7 +332,12 @@ async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: C
     cuda.fail["cuMemHostRegister_v2"] = 2
     slab = HostSlab(cache.regions.chunk_bytes, SLOTS, pin=True, registrar=CudaRegistrar(0, driver))
     engine = CudaCopyEngine(
-        [cache.regions], slab, path=CopyPath.BATCH, driver=driver, compute_stream=lambda: 0
+        [cache.regions],
+        slab,
+        device=0,
+        path=CopyPath.BATCH,
+        driver=driver,
+        compute_stream=lambda: 0,
     )
     with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
         await engine.submit_store([batch([0], [[0, 1]])]).completed()
@@ -364,62 +365,3 @@ async def test_the_choice_is_logged_and_a_missing_kernel_is_warned_of(
     start = "group 0: 2 copies per block of at least 4,096 bytes, by "
     assert lines == [start + "a gather/scatter kernel", start + "one batched driver call"]
     assert caplog.text.count("the gather/scatter kernel cannot be used (ModuleNotFound") == 1
-
-
-SMALL, LARGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES
-ALL = Means(batch=True, kernel=True)
-
-
-@pytest.mark.parametrize(
-    ("shape", "means", "wanted", "path"),
-    [
-        (CopyShape(32, LARGE, 4096), ALL, None, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 16), ALL, None, CopyPath.KERNEL),
-        (CopyShape(32, SMALL, 8), ALL, None, CopyPath.BATCH),
-        (CopyShape(1, SMALL, 4096), ALL, None, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), Means(batch=True, kernel=False), None, CopyPath.BATCH),
-        (CopyShape(32, LARGE, 4096), Means(batch=False, kernel=True), None, CopyPath.EACH),
-        (CopyShape(32, LARGE, 4096), ALL, CopyPath.KERNEL, CopyPath.KERNEL),
-        (CopyShape(32, SMALL, 8), ALL, CopyPath.KERNEL, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), ALL, CopyPath.BATCH, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), ALL, CopyPath.EACH, CopyPath.EACH),
-    ],
-)
-def test_the_path_follows_from_page_size_and_means(
-    shape: CopyShape, means: Means, wanted: CopyPath | None, path: CopyPath
-) -> None:
-    assert choose_path(shape, means, wanted) is path
-
-
-def test_registration_goes_through_the_driver_and_reports_its_words() -> None:
-    cuda = FakeCuda()
-    driver = Driver(cuda)
-    slab = HostSlab(
-        4096, 3, pin=True, registrar=CudaRegistrar(1, driver), piece_bytes=1, background=False
-    )
-    assert cuda.registered == {slab.slot_address(i): 4096 for i in range(3)}
-    slab.close()
-    assert cuda.registered == {}
-    cuda.fail["cuMemHostRegister_v2"] = 2
-    with pytest.raises(SlabError, match=r"cuMemHostRegister_v2: out of memory \(2\)"):
-        HostSlab(4096, 3, pin=True, registrar=CudaRegistrar(1, driver), background=False)
-    with pytest.raises(PinningError, match="cuDeviceGet"):
-        CudaRegistrar(7, driver)
-    cuda.stop()
-    assert cuda.errors == []
-
-
-def test_the_registrar_takes_the_context_of_the_caller() -> None:
-    cuda = FakeCuda()
-    cuda.make_current()
-    CudaRegistrar(None, Driver(cuda))
-    assert cuda.retained == 0, "no context of another GPU was opened"
-    cuda.stop()
-
-
-def test_without_a_driver_everything_says_so() -> None:
-    if Path("/dev/nvidiactl").exists():
-        pytest.skip("this machine has a CUDA driver")
-    with pytest.raises(DriverError, match="no CUDA driver"):
-        load_driver()
-    assert gpu_node() is None
