@@ -37,6 +37,7 @@ from tiers.record import (
     TAG_BYTES,
     Identity,
     RecordError,
+    flags_of,
     parse,
     prefix,
     seal,
@@ -159,6 +160,8 @@ class Codec:
         what was encoded for this key, identity and epoch. ``room`` has ``room_bytes``, and is
         ``into`` itself for a record without flags. May change ``room``. Never raises."""
         try:
+            if self._keys is None and not flags_of(header):
+                return verify(header, self._identity, key, epoch, into)
             return self._decode(header, key, epoch, room, into)
         except Exception:  # whatever a damaged record makes zstd or AES say: it is no record
             return False

@@ -172,6 +172,9 @@ class Mover:
     def add(self, runs: Runs, data: Buffer) -> None:
         """Move ``data`` to or from ``runs``; the last page may be partial. May do I/O."""
         address = int(data.__array_interface__["data"][0])
+        if len(runs) == 1 and not (address | data.nbytes) % ALIGNMENT:
+            self._push(runs[0].start * ALIGNMENT, data)
+            return
         done = 0
         for run in runs:
             part = data[done : done + run.pages * ALIGNMENT]

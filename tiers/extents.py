@@ -32,6 +32,8 @@ Runs = tuple[Run, ...]
 
 def clip(runs: Runs, pages: int) -> tuple[Runs, Runs]:
     """The first ``pages`` pages of a place, and what is left of it."""
+    if len(runs) == 1 and runs[0].pages == pages:
+        return runs, ()
     kept, rest = [], []
     for start, length in runs:
         part = min(length, pages)

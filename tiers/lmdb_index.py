@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 import xxhash
 from lmdb.verify import VerifyError, verify
 
@@ -50,6 +52,15 @@ _PAYLOAD_AT = USE_BYTES + 24
 RUNS_AT = USE_BYTES + HEADER_BYTES
 _RUN = struct.Struct("<QI")
 RUN_BYTES = _RUN.size
+
+_FRONT = np.dtype(
+    {
+        "names": ["use", "payload_bytes"],
+        "formats": [">u8", "<u8"],
+        "offsets": [0, _PAYLOAD_AT],
+        "itemsize": _PAYLOAD_AT + 8,
+    }
+)
 
 
 class IndexUnusableError(Exception):
@@ -79,6 +90,12 @@ def payload_bytes_of(value: bytes) -> int:
 def runs_of(value: bytes) -> Runs:
     """Where the record's stored bytes lie."""
     return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
+
+
+def uses_and_payloads(values: Sequence[bytes]) -> npt.NDArray[Any]:
+    """Fields ``use`` and ``payload_bytes`` of many values, as one array."""
+    front = _PAYLOAD_AT + 8
+    return np.frombuffer(b"".join([value[:front] for value in values]), _FRONT)
 
 
 def with_use(value: bytes, use: int) -> bytes:
@@ -206,10 +223,10 @@ class LmdbIndex:
             os.close(fd)
         self._file_bytes = max(size, map_bytes)
 
-    def scan(self) -> list[tuple[Key, bytes]]:
+    def scan(self) -> dict[Key, bytes]:
         """Every key and value, in the order of keys."""
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
-            return list(cursor.iternext())
+            return dict(cursor.iternext())
 
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing

@@ -23,9 +23,10 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from tiers.base import (
     ALIGNMENT,
@@ -44,7 +45,7 @@ from tiers.commit_thread import Change, Clear, CommitThread, Put, Refresh, Remov
 from tiers.direct_io import DiskIo, pages_for
 from tiers.extents import Runs
 from tiers.io_threads import IoThreads
-from tiers.lmdb_index import payload_bytes_of, runs_of, with_use
+from tiers.lmdb_index import payload_bytes_of, runs_of, uses_and_payloads, with_use
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
 from tiers.record import Identity, check_identity, check_key
@@ -212,11 +213,14 @@ class LmdbTier(Tier):
 
     async def keys(self) -> AsyncIterator[list[StoredKey]]:
         self._open_store()
-        # Values begin with the time of last use, so they sort by it; nearly sorted already.
-        found = sorted(self._records.items(), key=itemgetter(1))
-        for start in range(0, len(found), KEYS_PER_BATCH):
-            batch = found[start : start + KEYS_PER_BATCH]
-            yield [StoredKey(key, payload_bytes_of(value)) for key, value in batch]
+        keys, values = list(self._records), list(self._records.values())
+        fields = uses_and_payloads(values)
+        order = np.argsort(fields["use"], kind="stable")
+        for start in range(0, len(keys), KEYS_PER_BATCH):
+            batch = order[start : start + KEYS_PER_BATCH]
+            sizes = fields["payload_bytes"][batch].tolist()
+            names = map(keys.__getitem__, batch.tolist())
+            yield list(map(StoredKey, names, sizes))
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)

@@ -8,9 +8,9 @@ verified by every read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +46,21 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """``records`` oldest first; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
+    """``records`` in any order; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
 
     records: dict[Key, bytes]
     free: list[Run]
     bad: list[Key]
     next_use: int
+
+
+class _Places(NamedTuple):
+    """Runs by start: begin, end, number of their class, row in it."""
+
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -65,7 +74,7 @@ class _Class:
 
 
 def recover(
-    items: Sequence[tuple[Key, bytes]],
+    found: dict[Key, bytes],
     identity: Identity,
     epoch: int,
     file_pages: int,
@@ -74,43 +83,46 @@ def recover(
     """Sort what a scan found into good and bad. ``file_pages`` is the length of the payload
     file; page 0 is its own header and belongs to no record. ``key_ids`` are the encryption keys
     at hand: with any, only records encrypted by one of them are good; with none, only plain."""
-    good = np.zeros(len(items), np.bool_)
-    uses = np.zeros(len(items), np.uint64)
+    values = list(found.values())
     classes = [
-        _check_class(items, positions, identity, epoch, file_pages, key_ids)
-        for positions in _by_length(items)
+        _check_class(values, positions, identity, epoch, file_pages, key_ids)
+        for positions in _by_length(values)
     ]
-    _drop_overlaps(classes)
+    places = _sorted_runs(classes)
+    if _drop_overlaps(classes, places):
+        places = _sorted_runs(classes)
+    good = np.zeros(len(values), np.bool_)
+    last_use = 0
     for part in classes:
         good[part.positions] = part.good
-        uses[part.positions] = part.fields["use"]
-    order = np.argsort(uses, kind="stable")
-    kept = order[good[order]].tolist()
-    records = dict([items[position] for position in kept])
-    bad = [items[position][0] for position in np.flatnonzero(~good)]
-    next_use = int(uses[good].max()) + 1 if kept else 1
-    return Recovered(records, _free_runs(classes, file_pages), bad, next_use)
+        last_use = max(last_use, int(part.fields["use"][part.good].max(initial=0)))
+    bad = list(itertools.compress(found, (~good).tolist()))
+    for key in bad:
+        del found[key]
+    return Recovered(found, _free_runs(places, file_pages), bad, last_use + 1)
 
 
-def _by_length(items: Sequence[tuple[Key, bytes]]) -> list[npt.NDArray[np.int64]]:
+def _by_length(values: list[bytes]) -> list[npt.NDArray[np.int64]]:
     """Positions of values that are a header and whole runs, one array per length."""
-    lengths = np.fromiter((len(value) for _, value in items), np.int64, len(items))
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
     whole = (lengths > RUNS_AT) & ((lengths - RUNS_AT) % RUN_BYTES == 0)
     return [np.flatnonzero(lengths == length) for length in np.unique(lengths[whole])]
 
 
 def _check_class(
-    items: Sequence[tuple[Key, bytes]],
+    values: list[bytes],
     positions: npt.NDArray[np.int64],
     identity: Identity,
     epoch: int,
     file_pages: int,
     key_ids: frozenset[bytes],
 ) -> _Class:
-    values = [items[position][1] for position in positions.tolist()]
-    count = (len(values[0]) - RUNS_AT) // RUN_BYTES
+    mine = values
+    if positions.size < len(values):
+        mine = [values[position] for position in positions.tolist()]
+    count = (len(mine[0]) - RUNS_AT) // RUN_BYTES
     layout = np.dtype([("fields", _VALUE), ("runs", _RUN, (count,))])
-    table = np.frombuffer(b"".join(values), layout)
+    table = np.frombuffer(b"".join(mine), layout)
     fields, runs = table["fields"], table["runs"]
     pages = runs["pages"].astype(np.uint64)
     good = (
@@ -129,8 +141,8 @@ def _check_class(
     return _Class(positions, fields, runs, good)
 
 
-def _sorted_runs(classes: list[_Class]) -> tuple[npt.NDArray[Any], ...]:
-    """Starts, ends, class number and row of all runs of good records, by start."""
+def _sorted_runs(classes: list[_Class]) -> _Places:
+    """The runs of all good records, by start."""
     starts, ends, numbers, rows = [], [], [], []
     for number, part in enumerate(classes):
         runs = part.runs[part.good]
@@ -140,25 +152,25 @@ def _sorted_runs(classes: list[_Class]) -> tuple[npt.NDArray[Any], ...]:
         numbers.append(np.full(start.size, number))
         rows.append(np.repeat(np.flatnonzero(part.good), part.runs.shape[1]))
     if not classes:
-        return (np.zeros(0, np.int64),) * 4
+        return _Places(*(np.zeros(0, np.int64),) * 4)
     order = np.argsort(np.concatenate(starts), kind="stable")
-    return tuple(np.concatenate(parts)[order] for parts in (starts, ends, numbers, rows))
+    return _Places(*(np.concatenate(parts)[order] for parts in (starts, ends, numbers, rows)))
 
 
-def _drop_overlaps(classes: list[_Class]) -> None:
-    """Two records over one page: at least one is wrong, and which one cannot be told."""
-    starts, ends, numbers, rows = _sorted_runs(classes)
-    reach = np.maximum.accumulate(ends) if ends.size else ends
-    behind = np.flatnonzero(starts[1:] < reach[:-1]) + 1
-    owners = np.searchsorted(reach, starts[behind], side="right")
+def _drop_overlaps(classes: list[_Class], places: _Places) -> bool:
+    """Two records over one page: at least one is wrong, and which one cannot be told, so both
+    go. Whether there were any."""
+    reach = np.maximum.accumulate(places.ends) if places.ends.size else places.ends
+    behind = np.flatnonzero(places.starts[1:] < reach[:-1]) + 1
+    owners = np.searchsorted(reach, places.starts[behind], side="right")
     for at in [*behind.tolist(), *owners.tolist()]:
-        classes[numbers[at]].good[rows[at]] = False
+        classes[places.numbers[at]].good[places.rows[at]] = False
+    return bool(behind.size)
 
 
-def _free_runs(classes: list[_Class], file_pages: int) -> list[Run]:
-    starts, ends, _, _ = _sorted_runs(classes)
-    begins = np.concatenate(([1], ends))
-    stops = np.concatenate((starts, [max(file_pages, 1)]))
+def _free_runs(places: _Places, file_pages: int) -> list[Run]:
+    begins = np.concatenate(([1], places.ends))
+    stops = np.concatenate((places.starts, [max(file_pages, 1)]))
     wide = stops > begins
     return [
         Run(start, stop - start)
