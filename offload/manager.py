@@ -145,14 +145,16 @@ class OffloadManager:
         slab = HostSlab(slot_bytes, slots, pin=device.type == "cuda")
         engine = _make_engine(registration, slab, device)
         groups = _group_infos(kv_cache_config, registration, settings, tiers)
-        cpu = TierIndex("cpu", SlotSpace(slots - staging), make_policy(settings.cpu.policy.spec))
+        cpu = TierIndex(
+            "cpu", SlotSpace(slots - staging, staging), make_policy(settings.cpu.policy.spec)
+        )
         lower = [await _open_tier(tier, number, groups) for number, tier in enumerate(tiers)]
         executor = Executor(
             slab,
             engine,
             registration.groups,
             tiers,
-            staging=range(slots - staging, slots),
+            staging=range(staging),
             limits=ExecutorLimits(settings.load_timeout_s, settings.fence_timeout_s),
         )
         manager = cls(Planner(groups, cpu, lower), executor, slab, registration)

@@ -32,12 +32,12 @@ class Space(ABC):
 
 
 class SlotSpace(Space):
-    """Equal slots, numbered from 0; the most recently freed slot is used first (warm memory)."""
+    """``count`` equal slots from ``first`` on; the most recently freed is used first (it is warm)."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, first: int = 0) -> None:
         self.capacity = count
         self.used = 0
-        self._free = list(range(count - 1, -1, -1))
+        self._free = list(range(first + count - 1, first - 1, -1))
 
     def take(self, size: int) -> int | None:
         if not self._free:

@@ -45,7 +45,7 @@ def make_planner(
         for group in layout.groups
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex("cpu", SlotSpace(slots), _policy("cpu", config.cpu.policy))
+    cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), _policy("cpu", config.cpu.policy))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     queues = [
         DemotionQueue(

@@ -53,6 +53,7 @@ class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # v
 
     rank: int
     namespace: str
+    first_slot: int
     slots: int
     slot_bytes: int
     tiers: tuple[TierState, ...]

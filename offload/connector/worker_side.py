@@ -68,13 +68,13 @@ class WorkerSide:
         smallest = min(io_bytes(group) for group in groups)
         tiers = [make_tier(spec, smallest) for spec in specs]
         self._loop = OffloadLoop()
-        staging = range(counts.slots, counts.slots + counts.staging)
+        staging = range(counts.staging)  # the first slots: they are pinned first
         limits = ExecutorLimits(self._config.load_timeout_s, self._config.fence_timeout_s)
         states = self._loop.call(
             self._open(engine, groups, tiers, specs, staging, limits), OPEN_TIMEOUT_S
         )
         self._handshake = OffloadHandshake(
-            self._rank, self._namespace, counts.slots, slot_bytes, tuple(states)
+            self._rank, self._namespace, counts.staging, counts.slots, slot_bytes, tuple(states)
         )
         logger.info(
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
@@ -88,7 +88,11 @@ class WorkerSide:
         pin = device == "cuda" and self._config.cpu.pin != "off"
         try:
             return HostSlab(
-                slot_bytes, slots, pin=pin, pin_fallback=self._config.cpu.pin == "prefer"
+                slot_bytes,
+                slots,
+                pin=pin,
+                pin_fallback=self._config.cpu.pin == "prefer",
+                numa_node=_gpu_node() if pin else None,
             )
         except Exception as error:  # whatever it was, there is no CPU tier
             raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
@@ -171,6 +175,12 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     async for batch in tier.keys():
         keys += [stored.key for stored in batch if stored.payload_bytes in sizes]
     return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys))
+
+
+def _gpu_node() -> int | None:
+    from tiers.cuda_copy import gpu_node
+
+    return gpu_node()
 
 
 def _make_engine(
