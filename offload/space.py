@@ -32,7 +32,7 @@ class Space(ABC):
 
 
 class SlotSpace(Space):
-    """``count`` equal slots from ``first`` on; the most recently freed is used first (it is warm)."""
+    """``count`` equal slots from ``first`` on; the last one freed is used first (it is warm)."""
 
     def __init__(self, count: int, first: int = 0) -> None:
         self.capacity = count
