@@ -231,7 +231,7 @@ def _make_codec(identity: Identity, options: LmdbOptions) -> Codec:
         return Codec(identity, keys=keys, compress=options.compress)
     except ImportError as error:
         raise TierIoError(
-            "compression needs the package zstandard. Run: pip install zstandard"
+            "compression needs the package zstandard. Run: pip install kvtiers[compress]"
         ) from error
 
 
