@@ -15,7 +15,13 @@ import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 
 from offload.config import parse_config
 from offload.connector.identity import (
@@ -184,6 +190,31 @@ def test_geometry_counts(
     config = config_of(model)
     one, two = namespace_of(config), namespace_of(config, *changed(kv_config()))
     assert field in [name for name, _, _ in differing_fields(one, two)]
+
+
+def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path) -> None:
+    """vLLM flattens such a group for the scheduler; the pages are told apart all the same."""
+
+    def worker_config(wide: int) -> KVCacheConfig:
+        specs = {"a": full(32), "b": full(32, num_kv_heads=wide)}
+        merged = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert merged is not None
+        stride = specs["b"].page_size_bytes
+        return replace(
+            kv_config(),
+            kv_cache_groups=[KVCacheGroupSpec(["a", "b"], merged)],
+            kv_cache_tensors=[
+                KVCacheTensor(size=8 * 4096, layers=["a"], layer_stride=1, block_stride=4096),
+                KVCacheTensor(size=8 * stride, layers=["b"], layer_stride=1, block_stride=stride),
+            ],
+        )
+
+    config = config_of(model)
+    worker = worker_config(4)
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    assert scheduler.kv_cache_groups[0].kv_cache_spec != worker.kv_cache_groups[0].kv_cache_spec
+    assert differing_fields(namespace_of(config, worker), namespace_of(config, scheduler)) == []
+    assert namespace_of(config, worker) != namespace_of(config, worker_config(8))
 
 
 @pytest.mark.parametrize("offset", [0, HEAD_BYTES + 100, WEIGHT_BYTES - 1])
