@@ -61,7 +61,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._requests = 0
         self._lead = 0.0  # decayed hits of density order minus those of LRU
         self._fresh: Span | None = None
-        self._returned: Span | None = None
+        self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
     @property
@@ -71,7 +71,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
-            self._recall(self._ghosts.pop(key))
+            self._recall(key)
         fresh = self._fresh or self._begin()
         if info.hints:
             fresh.label = _label(info.hints)
@@ -91,6 +91,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._leave(part, hits)
         self._lead = self._lead * self._memory + hits[1] - hits[0]
         self._enter(members, taken)
+        self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests % self._every == 0:
             self._relearn()
 
@@ -154,43 +155,56 @@ class AdaptivePolicy(EvictionPolicy):
             self._table.record(span.kind, self._now - span.time, part.count, reused=True)
             self._drop(span)
 
-    def _recall(self, span: Span) -> None:
+    def _recall(self, key: Key) -> None:
         """A request brings back the head of a span that was evicted."""
+        span = self._returned[key] = self._ghosts.pop(key)
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
-        self._returned = span
         gained = [shadow.use(span, span.size) for shadow in self._shadows]
         self._lead += gained[1] - gained[0]
 
     def _enter(self, members: Sequence[Key], taken: Sequence[Taken]) -> None:
         """Make the touched keys one span, or two where others share the head."""
         self._fresh = None
-        returned, self._returned = self._returned, None
-        split, uses, before = 0, 0, None
+        split, uses, label = 0, 0, ""
+        before: Span | None = None
         for part in taken:
             span = part.span
             if span.fresh:
-                continue
-            if part.rest or span.shared:
+                label = label or span.label
+            elif part.rest or span.shared:
                 split, before = part.end, None
                 uses = max(uses, span.turn if span.shared else 1)
             else:
                 before = span
-        if before is None and returned is not None and not returned.shared:
-            before = returned
         if split:
             head = Span(self._now, list(reversed(members[:split])))
             head.shared = True
             head.turn = uses + 1
             head.kind = ("shared", min(6, head.turn.bit_length()))
-            self._start(head, None)
+            self._tree.enter(head)
+            self._queue(head)
         if split < len(members):
             tail = Span(self._now, list(reversed(members[split:])))
+            self._tree.enter(tail, members[split - 1] if split else None)
+            before = before or self._returned_in(tail)
             tail.turn = before.turn + 1 if before else 1
             tail.gap = self._now - before.time if before else 0
-            label = next((part.span.label for part in reversed(taken) if part.span.fresh), "")
             tail.label = label
             tail.kind = _kind(tail)
-            self._start(tail, members[split - 1] if split else None)
+            self._queue(tail)
+
+    def _waits(self, key: Key) -> bool:
+        """Whether a key was inserted and its request has not touched it yet."""
+        owner = self._tree.span_of.get(key)
+        return owner is not None and owner.fresh
+
+    def _returned_in(self, tail: Span) -> Span | None:
+        """The evicted span whose head came back among a new span's keys."""
+        span_of = self._tree.span_of
+        for key, span in self._returned.items():
+            if span_of.get(key) is tail and not span.shared:
+                return span
+        return None
 
     def _begin(self) -> Span:
         """A span for keys that are inserted before their request touches them."""
@@ -201,8 +215,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._by_time[fresh] = None
         return fresh
 
-    def _start(self, span: Span, hangs_on: Key | None) -> None:
-        self._tree.enter(span, hangs_on)
+    def _queue(self, span: Span) -> None:
         self._queues.add(span)
         self._by_time[span] = None
         for shadow in self._shadows:

@@ -2,8 +2,8 @@
 
 The model, per request: the hit is the longest leading run of resident blocks; all other blocks of
 the prompt are stored, as far as the tier can make room without its own blocks; then the request
-touches its blocks once, in prefix order. The start is cold and counts. Nothing here depends on
-time or chance, so a run can be repeated exactly (except ``ns_per_op``).
+touches its blocks once, in prefix order. The start is cold and counts. Policies that need the
+time are given the trace's, so a run can be repeated exactly (except ``ns_per_op``).
 """
 
 from __future__ import annotations
@@ -206,6 +206,13 @@ class Infos:
         return known
 
 
+def set_clock(now_s: float, *parts: object) -> None:
+    """Let policies that take the time from an attribute ``clock`` see the trace's time."""
+    for part in parts:
+        if hasattr(part, "clock"):
+            part.clock = lambda: now_s
+
+
 def simulate(
     trace: Trace,
     policy: EvictionPolicy,
@@ -224,6 +231,7 @@ def simulate(
     infos = Infos(trace.block_tokens, model, hints)
     tier = SimTier(policy, capacity)
     for index, request in enumerate(trace.requests):
+        set_clock(request.time_s, policy, admission)
         blocks = request.blocks()
         hits = tier.leading(blocks)
         depths = [d for d in range(hits, len(blocks)) if blocks[d] not in tier.resident]

@@ -90,9 +90,9 @@ class SpanTree:
             span.live -= count
             span.size -= count
             taken.append(Taken(span, count, end, span.live > 0))
-            if span.live:
+            if span.live and not span.fresh:
                 self._hang(span, keys[end - 1])
-            else:
+            elif not span.live:
                 self.unhang(span)
         return keys, taken
 

@@ -1,0 +1,120 @@
+"""The command ``kvtiers simulate``: policies on request traces, beside the optimum."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from policies.registry import make_admission, make_policy, policy_names
+from policies.simulate import HINT_LEVELS
+from policies.simulate_jobs import (
+    INFINITE,
+    OPTIMUM,
+    Job,
+    Lower,
+    Source,
+    load,
+    parse_spec,
+    plan,
+    run_jobs,
+)
+from policies.simulate_report import Outcome, table, write_csv, write_json, write_plot
+from policies.simulate_tiers import MODES
+
+_EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
+
+
+def simulate(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files (.jsonl or .jsonl.gz).")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="name, module:Class, or with ,option=value. Repeatable."),
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(help="5% of the unique blocks, 800blocks or 10GiB. Repeatable."),
+    ] = None,
+    lower_capacity: Annotated[str, typer.Option(help="Adds a lower tier of this capacity.")] = "",
+    lower_policy: Annotated[str, typer.Option(help="Policy of the lower tier.")] = "lru",
+    mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "write-through",
+    admission: Annotated[str, typer.Option(help="Admission policy (of the lower tier).")] = "",
+    hints: Annotated[str, typer.Option(help=f"Hints told: {', '.join(HINT_LEVELS)}.")] = "none",
+    format: Annotated[
+        str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
+    ] = "auto",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, if not the usual.")] = 0,
+    block_bytes: Annotated[
+        int, typer.Option(help="Bytes of a block, for capacities in bytes.")
+    ] = 0,
+    part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
+    jobs: Annotated[int, typer.Option(help="Processes (0: one per core).")] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
+) -> None:
+    """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
+    start, _, stop = part.partition(":")
+    lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
+    try:
+        for text in [*(policy or []), lower_policy]:
+            make_policy(parse_spec(text))
+        if admission:
+            make_admission(parse_spec(admission))
+        wanted: list[Job] = []
+        for trace in traces:
+            source = Source(
+                str(trace), format, block_tokens or None, (float(start), float(stop or 1))
+            )
+            wanted += plan(
+                source,
+                policy or ["lru", "adaptive"],
+                capacity or ["1%", "5%", "10%"],
+                block_bytes=block_bytes,
+                lower=lower,
+                admission=admission,
+                hints=hints,
+            )
+        outcomes = _run(wanted, jobs or os.cpu_count() or 1)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    screen = Console()
+    if not screen.is_terminal:
+        screen = Console(width=150)  # nothing is cut off in files and pipes
+    screen.print(table(outcomes))
+    if csv:
+        write_csv(outcomes, csv)
+    if json:
+        write_json(outcomes, json)
+    if plot:
+        write_plot(outcomes, plot)
+
+
+def _run(jobs: list[Job], processes: int) -> list[Outcome]:
+    """All jobs under a progress bar on stderr, which counts the requests of policies."""
+    counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
+    total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task(f"{len(jobs)} runs", total=total)
+        outcomes = list(run_jobs(jobs, min(processes, len(jobs)), lambda n: bar.advance(task, n)))
+    order = {job: place for place, job in enumerate(jobs)}
+    return sorted(outcomes, key=lambda outcome: order[outcome[0]])
+
+
+app = typer.Typer(add_completion=False)
+app.command(epilog=_EPILOG)(simulate)
+
+
+if __name__ == "__main__":
+    app()
