@@ -52,6 +52,7 @@ from tiers.record import (
     RecordError,
     check_identity,
     check_key,
+    check_payload,
     parse,
     seal,
     verify,
@@ -219,8 +220,9 @@ class FileTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         self._check_open()
-        for key in keys:
+        for key, data in zip(keys, buffers, strict=True):
             check_key(key)
+            check_payload(data.nbytes)
         tasks = []
         for key, data in zip(keys, buffers, strict=True):
             task = self._filling.get(key)

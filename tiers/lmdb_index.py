@@ -53,6 +53,13 @@ RUNS_AT = USE_BYTES + HEADER_BYTES
 _RUN = struct.Struct("<QI")
 RUN_BYTES = _RUN.size
 
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
 _FRONT = np.dtype(
     {
         "names": ["use", "payload_bytes"],
@@ -155,7 +162,7 @@ class LmdbIndex:
 
     def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
         """Open or create. ``manifest`` is what a new index gets, and its identity what an old
-        one must have. Raises ``IndexUnusableError``; then the data is as it was."""
+        one must have. Raises ``IndexUnusableError`` with the data as it was, or ``OSError``."""
         self._path = folder / DATA_NAME
         self._clean = folder / CLEAN_NAME
         is_new = not index_exists(folder)
@@ -175,12 +182,9 @@ class LmdbIndex:
                     f"rank {self.manifest.identity.rank}"
                 )
             self._reserve()
-        except (lmdb.Error, OSError) as error:
+        except BaseException as error:
             self._env.close()
-            raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
-        except IndexUnusableError:
-            self._env.close()
-            raise
+            raise _translated(error) from error
 
     @staticmethod
     def _open_env(folder: Path, map_bytes: int) -> Any:
@@ -194,8 +198,8 @@ class LmdbIndex:
                 readahead=False,
                 writemap=False,
             )
-        except (lmdb.Error, OSError) as error:
-            raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
+        except lmdb.Error as error:
+            raise _translated(error) from error
         env.reader_check()
         return env
 
@@ -257,6 +261,14 @@ class LmdbIndex:
                 file.write(text)
 
 
+def _translated(error: BaseException) -> BaseException:
+    """Damage is an ``IndexUnusableError``; other trouble of LMDB is the disk's, an ``OSError``:
+    a full or failing disk is no reason to give a healthy index up."""
+    if isinstance(error, _DAMAGE):
+        return IndexUnusableError(f"LMDB cannot open it: {error}")
+    return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
+
+
 def _check_file(folder: Path, path: Path, clean: Path) -> None:
     """Raise ``IndexUnusableError`` unless LMDB can read the file without harm."""
     found = path.lstat()
@@ -268,7 +280,7 @@ def _check_file(folder: Path, path: Path, clean: Path) -> None:
         return
     try:
         problems: Sequence[object] = verify(str(folder))
-    except (VerifyError, OSError, struct.error, IndexError) as error:
+    except (VerifyError, struct.error, IndexError) as error:
         raise IndexUnusableError(f"it is not an LMDB file: {error}") from error
     if problems:
         raise IndexUnusableError(f"{len(problems)} structural faults, first: {problems[0]}")

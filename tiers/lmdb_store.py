@@ -12,11 +12,14 @@ they ended.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+import lmdb
 
 from tiers import lmdb_index
 from tiers.base import ALIGNMENT, Buffer, TierIoError
@@ -124,7 +127,7 @@ class LmdbStore:
             self._open()
         except BaseException as error:
             self._lock.release()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | lmdb.Error):
                 raise TierIoError(f"cannot open the tier in {folder}: {error}") from error
             raise
 
@@ -147,28 +150,26 @@ class LmdbStore:
         is_new = not index_exists(self._folder)
         file_id = secrets.token_hex(_ID_BYTES)
         path = self._folder / PAYLOAD_NAME
-        if is_new and _is_foreign(path):
-            raise IndexUnusableError(f"{path} is not ours")
-        if is_new:
-            self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
-            _write_id(self.file, file_id)
-            sync_folder(self._folder)
-        manifest = Manifest(self._identity, file_id)
-        try:
-            self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
-        except IndexUnusableError:
+        with contextlib.ExitStack() as undo:
             if is_new:
-                self.file.close()
-            raise
-        try:
+                if _is_foreign(path):
+                    raise IndexUnusableError(f"{path} is not ours")
+                self._open_payload(path, undo)
+                _write_id(self.file, file_id)
+                sync_folder(self._folder)
+            manifest = Manifest(self._identity, file_id)
+            self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
+            undo.callback(self.index.close, clean=False)
             if not is_new:
                 if _is_foreign(path) or _read_id(path) != self.index.manifest.file_id:
                     raise IndexUnusableError(f"{path} is not the payload file of this index")
-                self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+                self._open_payload(path, undo)
             self._recover()
-        except BaseException:
-            self.index.close(clean=False)
-            raise
+            undo.pop_all()
+
+    def _open_payload(self, path: Path, undo: contextlib.ExitStack) -> None:
+        self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+        undo.callback(self.file.close)
 
     def _recover(self) -> None:
         limit = min(self.file.size_bytes // ALIGNMENT, self.pages_max)

@@ -48,7 +48,7 @@ from tiers.io_threads import IoThreads
 from tiers.lmdb_index import payload_bytes_of, runs_of, uses_and_payloads, with_use
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
-from tiers.record import Identity, check_identity, check_key
+from tiers.record import Identity, check_identity, check_key, check_payload
 from tiers.transfer import ReadItem, ReadJob, WriteJob
 
 TOUCH_FLUSH_S = 5.0
@@ -243,8 +243,9 @@ class LmdbTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         with self._working() as store:
-            for key in keys:
+            for key, data in zip(keys, buffers, strict=True):
                 check_key(key)
+                check_payload(data.nbytes)
             if self._filling and len(self._filling) + len(keys) > self._options.queue_records:
                 self._counts["write_failed"] += len(keys)
                 return [WriteOutcome.FAILED] * len(keys)

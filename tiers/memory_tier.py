@@ -20,7 +20,15 @@ from tiers.base import (
     TierInfo,
     WriteOutcome,
 )
-from tiers.record import NO_NAMESPACE, Identity, check_identity, check_key, seal, verify
+from tiers.record import (
+    NO_NAMESPACE,
+    Identity,
+    check_identity,
+    check_key,
+    check_payload,
+    seal,
+    verify,
+)
 
 KEYS_PER_BATCH = 1024
 
@@ -54,10 +62,12 @@ class MemoryTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         self._check_open()
+        for key, data in zip(keys, buffers, strict=True):
+            check_key(key)
+            check_payload(data.nbytes)
         return [self._write_one(key, data) for key, data in zip(keys, buffers, strict=True)]
 
     def _write_one(self, key: Key, data: Buffer) -> WriteOutcome:
-        check_key(key)
         if key in self.records:
             return WriteOutcome.OK
         if self._used_bytes + data.nbytes > self._capacity_bytes:

@@ -194,6 +194,12 @@ def check_key(key: bytes) -> None:
         raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes, this one {len(key)}")
 
 
+def check_payload(payload_bytes: int) -> None:
+    """Raise ``ValueError`` for a payload that no tier holds."""
+    if payload_bytes < 1:
+        raise ValueError("a payload has at least one byte")
+
+
 def check_identity(identity: Identity) -> None:
     """Raise ``ValueError`` for an identity that does not fit a header."""
     if len(identity.namespace) != NAMESPACE_BYTES:

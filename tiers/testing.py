@@ -187,6 +187,15 @@ class TierContract:
             await tier.delete([])
             await tier.touch([])
 
+    async def test_misuse_is_a_value_error(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as (tier, _):
+            for key, length in ((b"", 10), (b"x" * 512, 10), (key_of(1), 0)):
+                with pytest.raises(ValueError):
+                    await tier.write([key], [aligned(length)])
+            with pytest.raises(ValueError):
+                await tier.write([key_of(1), key_of(2)], [aligned(10)])
+            assert await all_keys(tier) == []
+
     # -- deleting, capacity ----------------------------------------------------------------
 
     async def test_deleted_keys_are_misses(self, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tiers.base import ReadOutcome, WriteOutcome
 from tiers.lmdb_tier import LmdbTier
 from tiers.testing import all_keys, fetch, key_of, payload_of, put
 
-KILLS = int(os.environ.get("KVTIERS_KILLS", "5"))
+KILLS = int(os.environ.get("KVTIERS_KILLS", "4"))
 POWER_CUTS = int(os.environ.get("KVTIERS_POWER_CUTS", "3"))
 SEED = int(os.environ.get("KVTIERS_SEED", "9"))
 SIZE = 150_000

@@ -114,4 +114,4 @@ class TierAgainstDict(RuleBasedStateMachine):
 
 
 TestTierAgainstDict = TierAgainstDict.TestCase
-TestTierAgainstDict.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestTierAgainstDict.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
