@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig, parse_config
 from offload.config_checks import load_config
-from offload.connector.identity import adapter_digest, namespace_fields, startup_warnings
+from offload.connector.identity import (
+    adapter_digest,
+    check_vllm_config,
+    namespace_fields,
+    startup_warnings,
+)
 from offload.connector.vllm_layout import model_layout, page_regions
-from offload.errors import UnsupportedSpecError
+from offload.errors import ConfigError, UnsupportedSpecError
 from offload.layout import ModelLayout
 from offload.namespace import Namespace
 from offload.namespace_folders import (
@@ -71,6 +76,9 @@ class Setup:
                 f"--pipeline-parallel-size {parallel.pipeline_parallel_size}): its ranks hold "
                 "different layers. Use --tensor-parallel-size instead."
             )
+        problems = check_vllm_config(vllm_config)
+        if problems:
+            raise ConfigError(problems)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = cls.check(extra) if first_worker else parse_config(extra)
         layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)
