@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +179,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="./run demo", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # so that servers are ended on the way out
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     model = make_llama(FOLDER / "model")

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 600.0
 REQUEST_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 LOG_CHARS = 20_000

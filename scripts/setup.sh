@@ -16,7 +16,7 @@ find_python() {
             return
         fi
     done
-    fail "Python 3.11, 3.12 or 3.13 is needed; found: $(python3 --version 2>&1 || true)." \
+    fail "Python 3.11, 3.12 or 3.13 is needed; tried: ${PYTHON:-python3 ($(python3 --version 2>&1))}." \
         "Install one (for example: apt-get install python3.12 python3.12-venv)" \
         "or name it: PYTHON=/path/to/python3.12 ./run $command"
 }

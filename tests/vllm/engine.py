@@ -29,7 +29,7 @@ from typing import Any, Self
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
 ROOT = Path(__file__).resolve().parents[2]
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 120.0
 LOG_CHARS = 60_000
 
