@@ -223,6 +223,7 @@ def _check_space(
 
 
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
+    problems += _only_in_lmdb(tier, where)
     if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         fix = "Run: pip install zstandard"
         problems.append(Problem(f"{where}.compression", "needs the package zstandard", fix))
@@ -234,6 +235,19 @@ def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None
     problem = _key_file_problem(tier.encryption.key_file, f"{where}.encryption.key_file")
     if problem:
         problems.append(problem)
+
+
+def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
+    if tier.type == "lmdb":
+        return
+    chosen = {
+        "encryption": tier.encryption is not None,
+        "compression": tier.compression != "off",
+        "recovery": tier.recovery != "quiet",
+    }
+    for name in (name for name, is_chosen in chosen.items() if is_chosen):
+        what = f'a tier of type "{tier.type}" does not offer this'
+        yield Problem(f"{where}.{name}", what, 'Leave it out, or use "type": "lmdb".')
 
 
 def _key_file_problem(path: str, where: str) -> Problem | None:

@@ -177,10 +177,9 @@ register_tier_type(
         (
             Field(
                 "direct_io",
-                choice("auto", "on", "off"),
+                choice("auto", "off"),
                 "auto",
-                "Bypass the page cache. `auto` does so where the file system can; `on` refuses "
-                "to start where it cannot.",
+                "Bypass the page cache where the file system can, or never.",
             ),
         ),
         needs_local_disk=True,

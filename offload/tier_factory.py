@@ -57,6 +57,8 @@ def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
         reserve_bytes=config.reserve,
         record_bytes=record_bytes,
         direct_io=config.options.get("direct_io") != "off",
+        key_file=config.encryption.key_file if config.encryption else "",
+        compress=config.compression == "zstd",
     )
 
 

@@ -69,7 +69,7 @@ REFUSED: dict[str, Any] = {
     "unknown-far": {**cpu(), "zzz": 2},
     "unknown-cpu": cpu(capcity="1GiB"),
     "unknown-tier": {**cpu(), "tiers": [tier(pth="/x")]},
-    "unknown-tier-option-of-another-type": {**cpu(), "tiers": [tier(type="file", direct_io="on")]},
+    "unknown-tier-option-of-another-type": {**cpu(), "tiers": [tier(type="file", direct_io="off")]},
     "misplaced": {**cpu(load_timeout_s=1), "capacity": 1, "path": "/x", "tiers": [tier(pin="off")]},
     "cpu-not-an-object": {"cpu": "8GiB"},
     "tiers-not-a-list": {**cpu(), "tiers": tier()},
