@@ -41,6 +41,7 @@ class DemotionQueue:
     """Chunks waiting for one lower tier.
 
     ``max_waiting`` and ``max_flying`` count chunks; ``batch`` is the most that one job carries.
+    While ``closed`` nothing is taken in.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DemotionQueue:
     ) -> None:
         self.tier = tier
         self.skipped = 0
+        self.closed = False
         self._index = index
         self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
@@ -68,6 +70,8 @@ class DemotionQueue:
 
     def offer(self, keys: Sequence[bytes], cpu: TierIndex, groups: Mapping[int, _Group]) -> None:
         """Queue chunks that were just committed; pins them in the CPU tier."""
+        if self.closed:
+            return
         for key in keys:
             if not self._index.is_absent(key) or not self._admits(key, groups):
                 continue

@@ -193,7 +193,7 @@ class Executor:
         if plan.reset:
             self._lane.cancel_all()
         for tier, writer in enumerate(self._writers):
-            if plan.reset:
+            if plan.epochs:
                 writer.reset(plan.epochs[tier])
             writer.delete(plan.deletes.get(tier, ()))
         for store in plan.stores:
@@ -205,7 +205,7 @@ class Executor:
         for tier, writer in enumerate(self._writers):
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
-            self._spawn(self._run_load(self._lane.open(load)))
+            self._spawn(self._run_load(self._lane.open(load, after)))
             unanswered.jobs.remove(load.job)
             unanswered.requests.remove(load.request)
 

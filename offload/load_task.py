@@ -70,13 +70,14 @@ class LoadLane:
         self._fills: dict[int, asyncio.Future[bool]] = {}
         self._open: set[LoadTask] = set()
 
-    def open(self, job: LoadJob) -> LoadTask:
-        """Enter a load; its fills exist from now on, so that later loads can join them."""
+    def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
+        """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
+        GPU blocks wait for ``after``: a pass that was launched before may still read them."""
         loop = asyncio.get_running_loop()
         for item in job.items:
             if item.tier != IN_SLAB and item.slot != STAGED:
                 self._fills[item.slot] = loop.create_future()
-        task = LoadTask(self, job)
+        task = LoadTask(self, job, after)
         self._open.add(task)
         return task
 
@@ -118,11 +119,12 @@ class LoadLane:
 class LoadTask:
     """One load. `run` returns when nobody touches its slots any more."""
 
-    def __init__(self, lane: LoadLane, job: LoadJob) -> None:
+    def __init__(self, lane: LoadLane, job: LoadJob, after: object | None) -> None:
         self.job = job.job
         self.request = job.request
         self._lane = lane
         self._items = job.items
+        self._after = after
         self._abandoned = False
         self._bad: set[bytes] = set()
         self._lost: set[bytes] = set()
@@ -260,7 +262,7 @@ class LoadTask:
         self._copying += 1
         self._no_copies.clear()
         try:
-            await self._lane.engine.submit_load(batches).completed()
+            await self._lane.engine.submit_load(batches, self._after).completed()
         except TransferError as error:
             logger.warning("kvtiers: a load could not be copied: %s", error)
             self._failed = True

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from offload.config import OffloadConfig, check_capacity, parse_config, slot_counts
-from offload.errors import ConfigError, TierUnavailableError
+from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.index import TierIndex
 from offload.keys import group_of, group_suffix
@@ -26,11 +26,13 @@ from offload.plans import JobResult, StepPlan
 from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
 from offload.space import ByteSpace, SlotSpace
 from policies.base import EntryInfo
-from policies.registry import make_policy
+from policies.registry import make_admission, make_policy
 from tiers.base import Tier, TierError
 from tiers.copy import CopyEngine
 from tiers.host_copy import HostCopyEngine
 from tiers.slab import HostSlab
+
+T = TypeVar("T")
 
 
 class KvCacheSpec(Protocol):
@@ -132,6 +134,12 @@ class OffloadManager:
         ``TierUnavailableError``.
         """
         settings = config if isinstance(config, OffloadConfig) else parse_config(config)
+        if settings.tiers:
+            where, fix = (
+                "$.tiers",
+                "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)]).",
+            )
+            raise ConfigError([Problem(where, "an in-process manager makes no tiers itself", fix)])
         registration = register_kv_caches(
             kv_cache_config.num_blocks, _group_caches(kv_cache_config, kv_caches, settings)
         )
@@ -142,7 +150,8 @@ class OffloadManager:
         slots = slot_counts(settings, slot_bytes, 1).slots
         staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
         device = registration.tensors[0].device
-        slab = HostSlab(slot_bytes, slots, pin=device.type == "cuda")
+        pin = device.type == "cuda" and settings.cpu.pin != "off"
+        slab = HostSlab(slot_bytes, slots, pin=pin, pin_fallback=settings.cpu.pin == "prefer")
         engine = _make_engine(registration, slab, device)
         groups = _group_infos(kv_cache_config, registration, settings, tiers)
         cpu = TierIndex(
@@ -157,7 +166,15 @@ class OffloadManager:
             staging=range(staging),
             limits=ExecutorLimits(settings.load_timeout_s, settings.fence_timeout_s),
         )
-        manager = cls(Planner(groups, cpu, lower), executor, slab, registration)
+        admission = settings.cpu.admission
+        planner = Planner(
+            groups,
+            cpu,
+            lower,
+            max_store_chunks=slots,  # callers wait, which is bound enough
+            admission=None if admission.name == "all" else make_admission(admission.spec),
+        )
+        manager = cls(planner, executor, slab, registration)
         executor.start(manager._results.set)
         manager._task = asyncio.create_task(manager._run())
         return manager
@@ -182,17 +199,20 @@ class OffloadManager:
         """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
 
         ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, from the first
-        on, are held by a tier now; the rest found no room. The blocks may be reused afterwards.
+        on, are held by a tier now; the rest found no room. The blocks may be reused afterwards,
+        also when the call was cancelled: it ends only when nothing reads them any more.
         """
         chunks = self._wanted(keys, block_ids, group)
         settled = self.planner.plan_store(chunks)
-        jobs = [store.job for store in self._pump().stores]
-        results = await asyncio.gather(*(self._jobs[job] for job in jobs))
-        bad = frozenset[bytes]().union(*(result.bad for result in results))
-        failed = any(result.failed for result in results)
-        if failed or bad:
-            return self.lookup(keys[:settled], group)
-        return settled
+        self._pump()
+        await _finish(self._filled([chunk.key for chunk in chunks[:settled]]))
+        return self.lookup(keys[:settled], group)
+
+    async def _filled(self, keys: Sequence[bytes]) -> None:
+        """Wait until no job, ours or another's, is writing these chunks any more."""
+        while any(self.planner.cpu.is_filling(key) for key in keys):
+            self._moved.clear()
+            await self._moved.wait()
 
     async def restore(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
         """Fill blocks with the longest prefix of ``keys`` that is held, and wait for that.
@@ -212,7 +232,7 @@ class OffloadManager:
         ended = self._loads[request] = asyncio.get_running_loop().create_future()
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
-        if await ended:
+        if await _finish(ended):
             return hit
         if not result.done() or result.result().failed:
             return 0
@@ -228,11 +248,20 @@ class OffloadManager:
         await self._executor.settle()
 
     async def reset(self) -> None:
-        """Forget everything at once, in every tier, durably: the weights have changed."""
+        """Forget everything at once, in every tier, durably: the weights have changed.
+
+        Raises ``TierUnavailableError`` if a tier could not make it durable.
+        """
         self._epoch += 1
+        errors = self._executor.stats.tier_errors
         self.planner.reset([self._epoch] * len(self.planner.lower))
         self._pump()
         await self._executor.settle()
+        if self._executor.stats.tier_errors > errors:
+            raise TierUnavailableError(
+                "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
+                "this process, but delete its folder before it is opened again."
+            )
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
         """Flush within ``timeout_s`` seconds, then release tiers, threads and memory."""
@@ -294,6 +323,16 @@ class OffloadManager:
                     ended.set_result(request not in drained.failed)
             self._pump()
             self._moved.set()
+
+
+async def _finish(work: Awaitable[T]) -> T:
+    """Await ``work`` to its end even if the caller is cancelled, and only then pass that on."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _group_caches(

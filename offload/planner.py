@@ -412,20 +412,32 @@ class Planner:
             self._deletes.setdefault(tier, []).extend(keys)
 
     def reset(self, epochs: Sequence[int] = ()) -> None:
+        """``forget_all``, and go on under the lower tiers' new ``epochs``."""
+        self.forget_all()
+        self.begin_epochs(epochs)
+
+    def begin_epochs(self, epochs: Sequence[int]) -> None:
+        """Tell the workers the new epochs of the lower tiers; writes to them may go on."""
+        self._reset, self._epochs = True, tuple(epochs)
+        for queue in self._demotions:
+            queue.closed = False
+
+    def forget_all(self) -> None:
         """The weights changed: nothing stored so far may be hit again, in any tier.
 
-        ``epochs`` are the new epochs of the lower tiers. Jobs under way end as usual, but what
-        they fill is forgotten.
+        Jobs under way end as usual, but what they fill is forgotten. Lower tiers are written
+        again only after ``begin_epochs``.
         """
         for store in list(self._stores):
             self._cancel_store(store.job)
         for queue in self._demotions:
             queue.clear(self.cpu)
+            queue.closed = True
         for index in (self.cpu, *self.lower):
             index.clear()
         self._promoting.clear()
         self._deletes, self._touches = {}, {}
-        self._reset, self._epochs = True, tuple(epochs)
+        self._reset, self._epochs = True, ()
         self.stats.resets += 1
 
     def totals(self) -> dict[str, float]:

@@ -175,7 +175,8 @@ class LmdbStore:
         limit = min(self.file.size_bytes // ALIGNMENT, self.pages_max)
         epoch = self.index.epoch
         if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
-            self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch + 1)))
+            # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
+            self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch)))
         items = self.index.scan()
         found = recover(items, self._identity, self.index.epoch, limit, self.codec.key_ids)
         if found.bad and self._options.recovery is Recovery.STRICT:

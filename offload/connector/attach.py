@@ -27,7 +27,10 @@ DAY_S = 86_400.0
 
 
 def make_planner(
-    config: OffloadConfig, layout: ModelLayout, ranks: Sequence[OffloadHandshake]
+    config: OffloadConfig,
+    layout: ModelLayout,
+    namespace: str,
+    ranks: Sequence[OffloadHandshake],
 ) -> Planner:
     """The planner for workers that answered with these handshakes.
 
@@ -35,7 +38,7 @@ def make_planner(
     ``TierUnavailableError`` if they did not come up with the same tiers.
     """
     first = ranks[0]
-    _check_agreement(ranks)
+    _check_agreement(namespace, ranks)
     groups = {
         group.group: GroupInfo(
             group.kind,
@@ -72,14 +75,13 @@ def make_planner(
     return planner
 
 
-def _check_agreement(ranks: Sequence[OffloadHandshake]) -> None:
+def _check_agreement(namespace: str, ranks: Sequence[OffloadHandshake]) -> None:
     first = ranks[0]
-    for other in ranks[1:]:
-        if other.namespace != first.namespace:
+    for other in ranks:
+        if other.namespace != namespace:
             raise NamespaceError(
-                f"kvtiers: rank {other.rank} serves namespace {other.namespace}, rank "
-                f"{first.rank} {first.namespace}. All ranks must run the same model files, "
-                "flags and versions."
+                f"kvtiers: rank {other.rank} serves namespace {other.namespace}, the scheduler "
+                f"{namespace}. All processes must see the same model files, flags and versions."
             )
         mine = [(tier.name, tier.footprints) for tier in first.tiers]
         if other.slot_bytes != first.slot_bytes or mine != [

@@ -183,7 +183,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             ranks = [meta for _, meta in sorted(metadata.items())]
             assert all(isinstance(meta, OffloadHandshake) for meta in ranks)
             config, layout = self._setup.config, self._setup.layout
-            self._scheduler.attach(make_planner(config, layout, ranks))
+            namespace = self._setup.namespace.name
+            self._scheduler.attach(make_planner(config, layout, namespace, ranks))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -228,16 +229,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is None:
             return
         meta = connector_output.kv_connector_worker_meta
-        report = None
-        if isinstance(meta, OffloadWorkerMetadata):
-            report = meta.report
-            if self._collector is not None:
-                self._collector.add_worker_counters(meta.counters)
+        known = isinstance(meta, OffloadWorkerMetadata)
         self._scheduler.update(
-            report,
+            meta.report if known else None,
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
         )
+        if known and self._collector is not None:
+            self._collector.add_worker_counters(meta.counters)
 
     @guarded(lambda: (False, None))
     def request_finished(
@@ -279,7 +278,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """The weights may have changed: every tier forgets, durably, before this returns."""
         if self._scheduler is None:
             return None
-        self._scheduler.reset(self._setup.next_epochs())
+        self._scheduler.forget()
+        self._scheduler.begin_epochs(self._setup.next_epochs())
         return True
 
     # -- both ----------------------------------------------------------------------------------

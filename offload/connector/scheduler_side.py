@@ -287,9 +287,6 @@ class SchedulerSide:
         """Take in what the workers have done."""
         if self.planner is None:
             return
-        if report is not None and report.results:
-            self.planner.complete(report)
-            self._moved_at = time.monotonic()
         for request_id in finished:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
@@ -299,6 +296,9 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 tracker.failures += 1
+        if report is not None and report.results:
+            self._moved_at = time.monotonic()
+            self.planner.complete(report)
 
     def _touch(self, tracker: RequestTracker, tokens: int) -> None:
         """One use of the request's chunks, group by group in prefix order."""
@@ -321,10 +321,16 @@ class SchedulerSide:
             return False
         return time.monotonic() - self._moved_at < STALL_S
 
-    def reset(self, epochs: Sequence[int]) -> None:
-        """The weights changed: nothing stored so far may be hit again."""
+    def begin_epochs(self, epochs: Sequence[int]) -> None:
+        """The lower tiers' new epochs are durable: workers may write under them from now on."""
         if self.planner is not None:
-            self.planner.reset(epochs)
+            self.planner.begin_epochs(epochs)
+
+    def forget(self) -> None:
+        """The weights changed: nothing stored so far may be hit again, and nothing is written to
+        lower tiers before ``begin_epochs``."""
+        if self.planner is not None:
+            self.planner.forget_all()
         for request_id, tracker in self._trackers.items():
             # What these requests have computed belongs to the old weights, until they restart.
             tracker.stale = self._requests[request_id].num_computed_tokens > 0

@@ -122,15 +122,17 @@ class WorkerSide:
         """Let go of everything within a few seconds. Idempotent."""
         executor, loop, slab = self._executor, self._loop, self._slab
         self._executor = self._loop = self._slab = None
-        if loop is not None:
-            if executor is not None:
-                try:
-                    loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
-                except Exception as error:  # a hung tier must not hold up the server's end
-                    logger.warning("kvtiers: the tiers did not close in time: %r", error)
-            stopped = loop.stop(0.5)
-            if slab is not None and stopped:
-                slab.close()
+        if loop is None:
+            return
+        closed = executor is None
+        if executor is not None:
+            try:
+                loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
+                closed = True
+            except Exception as error:  # a hung tier must not hold up the server's end
+                logger.warning("kvtiers: the tiers did not close in time: %r", error)
+        if loop.stop(0.5) and closed and slab is not None:
+            slab.close()  # only when nobody can copy from it any more
 
     # -- a step ------------------------------------------------------------------------------
 

@@ -24,32 +24,6 @@ def executor(worker: Any) -> Any:
     return get_kv_transfer_group()._worker._executor
 
 
-def wrong_block(worker: Any) -> None:
-    """From now on one bit of the first chunk of every load is flipped in its slot."""
-    engine, slab = executor(worker)._engine, executor(worker)._lane.slab
-    submit = engine.submit_load
-
-    def submit_load(batches: Any, after: Any = None) -> Any:
-        slab.slot(int(batches[0].slots[0]))[7] ^= 1
-        return submit(batches, after)
-
-    engine.submit_load = submit_load
-
-
-def swapped_pair(worker: Any) -> None:
-    """From now on the first two chunks of every load change places."""
-    engine = executor(worker)._engine
-    submit = engine.submit_load
-
-    def submit_load(batches: Any, after: Any = None) -> Any:
-        slots = batches[0].slots
-        if len(slots) > 1:
-            slots[:2] = slots[1::-1].copy()
-        return submit(batches, after)
-
-    engine.submit_load = submit_load
-
-
 def hold_reads(worker: Any) -> None:
     """Reads of lower tiers wait until ``release_reads``."""
     found = executor(worker)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import faults
+from tests.vllm import copy_faults, faults
 from tests.vllm.engine import Engine, transfer_config
 from tests.vllm.probes import check, is_idle, totals
 from tests.vllm.protocol import Generation, Prompt
@@ -89,12 +89,14 @@ def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
 
 def planted_faults_are_seen(engine: Engine, reference: Reference) -> None:
     """The same comparison must fail with one wrong block and with one swapped pair."""
-    for fault in (faults.swapped_pair, faults.wrong_block):
-        engine.call(faults.on_workers, fault)
+    for fault in (copy_faults.swapped_chunks, copy_faults.wrong_bit):
+        engine.call(faults.on_workers, copy_faults.plant, fault, None)
         assert engine.reset_prefix_cache()
         answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+        engine.call(faults.on_workers, copy_faults.heal)
         try:
             compare(engine, reference, answers)
         except AssertionError:
             continue
         raise AssertionError(f"{fault.__name__} went unseen")
+    ask_and_compare(engine, reference, "cpu")  # healed: nothing that is stored was harmed

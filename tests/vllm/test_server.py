@@ -78,6 +78,10 @@ def test_http_restart_and_kill_9(
         assert loaded(server, "lmdb") > 0
         names = {name.partition("{")[0] for name in server.metrics()}
         assert {"vllm:kvtiers_resident_chunks", "vllm:kvtiers_used_ratio"} <= names
+        server.reset_prefix_cache(external=True)
+        before = loaded(server, "cpu") + loaded(server, "lmdb")
+        assert answers(server) == reference
+        assert loaded(server, "cpu") + loaded(server, "lmdb") == before
         server.stop()
     assert not list((tmp_path / "kv").rglob("quarantine*"))
 
