@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.lru import LruPolicy
@@ -23,8 +24,9 @@ _WINDOW_KEYS = 4096
 class GuardedPolicy(EvictionPolicy):
     """A policy in a cage.
 
-    ``members`` is a live view of the tier's resident keys, which may be ahead of the policy by
-    the one key being inserted or removed; without it the guard keeps a set of its own.
+    ``members`` is a live view of the tier's resident keys, from which a key is taken before
+    ``remove`` and ``clear`` and to which it is added before ``insert``; without it the guard
+    keeps a set of its own.
     ``call_budget_s`` bounds one call and ``key_budget_s`` both the mean time per key and, times
     the keys in it, adds to the bound of a long call. Wall time, because a policy may sleep.
     """
@@ -72,6 +74,7 @@ class GuardedPolicy(EvictionPolicy):
             self._active.insert(key, info)
         except Exception as error:  # containing it is this class's purpose
             self._fall_back(f"insert raised {error!r}")
+            self._active.insert(key, info)
         else:
             self._charge("insert", start, 1)
 
@@ -87,6 +90,17 @@ class GuardedPolicy(EvictionPolicy):
             self._active.touch(keys)
         else:
             self._charge("touch", start, len(keys))
+
+    def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
+        if self.faults:
+            return
+        start = self._clock()
+        try:
+            self._active.advise(keys, hints)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"advise raised {error!r}")
+        else:
+            self._charge("advise", start, len(keys))
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         if self.faults:

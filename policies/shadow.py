@@ -19,7 +19,11 @@ _LOOKS = 16
 
 
 class SpanQueues:
-    """Spans by kind, oldest first, and the order of their fronts by a score."""
+    """Spans by kind, oldest first, and the order of their ends by a score.
+
+    The span of lowest score in a queue is taken to be its oldest or its youngest: a score
+    falls with age where spans die out, and rises where they come back after a pause.
+    """
 
     def __init__(self, score: Callable[[Span], float]) -> None:
         self._score = score
@@ -33,9 +37,9 @@ class SpanQueues:
         queue = self._queues.get(span.kind)
         if queue is None:
             queue = self._queues[span.kind] = OrderedDict()
-        if not queue:
-            self._push(span)
         queue[span] = None
+        if len(queue) == 1:
+            heappush(self._heap, self._entry(span.kind, queue))
 
     def discard(self, span: Span) -> None:
         """Take a span out, if it is there."""
@@ -44,7 +48,7 @@ class SpanQueues:
             queue.pop(span, None)
 
     def lowest(self) -> Span | None:
-        """A span of lowest score among the oldest of each kind; scores may be a little old."""
+        """A span of lowest score among the ends of all queues; scores may be a little old."""
         self._looks += 1
         if self._looks >= _LOOKS:
             self.refresh()
@@ -55,43 +59,44 @@ class SpanQueues:
             if span in queue:
                 return span
             if queue:
-                front = next(iter(queue))
-                heapreplace(heap, (self._score(front), next(self._ticket), front, kind))
+                heapreplace(heap, self._entry(kind, queue))
             else:
                 heappop(heap)
         return None
 
     def in_order(self) -> Iterator[Span]:
-        """All spans, merged by the scores of the fronts. The queues must not change meanwhile."""
-        fronts = [iter(queue) for queue in self._queues.values()]
+        """All spans, queue by queue merged by score, each from its worse end. The queues must
+        not change meanwhile."""
         heap: list[tuple[float, int, Span, Iterator[Span]]] = []
-        for number, front in enumerate(fronts):
-            first = next(front, None)
-            if first is not None:
-                heap.append((self._score(first), number, first, front))
+        for kind, queue in self._queues.items():
+            if queue:
+                worse = self._entry(kind, queue)[2]
+                spans = iter(queue) if worse is next(iter(queue)) else reversed(queue)
+                first = next(spans)
+                heap.append((self._score(first), next(self._ticket), first, spans))
         heapify(heap)
         while heap:
-            _, number, span, front = heap[0]
+            _, _, span, spans = heap[0]
             yield span
-            following = next(front, None)
+            following = next(spans, None)
             if following is None:
                 heappop(heap)
             else:
-                heapreplace(heap, (self._score(following), number, following, front))
+                heapreplace(heap, (self._score(following), next(self._ticket), following, spans))
 
     def refresh(self) -> None:
-        """Compute the scores of all fronts afresh."""
+        """Compute the scores of all ends afresh."""
         self._looks = 0
-        self._heap = [
-            (self._score(front), next(self._ticket), front, kind)
-            for kind, queue in self._queues.items()
-            if queue
-            for front in [next(iter(queue))]
-        ]
+        self._heap = [self._entry(kind, queue) for kind, queue in self._queues.items() if queue]
         heapify(self._heap)
 
-    def _push(self, span: Span) -> None:
-        heappush(self._heap, (self._score(span), next(self._ticket), span, span.kind))
+    def _entry(self, kind: Kind, queue: OrderedDict[Span, None]) -> tuple[float, int, Span, Kind]:
+        """The worse end of a queue that is not empty."""
+        oldest, youngest = next(iter(queue)), next(reversed(queue))
+        score, other = self._score(oldest), self._score(youngest)
+        if other < score:
+            return other, next(self._ticket), youngest, kind
+        return score, next(self._ticket), oldest, kind
 
 
 class ShadowCache:

@@ -74,7 +74,9 @@ class TtlPolicy(EvictionPolicy):
         chosen = set(found)
         rest = self._free.victims(count, lambda key: key not in chosen and evictable(key))
         found += rest[: count - len(found)]
-        take(self._held, count, evictable, found)
+        held = self._held.items()
+        take((key for key, until in held if until != _FOREVER), count, evictable, found)
+        take((key for key, until in held if until == _FOREVER), count, evictable, found)
         return found
 
     def remove(self, key: Key, cause: RemoveCause) -> None:

@@ -1,0 +1,119 @@
+"""The default policy: learns what comes back, takes hints, and falls back to LRU's order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from policies.adaptive import AdaptivePolicy
+from policies.density import ReuseTable
+from policies.lru import LruPolicy
+from policies.simulate import simulate
+from policies.testing import synthetic_trace
+from policies.trace import Request, Trace, to_runs
+
+
+def _ratio(policy, trace: Trace, capacity: int, hints: str = "none") -> float:
+    return simulate(trace, policy, capacity, hints=hints).token_hit_ratio
+
+
+def _chat(seed: int, requests: int = 6000, goes_on: float = 0.9, second: float = 0.2) -> Trace:
+    """Many conversations end after one request; those that go on, go on for long."""
+    rng = random.Random(seed)
+    fresh = iter(range(10**9))
+    pending: list[tuple[int, int, list[int], int]] = []
+    found = []
+    for now in range(requests):
+        due = [entry for entry in pending if entry[0] <= now]
+        if due:
+            entry = min(due)
+            pending.remove(entry)
+            _, session, blocks, turn = entry
+        else:
+            session, blocks, turn = now, [], 0
+        blocks = [*blocks, *(next(fresh) for _ in range(5))]
+        last = rng.random() > (second if turn == 0 else goes_on) or turn > 10
+        if not last:
+            pending.append((now + rng.randint(40, 90), session, blocks, turn + 1))
+        found.append(Request(float(now), 16 * len(blocks), to_runs(blocks), 0, session, last=last))
+    return Trace("chat", 16, found)
+
+
+def test_learns_which_conversations_go_on() -> None:
+    trace = _chat(1)
+    assert _ratio(AdaptivePolicy(), trace, 300) > 1.3 * _ratio(LruPolicy(), trace, 300)
+
+
+def test_ends_of_sessions_help() -> None:
+    trace = _chat(2)
+    without, told = (_ratio(AdaptivePolicy(), trace, 300, level) for level in ("none", "end"))
+    assert told > without + 0.02
+
+
+def test_a_lying_hint_loses_its_effect() -> None:
+    """Every request claims that its session is over: as good as no hint at all."""
+    trace = _chat(3)
+    lies = [
+        Request(r.time_s, r.prompt_tokens, r.runs, 0, r.session, last=True) for r in trace.requests
+    ]
+    lying = _ratio(AdaptivePolicy(), Trace("lies", 16, lies), 300, "end")
+    assert lying == pytest.approx(_ratio(AdaptivePolicy(), trace, 300), abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("capacity", [40, 150, 500])
+def test_not_worse_than_lru_where_there_is_nothing_to_learn(seed: int, capacity: int) -> None:
+    trace = synthetic_trace(seed, requests=3000, sessions=60)
+    lru, ours = (_ratio(policy, trace, capacity) for policy in (LruPolicy(), AdaptivePolicy()))
+    assert ours >= lru - 0.01
+
+
+def test_before_anything_is_learned_it_is_lru() -> None:
+    trace = synthetic_trace(5, requests=250)
+    logs: list[list[int]] = [[], []]
+    for policy, log in zip((LruPolicy(), AdaptivePolicy()), logs, strict=True):
+        simulate(trace, policy, 80, hit_log=log)
+    assert logs[0] == logs[1]
+
+
+def test_goes_back_to_lru_when_the_workload_turns() -> None:
+    """After conversations that density order serves better come prompts that are asked for three
+    times in a row, where only the recent counts."""
+    before = _chat(4)
+    repeats = [Request(1e6 + turn, 160, ((10**9 + turn // 3 * 10, 10),)) for turn in range(6000)]
+    log: list[int] = []
+    policy = AdaptivePolicy()
+    simulate(before, policy, 300)
+    assert policy.order == "density"
+    both = Trace("turns", 16, [*before.requests, *repeats])
+    simulate(both, AdaptivePolicy(), 300, hit_log=log)
+    assert sum(log[-3000:]) >= 0.66 * 3000 * 10
+
+
+def test_worth_follows_the_chance_of_reuse() -> None:
+    table = ReuseTable()
+    rng = random.Random(1)
+    for _ in range(2000):
+        table.record(("often",), rng.uniform(100, 1000), 1, reused=rng.random() < 0.9)
+        table.record(("rarely",), rng.uniform(100, 1000), 1, reused=rng.random() < 0.1)
+        table.record(("late",), rng.uniform(50_000, 60_000), 1, reused=True)
+    table.relearn([])
+    assert table.worth(("often",), 0) > 3 * table.worth(("rarely",), 0)
+    assert table.worth(("often",), 0) > table.worth(("late",), 0)
+    assert table.worth(("late",), 45_000) > table.worth(("late",), 0)  # nearer to its return
+    few = ("often", "seldom seen")
+    table.record(few, 500, 1, reused=False)
+    table.relearn([])
+    assert table.worth(few, 0) > table.worth(("rarely",), 0)  # leans on its prefix
+    assert table.worth(("never seen",), 0) == table.worth((), 0)
+
+
+def test_those_still_waiting_count_as_not_reused() -> None:
+    tables = ReuseTable(), ReuseTable()
+    for table in tables:
+        for _ in range(100):
+            table.record(("k",), 500, 1, reused=True)
+    tables[0].relearn([])
+    tables[1].relearn([(("k",), 5000.0, 1.0)] * 300)
+    assert tables[0].worth(("k",), 0) > 2 * tables[1].worth(("k",), 0)

@@ -1,0 +1,178 @@
+"""Whatever a policy does wrong, the tier is served on by LRU over the same members."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from policies.base import EntryInfo, RemoveCause
+from policies.fifo import FifoPolicy
+from policies.guarded import GuardedPolicy
+from policies.lru import LruPolicy
+from policies.testing import PolicyContract
+
+INFO = EntryInfo()
+
+
+class TestGuardedContract(PolicyContract):
+    """The cage itself is a policy."""
+
+    examples = 15
+
+    def make_policy(self) -> GuardedPolicy:
+        return GuardedPolicy(FifoPolicy())
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Evil(LruPolicy):
+    """Does one wrong thing when told to."""
+
+    wrong = ""
+    clock = Clock()
+
+    def _maybe(self, call):
+        if self.wrong == f"raise in {call}":
+            raise RuntimeError("on purpose")
+        if self.wrong == f"sleep in {call}":
+            self.clock.now += 1.0
+
+    def insert(self, key, info):
+        self._maybe("insert")
+        super().insert(key, info)
+
+    def touch(self, keys):
+        self._maybe("touch")
+        super().touch(keys)
+
+    def victims(self, count, evictable):
+        self._maybe("victims")
+        if self.wrong == "pinned":
+            return super().victims(count, lambda key: not evictable(key))
+        if self.wrong == "unknown":
+            return ["nobody"]
+        if self.wrong == "twice":
+            return super().victims(1, evictable) * 2
+        if self.wrong == "too many":
+            return super().victims(count + 1, evictable)
+        if self.wrong == "none":
+            return []
+        if self.wrong == "no list":
+            return None
+        if self.wrong == "forgets":
+            self._order.popitem()
+        return super().victims(count, evictable)
+
+    def remove(self, key, cause):
+        self._maybe("remove")
+        super().remove(key, cause)
+
+    def clear(self):
+        self._maybe("clear")
+        super().clear()
+
+
+WRONGS = {
+    "raise in insert": "insert raised RuntimeError('on purpose')",
+    "raise in touch": "touch raised RuntimeError('on purpose')",
+    "raise in victims": "victims raised RuntimeError('on purpose')",
+    "raise in remove": "remove raised RuntimeError('on purpose')",
+    "raise in clear": "clear raised RuntimeError('on purpose')",
+    "sleep in insert": "insert of 1 keys took 1.000 s",
+    "sleep in touch": "touch of 2 keys took 1.000 s",
+    "sleep in victims": "victims of 2 keys took 1.000 s",
+    "sleep in remove": "remove of 1 keys took 1.000 s",
+    "pinned": "victims named a pinned key 1",
+    "unknown": "victims named an unknown key 'nobody'",
+    "twice": "victims named a key twice",
+    "too many": "victims(2) returned [0, 2, 3]",
+    "none": "victims(2) named 0 and withheld others",
+    "no list": "victims(2) returned None",
+    "forgets": "policy has 4 keys, the tier 5",
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("wrong", WRONGS)
+def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> None:
+    told: list[str] = []
+    evil = Evil()
+    resident: dict[int, None] = {}
+    members = resident if shared else None
+    policy = GuardedPolicy(evil, told.append, members=members, clock=Evil.clock)
+    for key in range(5):
+        resident[key] = None
+        policy.insert(key, INFO)
+    pinned = {1}
+    evil.wrong = wrong
+    with caplog.at_level(logging.ERROR):
+        policy.touch([0, 1] if "touch" in wrong else [])
+        named = policy.victims(2, lambda key: key not in pinned)
+        for key in named[:1]:
+            del resident[key]
+            policy.remove(key, RemoveCause.EVICTED)
+        resident[9] = None
+        policy.insert(9, INFO)
+        if "clear" in wrong:
+            resident.clear()
+            policy.clear()
+            resident[3] = None
+            policy.insert(3, INFO)
+    assert policy.faults == told == [WRONGS[wrong]]
+    assert len(caplog.records) == 1
+    assert "Evil is replaced by LRU" in caplog.text
+    assert isinstance(policy.active, LruPolicy)
+    assert not isinstance(policy.active, Evil)
+    assert not policy.keeps_prefixes_closed
+    assert len(named) == 2
+    assert 1 not in named
+    assert set(policy.victims(99, lambda key: True)) == set(resident)
+    assert len(policy) == len(resident)
+    policy.touch([3])
+    policy.advise([3], {"session_end": True})
+    assert policy.victims(99, lambda key: True)[-1] == 3
+
+
+def test_slow_on_average_is_a_fault_too() -> None:
+    clock = Clock()
+
+    class Slow(LruPolicy):
+        def insert(self, key, info):
+            clock.now += 0.001
+            super().insert(key, info)
+
+    policy = GuardedPolicy(Slow(), clock=clock)
+    for key in range(4096):
+        policy.insert(key, INFO)
+    assert policy.faults == ["took 1000 us per key on average"]
+    assert len(policy) == 4096
+
+
+def test_a_good_policy_is_left_alone() -> None:
+    inner = LruPolicy()
+    policy = GuardedPolicy(inner, pytest.fail)
+    for key in range(10_000):
+        policy.insert(key, INFO)
+        policy.touch([key])
+    assert policy.victims(3, lambda key: True) == [0, 1, 2]
+    assert policy.active is inner
+    assert policy.keeps_prefixes_closed
+
+
+def test_hints_that_raise_are_contained() -> None:
+    class Deaf(LruPolicy):
+        def advise(self, keys, hints):
+            raise KeyError("session")
+
+    policy = GuardedPolicy(Deaf())
+    policy.insert(1, INFO)
+    policy.advise([1], {"session_end": True})
+    assert policy.faults == ["advise raised KeyError('session')"]
