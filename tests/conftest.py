@@ -1,9 +1,9 @@
-"""Settings for every test. The models and engines are in ``tests/models`` and ``tests/vllm``."""
+"""Settings for every test. The models are in ``tests/models``, the engines in ``tests/vllm``."""
 
 from __future__ import annotations
 
-import faulthandler
-import sys
+import hypothesis
 
-# A test that hangs below Python (a copy, LMDB) still shows where, also with output captured.
-faulthandler.enable(file=sys.__stderr__)
+# No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
+hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("kvtiers")
