@@ -12,12 +12,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
 import re
 import secrets
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
@@ -57,6 +59,7 @@ def namespace_fields(
         "format": FORMAT_VERSION,
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "device": str(vllm_config.device_config.device_type),
+        "instructions": _instructions(),
         "attention_backend": _text(vllm_config.attention_config.backend),
         "model": _model(vllm_config, vllm_config.model_config),
         "draft": _draft(vllm_config),
@@ -158,7 +161,23 @@ def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
 def _weights(vllm_config: VllmConfig, model: ModelConfig, place: Path | None) -> dict[str, Any]:
     if str(vllm_config.load_config.load_format) == "dummy":
         return {"kind": "dummy", "seed": model.seed}
-    return weights_identity(place)
+    found = weights_identity(place)
+    if found["kind"] == "unknown" and vllm_config.kv_transfer_config is not None:
+        # Nobody can tell these weights from others: the blocks are good for this engine only.
+        found["engine"] = vllm_config.kv_transfer_config.engine_id
+    return found
+
+
+def _instructions() -> list[str]:
+    """What decides the kernels, and with them the bytes of a page, where vLLM chooses by itself:
+    the CPU's vector and matrix extensions, or the GPU's compute capability."""
+    if torch.cuda.is_available():
+        return [f"sm{major}{minor}" for major, minor in [torch.cuda.get_device_capability()]]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_extensions()]
+
+
+def _matrix_extensions() -> list[str]:
+    return ["amx"] if torch.cpu._is_amx_tile_supported() else []
 
 
 def _overrides(model: ModelConfig) -> Any:
@@ -302,7 +321,7 @@ def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
     if _weights(vllm_config, model, _place(vllm_config, model))["kind"] == "unknown":
         lines.append(
             f"no weight files were found for {model.model}: other weights under the same name "
-            "cannot be told apart. Clear the tiers' folders whenever the weights change"
+            "cannot be told apart, so stored blocks are not used after a restart"
         )
     if callable(model.hf_overrides):
         lines.append(

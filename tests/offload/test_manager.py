@@ -310,4 +310,4 @@ async def test_a_reset_that_is_not_durable_is_an_error() -> None:
 async def test_tiers_in_the_configuration_are_refused() -> None:
     lmdb = {"type": "lmdb", "path": "/nonexistent/kv", "capacity": "1GiB"}
     with pytest.raises(ConfigError, match="Pass tier objects"):
-        await open_manager(kv_caches(), tiers=[lmdb])
+        await OffloadManager.open(kv_config(), kv_caches(), {"tiers": [lmdb]})
