@@ -1,0 +1,96 @@
+"""Every option of a configured tier reaches the tier itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.config import parse_config
+from offload.tier_factory import TierSpec, make_tier, tier_names
+from tiers.base import ReadOutcome, WriteOutcome
+from tiers.file_tier import FileTier
+from tiers.lmdb_store import Recovery
+from tiers.lmdb_tier import LmdbTier
+
+RECORD = 64 * 1024
+CAPACITY = 64 << 20
+
+
+def spec(tmp_path: Path, epoch: int = 0, **options: Any) -> TierSpec:
+    """A tier in ``tmp_path`` as the connector would describe it."""
+    table = {"type": "lmdb", "path": str(tmp_path), "capacity": CAPACITY, "reserve": 0} | options
+    config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table]})
+    folder = tmp_path / "rank-0"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = tier_names(config)[0]
+    return TierSpec("$.tiers[0]", name, config.tiers[0], folder, CAPACITY, b"n" * 16, 0, epoch)
+
+
+def payload(seed: int = 1) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 255, RECORD, dtype=np.uint8)
+
+
+async def write_one(tier: Any, key: bytes, data: Any) -> None:
+    await tier.open()
+    assert await tier.write([key], [data]) == [WriteOutcome.OK]
+    await tier.aclose()
+
+
+async def read_one(tier: Any, key: bytes) -> tuple[ReadOutcome, Any]:
+    into = np.zeros(RECORD, dtype=np.uint8)
+    await tier.open()
+    outcome = (await tier.read([key], [into]))[0]
+    await tier.aclose()
+    return outcome, into
+
+
+def test_options_arrive(tmp_path: Path) -> None:
+    given = spec(tmp_path, io_threads=7, recovery="strict", direct_io="off", compression="zstd")
+    tier = make_tier(given, RECORD)
+    assert isinstance(tier, LmdbTier)
+    options = tier._options
+    assert options.io_threads == 7
+    assert options.recovery is Recovery.STRICT
+    assert options.direct_io is False
+    assert options.compress is True
+    assert options.reserve_bytes == 0
+    assert options.record_bytes == RECORD
+    assert (options.namespace, options.epoch) == (b"n" * 16, 0)
+
+
+def test_a_file_tier_is_made(tmp_path: Path) -> None:
+    table = {"type": "file", "path": str(tmp_path), "capacity": CAPACITY}
+    config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table, table | {"path": "/x"}]})
+    assert tier_names(config) == ["file", "file2"]
+    made = TierSpec("", "file", config.tiers[0], tmp_path, CAPACITY, b"n" * 16, 0, 0)
+    assert isinstance(make_tier(made, RECORD), FileTier)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_an_encrypted_tier_holds_no_plain_text(tmp_path: Path, encrypted: bool) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text(os.urandom(32).hex() + "\n")
+    key_file.chmod(0o600)
+    options = {"encryption": {"key_file": str(key_file)}} if encrypted else {}
+    data = payload()
+    await write_one(make_tier(spec(tmp_path / "kv", **options), RECORD), b"k" * 36, data)
+    stored = b"".join(f.read_bytes() for f in (tmp_path / "kv").rglob("*") if f.is_file())
+    assert (data.tobytes()[1000:1064] in stored) is not encrypted
+    outcome, back = await read_one(make_tier(spec(tmp_path / "kv", **options), RECORD), b"k" * 36)
+    assert outcome is ReadOutcome.OK
+    assert np.array_equal(back, data)
+
+
+async def test_an_epoch_begun_elsewhere_forgets_also_after_recovery_off(tmp_path: Path) -> None:
+    """The scheduler bumps the epoch file; the tier may be killed before it hears of it."""
+    key = b"k" * 36
+    off = make_tier(spec(tmp_path, recovery="off"), RECORD)
+    await off.open()
+    await off.aclose()
+    await write_one(make_tier(spec(tmp_path), RECORD), key, payload())
+    assert (await read_one(make_tier(spec(tmp_path), RECORD), key))[0] is ReadOutcome.OK
+    assert (await read_one(make_tier(spec(tmp_path, epoch=1), RECORD), key))[0] is ReadOutcome.MISS
