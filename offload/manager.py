@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from offload.chunks import GroupInfo, Wanted
 from offload.config import OffloadConfig, check_capacity, parse_config, slot_counts
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.index import TierIndex
 from offload.keys import group_of, group_suffix
+from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec, page_bytes
 from offload.load_task import io_bytes
-from offload.planner import GroupInfo, Planner, Wanted
+from offload.planner import Planner
 from offload.plans import JobResult, StepPlan
 from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
 from offload.space import ByteSpace, SlotSpace
@@ -32,65 +33,9 @@ from tiers.copy import CopyEngine
 from tiers.host_copy import HostCopyEngine
 from tiers.slab import HostSlab
 
+__all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
+
 T = TypeVar("T")
-
-
-class KvCacheSpec(Protocol):
-    """What is read of a group's spec. A spec with a mapping ``kv_cache_specs`` holds one spec per
-    layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has
-    padded pages."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one block."""
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one layer's page, padding included."""
-
-
-class KvCacheGroup(Protocol):
-    """What is read of a group: its layers and their spec."""
-
-    @property
-    def layer_names(self) -> Sequence[str]: ...
-
-    @property
-    def kv_cache_spec(self) -> Any: ...
-
-
-class KvCacheConfig(Protocol):
-    """What is read of a ``kv_cache_config``; vLLM's own fits."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def kv_cache_groups(self) -> Sequence[Any]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SimpleSpec:
-    """A spec for users without vLLM: tokens of a block and bytes of each layer's page."""
-
-    block_size: int
-    page_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SimpleGroup:
-    """A group for users without vLLM."""
-
-    layer_names: tuple[str, ...]
-    kv_cache_spec: SimpleSpec
-
-
-@dataclass(frozen=True, slots=True)
-class SimpleConfig:
-    """A ``kv_cache_config`` for users without vLLM."""
-
-    num_blocks: int
-    kv_cache_groups: tuple[SimpleGroup, ...]
 
 
 class OffloadManager:
@@ -347,16 +292,11 @@ def _group_caches(
             raise ValueError(f"group {number}: no KV cache was given for layers {missing}")
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         pages = {
-            name: _page_bytes(specs.get(name, group.kv_cache_spec)) for name in group.layer_names
+            name: page_bytes(specs.get(name, group.kv_cache_spec)) for name in group.layer_names
         }
         layers = {name: kv_caches[name] for name in group.layer_names}
         groups.append(GroupCaches(number, config.chunk_blocks, layers, pages))
     return groups
-
-
-def _page_bytes(spec: Any) -> int:
-    """A layer's page without padding."""
-    return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
 
 
 def _group_infos(

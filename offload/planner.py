@@ -7,44 +7,16 @@ GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from offload.chunks import GroupInfo, Wanted
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.index import TierIndex
 from offload.ledger import CPU, Job, JobKind, Ledger
-from offload.plans import (
-    IN_SLAB,
-    STAGED,
-    JobResult,
-    LoadItem,
-    LoadJob,
-    StepPlan,
-    StepReport,
-    StoreJob,
-)
+from offload.load_planner import LoadPlanner
+from offload.plans import JobResult, StepPlan, StepReport, StoreJob
 from offload.stats import PlannerStats
 from policies.base import AdmissionPolicy, EntryInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One chunk that a request needs: its key, and the GPU blocks to fill (below 0: skip)."""
-
-    key: bytes
-    group: int
-    blocks: tuple[int, ...]
-    depth_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupInfo:
-    """What the planner knows of a group: restore rule, tokens of a chunk, and what a chunk
-    takes in each tier (``footprints[t]``, bytes of lower tier ``t``)."""
-
-    kind: str
-    chunk_tokens: int
-    footprints: tuple[int, ...]
 
 
 class Planner:
@@ -72,15 +44,14 @@ class Planner:
         self.stats = PlannerStats([index.name for index in self.lower])
         self._groups = groups
         self._ledger = Ledger(ranks)
+        self._loads = LoadPlanner(
+            groups, cpu, self.lower, self._ledger, self.stats, max_load_chunks
+        )
         self._max_store_chunks = max_store_chunks
-        self._max_load_chunks = max_load_chunks
         self._admission = admission
         self._storing = 0
-        self._loading = 0
         self._stores: list[StoreJob] = []
-        self._loads: list[LoadJob] = []
         self._fence: set[int] = set()
-        self._promoting: dict[bytes, int] = {}
         self._deletes: dict[int, list[bytes]] = {}
         self._touches: dict[int, list[bytes]] = {}
         self._reset = False
@@ -95,11 +66,11 @@ class Planner:
     @property
     def holders(self) -> tuple[Container[bytes], ...]:
         """Where a chunk can be found, nearest first; a promotion under way counts."""
-        return (self.cpu.resident, *(index.resident for index in self.lower), self._promoting)
+        return (self.cpu.resident, *(index.resident for index in self.lower), self._loads.promoting)
 
     def _make_present(self) -> Callable[[bytes], bool]:
         """``present(key)``: whether some tier can give this chunk now, or is about to."""
-        cpu, promoting = self.cpu.resident, self._promoting
+        cpu, promoting = self.cpu.resident, self._loads.promoting
         lower = [index.resident for index in self.lower]
         if not lower:
             return lambda key: key in cpu
@@ -128,7 +99,7 @@ class Planner:
         fresh, settled = self._absent_prefix(chunks)
         if not fresh:
             return settled
-        infos = [self._info(chunk, 1) for chunk in fresh]
+        infos = [self._entry(chunk) for chunk in fresh]
         grant = self.cpu.reserve([chunk.key for chunk in fresh], infos, protect)
         self.stats.evicted(CPU, len(grant.evicted))
         taken = fresh[: len(grant.places)]
@@ -153,7 +124,7 @@ class Planner:
         return fresh, len(chunks)
 
     def _admits(self, chunk: Wanted) -> bool:
-        return self._admission is None or self._admission.admit(chunk.key, self._info(chunk, 1))
+        return self._admission is None or self._admission.admit(chunk.key, self._entry(chunk))
 
     def _open_store(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
         job = self._ledger.next_id()
@@ -194,104 +165,19 @@ class Planner:
     # -- load --------------------------------------------------------------------------------
 
     def plan_load(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
-        """Plan to restore these chunks for a request.
-
-        What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
-        CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
-        (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
-        Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
-        """
-        job = self._ledger.next_id()
-        in_slab, below = self._split(chunks)
-        self.cpu.pin([chunk.key for chunk in in_slab])
-        sources = {chunk.key: self._source(chunk.key) for chunk in below}
-        promoted = self._reserve_promotions(job, [c for c in below if sources[c.key] >= 0])
-        items = tuple(self._load_item(chunk, sources, promoted) for chunk in chunks)
-        pins: list[tuple[int, tuple[bytes, ...]]] = [(CPU, tuple(c.key for c in in_slab))]
-        for tier, index in enumerate(self.lower):
-            keys = tuple(key for key, source in sources.items() if source == tier)
-            index.pin(keys)
-            pins.append((tier, keys))
-        tokens = self._tokens_by_tier(chunks, sources)
-        self._ledger.open(
-            Job(
-                job,
-                JobKind.LOAD,
-                fills=tuple(promoted),
-                pins=tuple(pins),
-                request=request,
-                chunks=len(chunks),
-                tokens_by_tier=tokens,
-            )
-        )
-        self._loads.append(LoadJob(job, request, items))
-        self._loading += len(chunks)
-        return tokens
+        """Plan to restore these chunks for a request: see ``LoadPlanner.plan``."""
+        return self._loads.plan(request, chunks)
 
     def plan_failed_load(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
-        job = self._ledger.next_id()
-        self._ledger.open(Job(job, JobKind.LOAD, request=request))
-        nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
-        self._loads.append(LoadJob(job, request, (nobody_has_it,)))
+        self._loads.plan_failed(request)
 
     def can_load(self, chunks: int) -> bool:
         """Whether the load budget has room. One load is always allowed, however large."""
-        if not self._loading or self._loading + chunks <= self._max_load_chunks:
-            return True
-        self.stats.load_refusals += 1
-        return False
+        return self._loads.can_load(chunks)
 
-    def _split(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
-        in_slab: list[Wanted] = []
-        below: list[Wanted] = []
-        for chunk in chunks:
-            here = chunk.key in self.cpu or chunk.key in self._promoting
-            (in_slab if here else below).append(chunk)
-        return in_slab, below
-
-    def _source(self, key: bytes) -> int:
-        """The highest lower tier that holds the key, or ``IN_SLAB`` if none does."""
-        for tier, index in enumerate(self.lower):
-            if key in index:
-                return tier
-        return IN_SLAB
-
-    def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
-        free = [chunk for chunk in chunks if self.cpu.is_absent(chunk.key)]
-        keys = [chunk.key for chunk in free]
-        grant = self.cpu.reserve(keys, [self._info(chunk, 1) for chunk in free])
-        self.stats.evicted(CPU, len(grant.evicted))
-        promoted = dict(zip(keys, grant.places, strict=False))
-        for key in promoted:
-            self._promoting[key] = job
-        return promoted
-
-    def _load_item(
-        self, chunk: Wanted, sources: Mapping[bytes, int], promoted: Mapping[bytes, int]
-    ) -> LoadItem:
-        tier = sources.get(chunk.key)
-        if tier is None:
-            return LoadItem(
-                chunk.key, chunk.group, chunk.blocks, self.cpu.place(chunk.key), IN_SLAB
-            )
-        slot = promoted.get(chunk.key, STAGED)
-        return LoadItem(chunk.key, chunk.group, chunk.blocks, slot, tier)
-
-    def _tokens_by_tier(
-        self, chunks: Sequence[Wanted], sources: Mapping[bytes, int]
-    ) -> dict[int, int]:
-        """Tokens by source tier, counted on the group with the most chunks."""
-        counts: dict[int, dict[int, int]] = {}
-        for chunk in chunks:
-            by_tier = counts.setdefault(chunk.group, {})
-            tier = sources.get(chunk.key, CPU)
-            by_tier[tier] = by_tier.get(tier, 0) + self._groups[chunk.group].chunk_tokens
-        return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})
-
-    def _info(self, chunk: Wanted, size: int) -> EntryInfo:
-        kind = self._groups[chunk.group].kind
-        return EntryInfo(chunk.group, kind, chunk.depth_tokens, size)
+    def _entry(self, chunk: Wanted) -> EntryInfo:
+        return self._groups[chunk.group].entry(chunk.depth_tokens, 1, chunk.group)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -301,7 +187,7 @@ class Planner:
         return bool(
             len(self._ledger)
             or self._stores
-            or self._loads
+            or len(self._loads)
             or self._deletes
             or self._reset
             or any(len(queue) for queue in self._demotions)
@@ -317,7 +203,7 @@ class Planner:
                 self.stats.evicted(queue.tier, len(job.evicted))
         plan = StepPlan(
             stores=tuple(self._stores),
-            loads=tuple(self._loads),
+            loads=self._loads.take(),
             demotes=tuple(demotes),
             deletes={tier: tuple(keys) for tier, keys in self._deletes.items() if keys},
             touches={tier: tuple(keys) for tier, keys in self._touches.items()},
@@ -326,7 +212,7 @@ class Planner:
             epochs=self._epochs,
             idle=idle,
         )
-        self._stores, self._loads, self._fence = [], [], set()
+        self._stores, self._fence = [], set()
         self._deletes, self._touches = {}, {}
         self._reset, self._epochs = False, ()
         return plan
@@ -360,9 +246,7 @@ class Planner:
 
     def _loaded(self, job: Job) -> None:
         good, bad = self._verdict(job)
-        self._loading -= job.chunks
-        for key in job.fills:
-            self._promoting.pop(key, None)
+        self._loads.ended(job)
         self.cpu.abort(bad)
         self.cpu.commit(good)
         for tier, keys in job.pins:
@@ -435,7 +319,7 @@ class Planner:
             queue.closed = True
         for index in (self.cpu, *self.lower):
             index.clear()
-        self._promoting.clear()
+        self._loads.promoting.clear()
         self._deletes, self._touches = {}, {}
         self._reset, self._epochs = True, ()
         self.stats.resets += 1

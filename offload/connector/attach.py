@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from offload.chunks import GroupInfo
 from offload.config import OffloadConfig, TierConfig
 from offload.config_fields import PolicyConfig
 from offload.connector.messages import OffloadHandshake
@@ -13,7 +14,7 @@ from offload.errors import NamespaceError, TierUnavailableError
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.layout import ModelLayout
-from offload.planner import GroupInfo, Planner
+from offload.planner import Planner
 from offload.space import ByteSpace, SlotSpace
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy

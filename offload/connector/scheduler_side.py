@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from offload.chunks import Wanted
 from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
 from offload.coordinator import Coordinator, PresentBatch, present_in
 from offload.layout import STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
-from offload.planner import Planner, Wanted
+from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
 from offload.tracker import RequestTracker
 

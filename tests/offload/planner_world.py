@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from offload.chunks import GroupInfo, Wanted
 from offload.index import TierIndex
-from offload.planner import GroupInfo, Planner, Wanted
+from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, DemoteJob, JobResult, LoadJob, StepReport, StoreJob
 from offload.space import ByteSpace, SlotSpace
 from policies.lru import LruPolicy

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from offload.chunks import GroupInfo, Wanted
 from offload.index import TierIndex
 from offload.ledger import CPU
-from offload.planner import GroupInfo, Planner, Wanted
+from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, JobResult, StepReport
 from offload.space import ByteSpace, SlotSpace
 from policies.lru import LruPolicy

@@ -1,0 +1,70 @@
+"""What the in-process API reads of a ``kv_cache_config``: vLLM's own fits, as these classes do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class KvCacheSpec(Protocol):
+    """What is read of a group's spec. A spec with a mapping ``kv_cache_specs`` holds one spec per
+    layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has
+    padded pages."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one layer's page, padding included."""
+
+
+class KvCacheGroup(Protocol):
+    """What is read of a group: its layers and their spec."""
+
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+
+    @property
+    def kv_cache_spec(self) -> Any: ...
+
+
+class KvCacheConfig(Protocol):
+    """What is read of a ``kv_cache_config``; vLLM's own fits."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_cache_groups(self) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleSpec:
+    """A spec for users without vLLM: tokens of a block and bytes of each layer's page."""
+
+    block_size: int
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleGroup:
+    """A group for users without vLLM."""
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: SimpleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleConfig:
+    """A ``kv_cache_config`` for users without vLLM."""
+
+    num_blocks: int
+    kv_cache_groups: tuple[SimpleGroup, ...]
+
+
+def page_bytes(spec: Any) -> int:
+    """Bytes of one layer's page without padding."""
+    return int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))

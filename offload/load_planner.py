@@ -1,0 +1,155 @@
+"""Loads: where the chunks that a request needs come from, and the way they take.
+
+Part of the planner, on the same thread. Owns the loads that were planned and not sent, the
+chunks that are being read into the CPU tier, and the budget of chunks in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offload.chunks import GroupInfo, Wanted
+from offload.index import TierIndex
+from offload.ledger import CPU, Job, JobKind, Ledger
+from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob
+from offload.stats import PlannerStats
+
+
+class LoadPlanner:
+    """Plans loads over the CPU tier and the lower tiers.
+
+    ``promoting`` are the chunks that some load is reading into the CPU tier, with its job;
+    ``loading`` counts the chunks of all open loads, at most ``max_chunks`` but for one load.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, GroupInfo],
+        cpu: TierIndex,
+        lower: Sequence[TierIndex],
+        ledger: Ledger,
+        stats: PlannerStats,
+        max_chunks: int,
+    ) -> None:
+        self.promoting: dict[bytes, int] = {}
+        self.loading = 0
+        self._groups = groups
+        self._cpu = cpu
+        self._lower = tuple(lower)
+        self._ledger = ledger
+        self._stats = stats
+        self._max_chunks = max_chunks
+        self._planned: list[LoadJob] = []
+
+    def __len__(self) -> int:
+        """Loads that were planned and not sent."""
+        return len(self._planned)
+
+    def take(self) -> tuple[LoadJob, ...]:
+        """The loads planned since the last call."""
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def ended(self, job: Job) -> None:
+        """A load has been answered by every rank."""
+        self.loading -= job.chunks
+        for key in job.fills:
+            self.promoting.pop(key, None)
+
+    def plan(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
+        """Plan to restore these chunks for a request.
+
+        What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
+        CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
+        (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
+        Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
+        """
+        job = self._ledger.next_id()
+        in_slab, below = self._split(chunks)
+        self._cpu.pin([chunk.key for chunk in in_slab])
+        sources = {chunk.key: self._source(chunk.key) for chunk in below}
+        promoted = self._reserve_promotions(job, [c for c in below if sources[c.key] >= 0])
+        items = tuple(self._load_item(chunk, sources, promoted) for chunk in chunks)
+        pins: list[tuple[int, tuple[bytes, ...]]] = [(CPU, tuple(c.key for c in in_slab))]
+        for tier, index in enumerate(self._lower):
+            keys = tuple(key for key, source in sources.items() if source == tier)
+            index.pin(keys)
+            pins.append((tier, keys))
+        tokens = self._tokens_by_tier(chunks, sources)
+        self._ledger.open(
+            Job(
+                job,
+                JobKind.LOAD,
+                fills=tuple(promoted),
+                pins=tuple(pins),
+                request=request,
+                chunks=len(chunks),
+                tokens_by_tier=tokens,
+            )
+        )
+        self._planned.append(LoadJob(job, request, items))
+        self.loading += len(chunks)
+        return tokens
+
+    def plan_failed(self, request: str) -> None:
+        """Answer a request that waits for a load with a failure, which vLLM recomputes."""
+        job = self._ledger.next_id()
+        self._ledger.open(Job(job, JobKind.LOAD, request=request))
+        nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
+        self._planned.append(LoadJob(job, request, (nobody_has_it,)))
+
+    def can_load(self, chunks: int) -> bool:
+        """Whether the load budget has room. One load is always allowed, however large."""
+        if not self.loading or self.loading + chunks <= self._max_chunks:
+            return True
+        self._stats.load_refusals += 1
+        return False
+
+    def _split(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
+        in_slab: list[Wanted] = []
+        below: list[Wanted] = []
+        for chunk in chunks:
+            here = chunk.key in self._cpu or chunk.key in self.promoting
+            (in_slab if here else below).append(chunk)
+        return in_slab, below
+
+    def _source(self, key: bytes) -> int:
+        """The highest lower tier that holds the key, or ``IN_SLAB`` if none does."""
+        for tier, index in enumerate(self._lower):
+            if key in index:
+                return tier
+        return IN_SLAB
+
+    def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
+        free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
+        keys = [chunk.key for chunk in free]
+        grant = self._cpu.reserve(
+            keys, [self._groups[c.group].entry(c.depth_tokens, 1, c.group) for c in free]
+        )
+        self._stats.evicted(CPU, len(grant.evicted))
+        promoted = dict(zip(keys, grant.places, strict=False))
+        for key in promoted:
+            self.promoting[key] = job
+        return promoted
+
+    def _load_item(
+        self, chunk: Wanted, sources: Mapping[bytes, int], promoted: Mapping[bytes, int]
+    ) -> LoadItem:
+        tier = sources.get(chunk.key)
+        if tier is None:
+            return LoadItem(
+                chunk.key, chunk.group, chunk.blocks, self._cpu.place(chunk.key), IN_SLAB
+            )
+        slot = promoted.get(chunk.key, STAGED)
+        return LoadItem(chunk.key, chunk.group, chunk.blocks, slot, tier)
+
+    def _tokens_by_tier(
+        self, chunks: Sequence[Wanted], sources: Mapping[bytes, int]
+    ) -> dict[int, int]:
+        """Tokens by source tier, counted on the group with the most chunks."""
+        counts: dict[int, dict[int, int]] = {}
+        for chunk in chunks:
+            by_tier = counts.setdefault(chunk.group, {})
+            tier = sources.get(chunk.key, CPU)
+            by_tier[tier] = by_tier.get(tier, 0) + self._groups[chunk.group].chunk_tokens
+        return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})
