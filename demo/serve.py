@@ -18,10 +18,16 @@ def main(arguments: list[str]) -> None:
     """Replace this process by ``vllm serve``."""
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: ./run serve MODEL [any vllm flags]")
-    if not any(argument.startswith("--kv-transfer-config") for argument in arguments):
-        arguments = [*arguments, "--kv-transfer-config", json.dumps(DEFAULT)]
-    command = [sys.executable, "-m", "demo.vllm_cli", "serve", *arguments]
+    model, flags = arguments[0], arguments[1:]
+    # First, so that a configuration of the user's, in whatever spelling, comes later and wins.
+    ours = [] if _has_config_file(flags) else ["--kv-transfer-config", json.dumps(DEFAULT)]
+    command = [sys.executable, "-m", "demo.vllm_cli", "serve", model, *ours, *flags]
     os.execv(sys.executable, command)
+
+
+def _has_config_file(flags: list[str]) -> bool:
+    """Whether a file holds flags that our own on the command line would override."""
+    return any(flag.split("=")[0] == "--config" for flag in flags)
 
 
 if __name__ == "__main__":

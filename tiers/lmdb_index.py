@@ -182,7 +182,7 @@ class LmdbIndex:
                     f"rank {self.manifest.identity.rank}"
                 )
             self._reserve()
-        except BaseException as error:
+        except BaseException as error:  # the environment is closed whatever happens
             self._env.close()
             raise _translated(error) from error
 
