@@ -47,7 +47,8 @@ class Prefix:
         del self.tokens[same:], self._chain[same:]
         last = self._chain[-1] if self._chain else self._seed
         for token in tokens[same:]:
-            last = hashlib.blake2b(last + token.to_bytes(4, "big"), digest_size=8).digest()
+            one = (token + 1).to_bytes(4, "big")  # vLLM pads drafts with -1
+            last = hashlib.blake2b(last + one, digest_size=8).digest()
             self._chain.append(last)
             self.tokens.append(token)
         return np.frombuffer(b"".join(self._chain[: len(tokens)]), dtype="<u8")
@@ -81,8 +82,12 @@ class _Layer:
 class KvMemory:
     """The KV cache of one rank. ``caches`` are vLLM's tensors by layer, as a worker has them."""
 
-    def __init__(self, config: KVCacheConfig, layout: object, kernel_blocks: int, rank: int) -> None:
-        sizes = [group.kv_cache_spec.block_size // kernel_blocks for group in config.kv_cache_groups]
+    def __init__(
+        self, config: KVCacheConfig, layout: object, kernel_blocks: int, rank: int
+    ) -> None:
+        sizes = [
+            group.kv_cache_spec.block_size // kernel_blocks for group in config.kv_cache_groups
+        ]
         kernel = sizes if kernel_blocks > 1 else None
         self.caches = allocate_kv_cache(config, torch.device("cpu"), layout, kernel)
         storage = next(iter(self.caches.values())).untyped_storage()

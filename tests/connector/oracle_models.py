@@ -51,7 +51,7 @@ MODELS: dict[str, OracleModel] = {
     ),
     "sliding": OracleModel(lambda: _layers(s=(2, lambda: sliding(4, 10)))),
     "sliding_full": OracleModel(
-        lambda: _layers(s=(4, lambda: sliding(4, 10)), f=(2, lambda: full(4)))
+        lambda: _layers(s=(4, lambda: sliding(4, 10)), f=(2, lambda: full(4))), blocks=90
     ),
     "sliding_full_ngram": OracleModel(
         lambda: _layers(s=(2, lambda: sliding(4, 10)), f=(2, lambda: full(4))), drafts=2

@@ -1,10 +1,10 @@
-"""vLLM's real scheduler with this project's connector in both roles, over memory whose right content
-is known, in one thread and under one seed.
+"""vLLM's real scheduler with this project's connector in both roles, over memory whose right
+content is known, in one thread and under one seed.
 
 The model runner is played here: a step's forward pass checks every byte that the computation would
-read and writes bytes that follow from the prefix. Kernels and copies run late and in any order that
-streams allow (``tiers.simulated_copy``), so a store without a wait, a missing fence or a wrong block
-id shows as a mismatch. The lower tier is memory that fails now and then.
+read and writes bytes that follow from the prefix. Kernels and copies run late and in any order
+that streams allow (``tiers.simulated_copy``), so a store without a wait, a missing fence or a wrong
+block id shows as a mismatch. The lower tier is memory that fails now and then.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -56,8 +56,8 @@ MAX_TOKENS = 152
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a world is like. ``slots`` of the CPU tier; ``tier``: whether there is a lower tier; ``fault_rate`` of its reads; ``late``: most turns that copies get
-    per step."""
+    """What a world is like. ``slots`` of the CPU tier; ``tier``: whether there is a lower tier;
+    ``fault_rate`` of its reads; ``late``: most turns that copies get per step."""
 
     slots: int = 24
     tier: bool = True
@@ -128,9 +128,7 @@ class Step:
     done: list[bool] = field(default_factory=list)
 
 
-def make_config(
-    model: OracleModel, conditions: Conditions, folder: Path
-) -> tuple[VllmConfig, Any]:
+def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
     """vLLM's own configuration and KV cache configuration for the model's layers."""
     tiers = [{"type": "file", "path": str(folder / "kv"), "capacity": "1MiB", "reserve": 0}]
     extra = {
@@ -179,6 +177,8 @@ class World:
         self.mismatches: list[str] = []
         self.finished = 0
         self.weights = 0
+        self._preempted = 0
+        self._fenced = 0
         self._model = model
         self._conditions = conditions
         self._runs: dict[str, Running] = {}
@@ -246,10 +246,10 @@ class World:
         """A request that often begins as an earlier one did."""
         rng = self.random
         prompt: list[int] = []
-        if self._prompts and rng.random() < 0.8:
+        if self._prompts and rng.random() < 0.85:
             earlier = rng.choice(self._prompts)
-            prompt = earlier[: rng.randint(1, len(earlier))]
-        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))]
+            prompt = earlier[: rng.choice([len(earlier), rng.randint(1, len(earlier))])]
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
         prompt = prompt[:120]
         self._names += 1
         name = f"r{self._names}"
@@ -273,8 +273,10 @@ class World:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def forget_locally(self) -> None:
-        """vLLM's own cache is emptied, so that the next hits are ours."""
-        self.scheduler.reset_prefix_cache()
+        """vLLM's own cache is emptied and whoever runs begins again, so that the next hits are
+        ours. Loads under way hold vLLM back."""
+        with suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def change_weights(self) -> None:
         """Every byte computed so far is wrong from now on; loads under way hold vLLM back."""
@@ -308,26 +310,42 @@ class World:
                 return
         raise AssertionError(f"seed {self.seed}: not at rest: {self._stuck()}")
 
+    def check(self) -> None:
+        """What must hold at any time; raises ``AssertionError``."""
+        where = f"seed {self.seed}"
+        assert self.mismatches == [], f"{where}: {self.mismatches[:5]}"
+        assert self.engine.hazards == [], f"{where}: {self.engine.hazards[:5]}"
+        faults = self.connector.faults.by_hook | self.worker.faults.by_hook
+        assert faults == {}, f"{where}: {faults}"
+
     def check_idle(self) -> None:
         """Accounts at rest; raises ``AssertionError``."""
         self.engine.run_all()
         self._loop.turn(20)
+        self.check()
         where = f"seed {self.seed}"
-        assert self.mismatches == [], f"{where}: {self.mismatches[:5]}"
-        assert self.engine.hazards == [], f"{where}: {self.engine.hazards[:5]}"
         assert not self._memory.null_block_touched(), f"{where}: the null block was written"
         assert self._free_blocks() == self.free_at_start, f"{where}: blocks are not given back"
-        faults = self.connector.faults.by_hook | self.worker.faults.by_hook
-        assert faults == {}, f"{where}: {faults}"
         assert self.executor.degraded == "", f"{where}: {self.executor.degraded}"
         self.planner.check()
         assert not self.planner.cpu._pins, f"{where}: pins are left"
         assert self.planner.totals()["late_answers"] == 0, where
 
-    def close(self) -> None:
-        """End both roles."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+    def events(self) -> dict[str, float]:
+        """What has happened so far, counted."""
+        return self.loaded() | {
+            "preempted": self._preempted,
+            "fenced": self._fenced,
+            "weights": self.weights,
+            "load_failures": self.planner.totals()["load_failures"],
+        }
 
     def loaded(self) -> dict[str, float]:
         """Tokens loaded so far, by tier."""
@@ -338,6 +356,8 @@ class World:
 
     def _submit(self, scheduled: SchedulerOutput) -> Step:
         meta = scheduled.kv_connector_metadata
+        self._preempted += len(scheduled.preempted_req_ids or ())
+        self._fenced += len(meta.plan.fence)
         self.worker.handle_preemptions(meta)
         self._update_tables(scheduled)
         launch = self.engine.compute.launch
@@ -461,9 +481,7 @@ class World:
             self.engine.advance()
         self.finished += sum(
             output.finish_reason is not None
-            for outputs in self.scheduler.update_from_output(
-                step.scheduled, step.output
-            ).values()
+            for outputs in self.scheduler.update_from_output(step.scheduled, step.output).values()
             for output in outputs.outputs
         )
         if step.drafts is not None:

@@ -1,41 +1,176 @@
-"""Wherever blocks, slots and records travel, every byte that a forward pass reads is right."""
+"""Wherever blocks, slots and records travel, every byte that a forward pass reads is right.
+
+``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the two of every run.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offload.connector.scheduler_side import SchedulerSide
+from offload.executor import Executor
+from offload.layout import STATE, WINDOW, GroupLayout
+from offload.load_task import LoadTask
+from offload.planner import Planner
+from offload.plans import JobResult
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 
+SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2")))
+STEPS = 250
 
-def live(world: World, steps: int) -> None:
+
+def conditions_of(name: str, seed: int) -> Conditions:
+    """Every seed is another server."""
+    rng = random.Random(f"conditions {seed}")
+    return Conditions(
+        slots=rng.choice([12, 30, 80]),
+        tier=rng.random() < 0.8,
+        fault_rate=rng.choice([0.0, 0.05, 0.2]),
+        late=rng.choice([2, 6, 20]),
+        asynchronous=seed % 2 == 1 and not MODELS[name].drafts,
+        batched_tokens=rng.choice([16, 32, 64]),
+    )
+
+
+def live(world: World, steps: int = STEPS) -> None:
     """Requests come, run, are aborted; caches are emptied; now and then the weights change."""
     rng = world.random
     for _ in range(steps):
         chance = rng.random()
-        if chance < 0.25 and len(world.scheduler.requests) < 8:
+        if chance < 0.3 and len(world.scheduler.requests) < 8:
             world.add()
-        elif chance < 0.27:
-            world.abort()
         elif chance < 0.32:
+            world.abort()
+        elif chance < 0.42:
             world.forget_locally()
-        elif chance < 0.325:
+        elif chance < 0.425:
             world.change_weights()
         world.step()
-        assert world.mismatches == [], f"seed {world.seed}: {world.mismatches[:5]}"
+        world.check()
     world.drain()
+    world.check_idle()
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_byte_read_is_right(name: str, tmp_path: Path) -> None:
-    world = World(MODELS[name], Conditions(fault_rate=0.05), tmp_path, seed=1)
-    try:
-        live(world, 300)
-        world.check_idle()
-        loaded = world.loaded()
-    finally:
-        world.close()
-    assert world.finished > 5
-    assert loaded["cpu"] > 0, loaded
+def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
+    with World(MODELS[name], conditions_of(name, seed), tmp_path, seed) as world:
+        live(world)
+        assert world.finished > 5
+        assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
+
+
+def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
+    """What the tests above stand on does happen: both tiers, preemption, failed loads, fences."""
+    seen = dict.fromkeys(["cpu", "file", "preempted", "load_failures", "fenced", "weights"], 0)
+    for seed in range(6):
+        folder = tmp_path / str(seed)
+        with World(MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed) as world:
+            live(world)
+            for what, count in world.events().items():
+                seen[what] += count
+    assert all(seen.values()), seen
+
+
+# -- planted faults ------------------------------------------------------------------------------
+
+
+def _no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Planner, "fence", lambda self, blocks: None)
+
+
+def _no_event(patch: pytest.MonkeyPatch) -> None:
+    post = Executor.post
+
+    def without_event(self: Any, plan: Any) -> None:
+        self._engine.record_event = lambda: None
+        post(self, plan)
+
+    patch.setattr(Executor, "post", without_event)
+
+
+def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
+    store = SchedulerSide._store_ready
+
+    def early(self: Any, tracker: Any, request: Any, limit: int, table: Any) -> None:
+        store(self, tracker, request, limit + 1, table)
+
+    patch.setattr(SchedulerSide, "_store_ready", early)
+    patch.setattr(SchedulerSide, "_has_ready", lambda self, tracker, limit: True)
+
+
+def _states_by_position(patch: pytest.MonkeyPatch) -> None:
+    """Each state is stored under the boundary before its own."""
+    wanted = SchedulerSide._wanted
+
+    def shifted(self: Any, tracker: Any, index: int, group: Any, chunk: int, blocks: Any) -> Any:
+        if group.kind == STATE and chunk:
+            chunk -= 1
+        return wanted(self, tracker, index, group, chunk, blocks)
+
+    patch.setattr(SchedulerSide, "_wanted", shifted)
+
+
+def _short_window(patch: pytest.MonkeyPatch) -> None:
+    tail_start = GroupLayout.tail_start
+
+    def short(self: Any, boundary: int) -> int:
+        start = tail_start(self, boundary)
+        return min(boundary, start + self.block_tokens) if self.kind == WINDOW else start
+
+    patch.setattr(GroupLayout, "tail_start", short)
+
+
+def _no_reset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Planner, "reset", lambda self, epochs=(): None)
+
+
+def _bad_reads_are_good(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadTask, "_note_bad", lambda self, item, outcome: None)
+
+
+def _answered_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    async def run_load(self: Any, task: Any) -> None:
+        self._answer(task.job, JobResult())
+        self._end_request(task.request, ok=True)
+        await task.run()
+
+    patch.setattr(Executor, "_run_load", run_load)
+
+
+MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    _no_fence: "full",
+    _no_event: "full",
+    _a_token_too_early: "full_ngram",
+    _states_by_position: "mamba1_full",
+    _short_window: "sliding_full",
+    _no_reset: "full",
+    _bad_reads_are_good: "full",
+    _answered_before_the_copy: "full",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
+def test_planted_faults_are_seen(mutant: Any, tmp_path: Path) -> None:
+    for seed in range(10):
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            world = World(
+                MODELS[MUTANTS[mutant]],
+                Conditions(slots=60, fault_rate=0.2, late=2),
+                tmp_path / str(seed),
+                seed,
+            )
+            with world:
+                try:
+                    live(world)
+                except AssertionError:
+                    return
+    raise AssertionError("went unseen")

@@ -38,6 +38,8 @@ class EngineHost:
 
         _fork_ranks()
         _inspect_models_here()
+        if os.environ.get("KVTEST_KEEP_PREFIX_CACHING"):
+            _keep_prefix_caching()
         self.llm = LLM(**engine_kwargs)
         self._finished: dict[str, Generation] = {}
         self._names: dict[str, str] = {}
@@ -171,6 +173,21 @@ def _fork_ranks() -> None:
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _keep_prefix_caching() -> None:
+    """Let MLA models have vLLM's own prefix cache, as the reference for ours. The CPU platform
+    turns it off on processors without AMX, although it works there too."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_keep(config: Any) -> None:
+        wanted = config.cache_config.enable_prefix_caching
+        check(config)
+        config.cache_config.enable_prefix_caching = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
 
 
 def _inspect_models_here() -> None:
