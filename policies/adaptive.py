@@ -1,11 +1,11 @@
 """The default policy of the CPU tier: LRU, or learned reuse density where that does better.
 
 Keys are kept in spans (``policies.spans``). Spans are sorted into kinds by what is known of their
-conversation: how many requests it has had, how long it was away before the last one, and hints
-that the client gave. For each kind the policy learns online how soon such spans are used again, and
-evicts first what is worth least per key and time (``policies.density``); hints are only
-labels of a kind, so a hint that tells nothing, or lies, loses its effect by itself. Always from
-the tail, and never a key that another member's prefix needs.
+conversation: how many requests it has had, how long it was away before the last one, how long its
+prompt is, and hints that the client gave. For each kind the policy learns online how soon such
+spans are used again, and evicts first what is worth least per key and time (``policies.density``).
+Hints are only labels of a kind, so a hint that tells nothing, or lies, loses its effect by itself.
+Eviction is always from the tail, and never takes a key that another member's prefix needs.
 
 Two shadow caches (``policies.shadow``) replay LRU and density order beside each other, and the
 tier evicts in the order of the one that had more hits lately (choosing policies by shadow caches:
@@ -25,6 +25,8 @@ from policies.density import Kind, ReuseTable, age_bin
 from policies.shadow import ShadowCache, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
+_LEAD_LEAST = 0.03
+"""By this share of LRU's hits the density order must be ahead to be in charge."""
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 6
 _LABELS = (
@@ -59,7 +61,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
         self._requests = 0
-        self._lead = 0.0  # decayed hits of density order minus those of LRU
+        self._lead = 0.0  # hits of density order minus those of LRU, lately
+        self._lru_hits = 0.0
         self._fresh: Span | None = None
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
@@ -67,7 +70,8 @@ class AdaptivePolicy(EvictionPolicy):
     @property
     def order(self) -> str:
         """The order in charge: ``lru`` or ``density``."""
-        return "density" if self._lead > 0 and self._table.learned else "lru"
+        ahead = self._lead > _LEAD_LEAST * self._lru_hits
+        return "density" if ahead and self._table.learned else "lru"
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
@@ -90,6 +94,7 @@ class AdaptivePolicy(EvictionPolicy):
         for part in taken:
             self._leave(part, hits)
         self._lead = self._lead * self._memory + hits[1] - hits[0]
+        self._lru_hits = self._lru_hits * self._memory + hits[0]
         self._enter(members, taken)
         self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests % self._every == 0:
@@ -161,6 +166,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
         gained = [shadow.use(span, span.size) for shadow in self._shadows]
         self._lead += gained[1] - gained[0]
+        self._lru_hits += gained[0]
 
     def _enter(self, members: Sequence[Key], taken: Sequence[Taken]) -> None:
         """Make the touched keys one span, or two where others share the head."""
@@ -280,6 +286,6 @@ def _label(hints: Mapping[str, Any]) -> str:
 
 
 def _kind(span: Span) -> Kind:
-    """Label, turn (exact to 8, then by doubling), and gap in coarse steps."""
+    """Label, turn (exact to 8, then by doubling), gap in coarse steps, size by doubling."""
     turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
-    return (span.label, turn, age_bin(span.gap) // 4)
+    return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())
