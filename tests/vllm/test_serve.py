@@ -308,6 +308,6 @@ def test_by_short_name_and_without_any_configuration(
         fill(engine, reference)
         ask_and_compare(engine, reference, "cpu")
         log = engine.log()
-    assert "cpu.capacity was not given: using" in log
+    assert "cpu.capacity not given: using" in log
     assert "kv_load_failure_policy is 'fail'" in log
     assert set(os.listdir("/dev/shm")) <= before
