@@ -198,7 +198,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.lookup(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     @guarded(lambda: None)
     def update_state_after_alloc(

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOADS_PER_REQUEST = 2
-"""A request whose load failed may try once more (the failed keys are forgotten by then); after
-that it computes, so that a broken tier cannot hold it for ever."""
-
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
 waiting."""
@@ -56,6 +52,8 @@ class SchedulerSide:
         self._tables = BlockTables(layout)
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
+        # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
+        self._unseen: set[str] = set()
         self._present: PresentBatch = present_in(frozenset())
         self._moved_at = time.monotonic()
 
@@ -76,10 +74,19 @@ class SchedulerSide:
             self._trackers[request.request_id] = tracker
             self._requests[request.request_id] = request
 
-    def lookup(self, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond ``computed_tokens`` that can be loaded now. No side effect on tiers."""
+    def lookup(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
+        side effect on tiers.
+
+        A request whose load failed computes. vLLM reserves the blocks of its whole prompt for it
+        until then, from itself too, so that a second load may wait for ever; and it would stop
+        looking at the requests behind this one, which hold the blocks of ended loads.
+        """
         tracker = self._tracker(request)
-        if self.planner is None or tracker.no_load or tracker.failures >= LOADS_PER_REQUEST:
+        self._unseen.discard(request.request_id)
+        if tracker.failures:
+            return None if self._unseen else 0
+        if self.planner is None or tracker.no_load:
             return 0
         tracker.extend(request.block_hashes, self.layout)
         tracker.lookup_start = computed_tokens
@@ -97,8 +104,10 @@ class SchedulerSide:
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
+        self._unseen.discard(request.request_id)
         if self.planner is None or external_tokens <= 0:
             return
+        self._unseen.add(request.request_id)
         try:
             self._plan_load(self._tracker(request), block_ids, external_tokens)
         except Exception:
@@ -155,6 +164,7 @@ class SchedulerSide:
         """The request ends and its blocks are about to be freed: store what is still missing."""
         tracker = self._trackers.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
+        self._unseen.discard(request.request_id)
         if tracker is None or self.planner is None:
             return
         if not tracker.loading and block_ids:

@@ -129,7 +129,7 @@ def _short_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_reset(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "reset", lambda self, epochs=(): None)
+    patch.setattr(Planner, "forget_all", lambda self: None)
 
 
 def _bad_reads_are_good(patch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,17 @@ def _answered_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "_run_load", run_load)
 
 
+def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
+    """vLLM then waits for blocks that it has reserved for the same request."""
+    lookup = SchedulerSide.lookup
+
+    def forgetful(self: Any, request: Any, computed_tokens: int) -> Any:
+        self._tracker(request).failures = 0
+        return lookup(self, request, computed_tokens)
+
+    patch.setattr(SchedulerSide, "lookup", forgetful)
+
+
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     _no_fence: "full",
     _no_event: "full",
@@ -154,6 +165,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     _no_reset: "full",
     _bad_reads_are_good: "full",
     _answered_before_the_copy: "full",
+    _a_failed_load_tries_again: "two_block_sizes",
 }
 
 

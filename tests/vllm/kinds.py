@@ -7,7 +7,7 @@ must be equal to the last bit. (How a prompt is cut may change the last bits, al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ class Expected:
         assert all(answer.cached_tokens > 0 for answer in warm), "vLLM's own cache does not hit"
         return cls(asked, cold, warm, blocks, groups)
 
+    def that_were_cut_alike(self, answers: list[Generation]) -> Expected:
+        """Without the second prompt, if its shared half was found in full in the tiers and not in
+        vLLM's own cache: what follows was then computed in other pieces."""
+        alike = answers[1].cached_tokens == self.cold[1].cached_tokens
+        assert alike or answers[1].cached_tokens > self.cold[1].cached_tokens
+        return self if alike else replace(self, cold=self.cold[:1], warm=self.warm[:1])
+
 
 def ask(engine: Engine, asked: list[Prompt]) -> list[Generation]:
     """One prompt after the other."""
@@ -73,13 +80,15 @@ def ask(engine: Engine, asked: list[Prompt]) -> list[Generation]:
 def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: Path) -> None:
     """Store, restore from the CPU tier, and after a restart from disk; then see planted faults."""
     model, options = kind.make(folder)
-    options = options | {"connector": config(tmp / "kv")}
+    # These models have no weight files; the engine's id stands for them across the restart.
+    options = options | {"connector": config(tmp / "kv") | {"engine_id": "kinds"}}
     with Engine(model, log=tmp / "first.log", **options) as engine:
         engine.call(record_loads)
         answers = ask(engine, expected.prompts)
         stored = engine.kv_snapshot()
+        expected = expected.that_were_cut_alike(answers)
         compare_outputs(answers, expected.cold)
-        if [a.cached_tokens for a in answers] == [c.cached_tokens for c in expected.cold]:
+        if len(expected.cold) == len(answers):
             assert stored == expected.blocks, "computed blocks have other bytes than without us"
         settle(engine)
         restore_and_compare(engine, expected, stored, "cpu")
@@ -103,7 +112,7 @@ def restore_and_compare(engine: Engine, expected: Expected, stored: Blocks, tier
     assert after[f"loaded_tokens:{tier}"] > before[f"loaded_tokens:{tier}"]
     answers = [first, *ask(engine, expected.prompts[1:])]
     keys = loads.keys | engine.call(take_loads).keys
-    found = [answer.cached_tokens for answer in answers]
+    found = [answer.cached_tokens for answer in answers[: len(expected.warm)]]
     assert found == [answer.cached_tokens for answer in expected.warm], found
     compare_outputs(answers, expected.warm)
     compare_bytes(engine.kv_snapshot(), stored, keys, expected.groups)
@@ -111,12 +120,10 @@ def restore_and_compare(engine: Engine, expected: Expected, stored: Blocks, tier
 
 
 def compare_outputs(answers: list[Generation], wanted: list[Generation]) -> None:
-    """Raises ``AssertionError`` unless tokens and log-probabilities are equal. Where more was found
-    in the tiers than in vLLM's own cache alone, another part was computed: that says nothing."""
-    for number, (answer, right) in enumerate(zip(answers, wanted, strict=True)):
-        if answer.cached_tokens <= right.cached_tokens:
-            assert answer.tokens == right.tokens, f"prompt {number}: other tokens"
-            assert answer.logprobs == right.logprobs, f"prompt {number}: other log-probabilities"
+    """Raises ``AssertionError`` unless tokens and log-probabilities are equal."""
+    for number, (answer, right) in enumerate(zip(answers, wanted, strict=False)):
+        assert answer.tokens == right.tokens, f"prompt {number}: other tokens"
+        assert answer.logprobs == right.logprobs, f"prompt {number}: other log-probabilities"
 
 
 def compare_bytes(blocks: Blocks, stored: Blocks, restored: set[bytes], groups: int) -> None:
@@ -159,9 +166,10 @@ def record_loads(llm: Any) -> None:
     side.kvtest_loads = ([], set())
     lookup, plan_load = side.lookup, side.planner.plan_load
 
-    def noted(request: Any, computed_tokens: int) -> int:
-        side.kvtest_loads[0].append(lookup(request, computed_tokens))
-        return int(side.kvtest_loads[0][-1])
+    def noted(request: Any, computed_tokens: int) -> int | None:
+        tokens: int | None = lookup(request, computed_tokens)
+        side.kvtest_loads[0].append(tokens or 0)
+        return tokens
 
     def planned(request: str, chunks: Any) -> Any:
         side.kvtest_loads[1].update(chunk.key for chunk in chunks)
