@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from tests.connector.vllm_configs import chunked, full, mamba, mla, sliding, sliding_mla
@@ -46,6 +47,7 @@ def _state(block: int, page: int = 0, kind: str = "mamba1") -> KVCacheSpec:
 MODELS: dict[str, OracleModel] = {
     "full": OracleModel(lambda: _layers(f=(2, lambda: full(4)))),
     "full_ngram": OracleModel(lambda: _layers(f=(2, lambda: full(4))), drafts=3),
+    "full_fp8": OracleModel(lambda: _layers(f=(2, lambda: full(4, dtype=torch.float8_e4m3fn)))),
     "runner_v2_kernel_blocks": OracleModel(
         lambda: _layers(f=(2, lambda: full(8))), kernel_blocks=2, block_tokens=8
     ),

@@ -1,6 +1,6 @@
 """Wherever blocks, slots and records travel, every byte that a forward pass reads is right.
 
-``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the two of every run.
+``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the three of every run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.plans import JobResult
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 
-SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2")))
+SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "3")))
 STEPS = 250
 
 
@@ -36,6 +36,7 @@ def conditions_of(name: str, seed: int) -> Conditions:
         late=rng.choice([2, 6, 20]),
         asynchronous=seed % 2 == 1 and not MODELS[name].drafts,
         batched_tokens=rng.choice([16, 32, 64]),
+        chunk_blocks=rng.choice([1, 1, 2]),
     )
 
 
