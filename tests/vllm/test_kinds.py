@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.engine import Engine, EngineError
 from tests.vllm.kinds import Expected, Kind, show_stored_and_restored
+from tests.vllm.restored import config
 
 TP2 = {"tensor_parallel_size": 2}
 
@@ -36,8 +38,51 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+def has_fp8() -> bool:
+    """vLLM's CPU attention reads fp8 caches only with these instructions."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return "avx512f" in flags or "amx_tile" in flags
+
+
+NEEDS_FP8 = pytest.mark.skipif(not has_fp8(), reason="fp8 KV on a CPU needs AVX-512 or AMX")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS_FP8) if "fp8" in name else name for name in KINDS],
+)
 def test_kind(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     expected = Expected.record(kind, tmp_path / "model", tmp_path / "plain.log")
     show_stored_and_restored(kind, expected, tmp_path / "model", tmp_path)
+
+
+def test_mla_as_the_platform_runs_it(tmp_path: Path) -> None:
+    """Without a prefix cache of vLLM's own: what it would have answered comes from the tiers."""
+    kind = KINDS["deepseek_v2"]
+    expected = Expected.record(kind, tmp_path / "model", tmp_path / "plain.log")
+    model, options = kind.make(tmp_path / "model")
+    del options["env"]
+    log = tmp_path / "restored.log"
+    with Engine(model, log=log, connector=config(None), **options) as engine:
+        cold, warm = (engine.generate_one(expected.prompts[0]) for _ in range(2))
+        assert engine.cached_blocks() == {}
+        assert cold.cached_tokens == 0
+        assert warm.cached_tokens == expected.warm[0].cached_tokens > 0
+        assert cold.same_output(expected.cold[0])
+        assert warm.same_output(expected.warm[0])
+
+
+REFUSED = {
+    "llama": ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype auto"),
+    "lfm2": ({"enable_prefix_caching": False}, "--enable-prefix-caching --mamba-cache-mode align"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+    changes, hint = REFUSED[name]
+    model, options = Kind(name, changes).make(tmp_path / "model")
+    with pytest.raises(EngineError, match="kvtiers cannot offload this model") as error:
+        Engine(model, log=tmp_path / "log", connector=config(None), **options)
+    assert f"To fix it: start vLLM with {hint}" in str(error.value)
