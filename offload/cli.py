@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from offload.doctor import Report, to_json, to_text
+from policies.simulate_cli import EPILOG, simulate
 
 app = typer.Typer(
     name="kvtiers",
@@ -19,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command(epilog=EPILOG)(simulate)
 
 PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -26,7 +26,7 @@ from policies.simulate_jobs import (
 from policies.simulate_report import Outcome, table, write_csv, write_json, write_plot
 from policies.simulate_tiers import MODES
 
-_EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
+EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
 
 def simulate(
@@ -82,16 +82,18 @@ def simulate(
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    screen = Console()
-    if not screen.is_terminal:
-        screen = Console(width=150)  # nothing is cut off in files and pipes
-    screen.print(table(outcomes))
+    _screen().print(table(outcomes))
     if csv:
         write_csv(outcomes, csv)
     if json:
         write_json(outcomes, json)
     if plot:
         write_plot(outcomes, plot)
+
+
+def _screen() -> Console:
+    screen = Console()
+    return screen if screen.is_terminal else Console(width=150)  # files and pipes: cut nothing off
 
 
 def _run(jobs: list[Job], processes: int) -> list[Outcome]:
@@ -113,7 +115,7 @@ def _run(jobs: list[Job], processes: int) -> list[Outcome]:
 
 
 app = typer.Typer(add_completion=False)
-app.command(epilog=_EPILOG)(simulate)
+app.command(epilog=EPILOG)(simulate)
 
 
 if __name__ == "__main__":
