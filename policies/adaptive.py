@@ -22,11 +22,12 @@ from typing import Any
 from policies import hints as names
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.density import Kind, ReuseTable, age_bin
-from policies.shadow import ShadowCache, SpanQueues
+from policies.shadow import AgeQueue, ShadowCache, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
 _LEAD_LEAST = 0.03
 """By this share of LRU's hits the density order must be ahead to be in charge."""
+_RESCORE_BLOCKS = 256
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 6
 _LABELS = (
@@ -42,6 +43,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     ``relearn_every`` requests the indices are computed afresh. ``memory`` is the share that the
     hit counts of the two orders keep per request: 0.999 compares the last thousand or so.
+    ``prior`` is how many observations of its own a kind needs to count as much as its prefix.
     """
 
     keeps_prefixes_closed = True
@@ -57,9 +59,11 @@ class AdaptivePolicy(EvictionPolicy):
         self._table = ReuseTable(self._prior)
         self._queues = SpanQueues(self._worth)
         self._by_time: OrderedDict[Span, None] = OrderedDict()
-        self._shadows = (ShadowCache(0, _age_score), ShadowCache(1, self._worth))
+        self._density_queue = SpanQueues(self._worth)
+        self._shadows = (ShadowCache(0, AgeQueue()), ShadowCache(1, self._density_queue))
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
+        self._score_at = 0
         self._requests = 0
         self._lead = 0.0  # hits of density order minus those of LRU, lately
         self._lru_hits = 0.0
@@ -99,6 +103,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests % self._every == 0:
             self._relearn()
+        if self._now >= self._score_at:
+            self._rescore()
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
         """Label the span that the request left at the end of its keys."""
@@ -237,13 +243,13 @@ class AdaptivePolicy(EvictionPolicy):
             self._current = None
 
     def _relabel(self, span: Span, label: str) -> None:
-        again = [shadow for shadow in self._shadows if shadow.leave(span)]
-        self._queues.discard(span)
-        span.label = label
-        span.kind = _kind(span)
-        self._queues.add(span)
-        for shadow in again:
-            shadow.back(span)
+        def change(span: Span) -> None:
+            self._queues.discard(span)
+            span.label = label
+            span.kind = _kind(span)
+            self._queues.add(span)
+
+        self._shadows[1].changed(span, change)
         self._current = None
 
     # -- order ---------------------------------------------------------------------------------
@@ -251,14 +257,21 @@ class AdaptivePolicy(EvictionPolicy):
     def _candidates(self) -> Iterator[Span]:
         if self.order == "lru":
             return iter(self._by_time)
-        lowest = self._queues.lowest()
-        first = () if lowest is None else (lowest,)
-        return chain(first, self._queues.in_order())
+        return self._queues.in_order()
 
     def _worth(self, span: Span) -> float:
         return self._table.worth(span.kind, self._now - span.time)
 
+    def _rescore(self) -> None:
+        """Scores change as time goes on."""
+        self._score_at = self._now + _RESCORE_BLOCKS
+        self._queues.refresh()
+        self._density_queue.refresh()
+
     def _relearn(self) -> None:
+        self._learn_at = self._requests + max(
+            self._every, min(4 * self._every, self._requests // 4)
+        )
         limit = max(_GHOSTS_LEAST, _GHOSTS_PER_SPAN * len(self._by_time))
         while len(self._ghosts) > limit:
             _, ghost = self._ghosts.popitem(last=False)
@@ -271,13 +284,7 @@ class AdaptivePolicy(EvictionPolicy):
             for span in chain(self._by_time, self._ghosts.values())
             if not span.fresh
         )
-        self._queues.refresh()
-        for shadow in self._shadows:
-            shadow.refresh()
-
-
-def _age_score(span: Span) -> float:
-    return span.time
+        self._rescore()
 
 
 def _label(hints: Mapping[str, Any]) -> str:

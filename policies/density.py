@@ -68,13 +68,13 @@ class ReuseTable:
 
     def worth(self, kind: Kind, age: float) -> float:
         """The index of a span; 0 before anything was learned."""
-        while True:
-            curve = self._worth.get(kind)
-            if curve is not None:
-                return curve[age_bin(age)]
+        curve = self._worth.get(kind)
+        while curve is None:
             if not kind:
                 return 0.0
             kind = kind[:-1]
+            curve = self._worth.get(kind)
+        return curve[age_bin(age)]
 
     @property
     def learned(self) -> bool:
@@ -103,7 +103,8 @@ class ReuseTable:
             if kind:
                 events, at_risk = events + prior * hazards[kind[:-1]], at_risk + prior
             hazards[kind] = events / np.maximum(at_risk, 1e-9)
-        self._worth = {kind: _steepest(hazard) for kind, hazard in hazards.items()}
+        slopes = _steepest(np.stack(list(hazards.values())))
+        self._worth = dict(zip(hazards, slopes, strict=True))
         self._fade()
 
     def _add(self, sums: dict[Kind, Curve], kind: Kind, row: Curve) -> None:
@@ -120,12 +121,15 @@ class ReuseTable:
         self._count *= self._decay
 
 
-def _steepest(hazard: Curve) -> list[float]:
-    """Per bin, the steepest slope from its start to a later point of the curve (A, F)."""
-    alive = np.concatenate(([1.0], np.cumprod(1.0 - np.clip(hazard, 0.0, 1.0))))
-    spent = np.concatenate(([0.0], np.cumsum((alive[1:] + alive[:-1]) / 2 * _WIDTHS)))
-    gain = alive[:-1, None] - alive[None, :]
-    time = spent[None, :] - spent[:-1, None]
-    slopes = np.where(time > 1e-12, gain / np.maximum(time, 1e-12), 0.0)
-    best: list[float] = np.where(_LATER, slopes, 0.0).max(axis=1).tolist()
+def _steepest(hazards: Curve) -> list[list[float]]:
+    """Per kind (row) and bin, the steepest slope from the bin's start to a later point of the
+    kind's curve (A, F)."""
+    first = np.ones((len(hazards), 1))
+    alive = np.hstack((first, np.cumprod(1.0 - np.clip(hazards, 0.0, 1.0), axis=1)))
+    steps = (alive[:, 1:] + alive[:, :-1]) / 2 * _WIDTHS
+    spent = np.hstack((0.0 * first, np.cumsum(steps, axis=1)))
+    gain = alive[:, :-1, None] - alive[:, None, :]
+    time = spent[:, None, :] - spent[:, :-1, None]
+    slopes = np.divide(gain, time, out=np.zeros_like(gain), where=_LATER & (time > 1e-12))
+    best: list[list[float]] = slopes.max(axis=2).tolist()
     return best

@@ -14,8 +14,24 @@ from itertools import count
 from policies.density import Kind
 from policies.spans import Span
 
-_LOOKS = 16
-"""After so many answers all scores are computed afresh."""
+
+class AgeQueue:
+    """Spans in the order of their last use: LRU."""
+
+    def __init__(self) -> None:
+        self._spans: OrderedDict[Span, None] = OrderedDict()
+
+    def add(self, span: Span) -> None:
+        """Enter a span as the youngest."""
+        self._spans[span] = None
+
+    def discard(self, span: Span) -> None:
+        """Take a span out, if it is there."""
+        self._spans.pop(span, None)
+
+    def lowest(self) -> Span | None:
+        """The oldest span."""
+        return next(iter(self._spans), None)
 
 
 class SpanQueues:
@@ -30,7 +46,6 @@ class SpanQueues:
         self._queues: dict[Kind, OrderedDict[Span, None]] = {}
         self._heap: list[tuple[float, int, Span, Kind]] = []
         self._ticket = count()
-        self._looks = 0
 
     def add(self, span: Span) -> None:
         """Enter a span as the youngest of its kind."""
@@ -48,10 +63,7 @@ class SpanQueues:
             queue.pop(span, None)
 
     def lowest(self) -> Span | None:
-        """A span of lowest score among the ends of all queues; scores may be a little old."""
-        self._looks += 1
-        if self._looks >= _LOOKS:
-            self.refresh()
+        """A span of lowest score among the ends of all queues, by scores as of ``refresh``."""
         heap = self._heap
         while heap:
             _, _, span, kind = heap[0]
@@ -65,28 +77,35 @@ class SpanQueues:
         return None
 
     def in_order(self) -> Iterator[Span]:
-        """All spans, queue by queue merged by score, each from its worse end. The queues must
-        not change meanwhile."""
-        heap: list[tuple[float, int, Span, Iterator[Span]]] = []
-        for kind, queue in self._queues.items():
-            if queue:
-                worse = self._entry(kind, queue)[2]
-                spans = iter(queue) if worse is next(iter(queue)) else reversed(queue)
-                first = next(spans)
-                heap.append((self._score(first), next(self._ticket), first, spans))
-        heapify(heap)
+        """All spans, queue by queue merged by score, each from its worse end. The queues must not
+        change meanwhile."""
+        self.lowest()  # puts the first entry right
+        heap: list[tuple[float, int, Span, Kind | Iterator[Span]]] = list(self._heap)
+        begun: set[Kind] = set()
         while heap:
-            _, _, span, spans = heap[0]
+            _, _, span, rest = heap[0]
+            if isinstance(rest, tuple):
+                kind, queue = rest, self._queues[rest]
+                if not queue or kind in begun:
+                    heappop(heap)
+                    continue
+                if span not in queue:
+                    heapreplace(heap, self._entry(kind, queue))
+                    continue
+                begun.add(kind)
+                rest = iter(queue) if span is next(iter(queue)) else reversed(queue)
+                if next(rest) is not span:  # neither end any more: another came behind it
+                    rest = iter(queue)
+                    span = next(rest)
             yield span
-            following = next(spans, None)
+            following = next(rest, None)
             if following is None:
                 heappop(heap)
             else:
-                heapreplace(heap, (self._score(following), next(self._ticket), following, spans))
+                heapreplace(heap, (self._score(following), next(self._ticket), following, rest))
 
     def refresh(self) -> None:
         """Compute the scores of all ends afresh."""
-        self._looks = 0
         self._heap = [self._entry(kind, queue) for kind, queue in self._queues.items() if queue]
         heapify(self._heap)
 
@@ -102,46 +121,36 @@ class SpanQueues:
 class ShadowCache:
     """A cache of ``capacity`` keys made of the heads of spans (``span.kept[which]`` keys)."""
 
-    def __init__(self, which: int, score: Callable[[Span], float]) -> None:
+    def __init__(self, which: int, queue: AgeQueue | SpanQueues) -> None:
         self.capacity = 0
         self._which = which
-        self._queues = SpanQueues(score)
+        self._queue = queue
         self._used = 0
 
     def use(self, span: Span, count: int) -> int:
         """A request takes ``count`` keys from a span's head; returns how many would hit."""
-        kept = span.kept
-        hits = min(kept[self._which], count)
-        kept[self._which] -= hits
+        kept, which = span.kept, self._which
+        hits = min(kept[which], count)
+        kept[which] -= hits
         self._used -= hits
-        if not kept[self._which]:
-            self._queues.discard(span)
+        if not kept[which]:
+            self._queue.discard(span)
         return hits
 
     def add(self, span: Span) -> None:
         """A new span enters; others are cut from their tails until all fits."""
         span.kept[self._which] = span.size
         self._used += span.size
-        self._queues.add(span)
+        self._queue.add(span)
         while self._used > self.capacity:
-            lowest = self._queues.lowest()
+            lowest = self._queue.lowest()
             if lowest is None:
                 return
-            cut = min(lowest.kept[self._which], self._used - self.capacity)
-            lowest.kept[self._which] -= cut
-            self._used -= cut
-            if not lowest.kept[self._which]:
-                self._queues.discard(lowest)
+            self.use(lowest, self._used - self.capacity)
 
-    def leave(self, span: Span) -> bool:
-        """Prepare a change of the span's kind; whether it is to come ``back`` after."""
-        self._queues.discard(span)
-        return span.kept[self._which] > 0
-
-    def back(self, span: Span) -> None:
-        """Enter a span again whose kind was changed."""
-        self._queues.add(span)
-
-    def refresh(self) -> None:
-        """Scores changed."""
-        self._queues.refresh()
+    def changed(self, span: Span, change: Callable[[Span], None]) -> None:
+        """Apply a change of the span's kind, keeping its place in the cache."""
+        self._queue.discard(span)
+        change(span)
+        if span.kept[self._which]:
+            self._queue.add(span)

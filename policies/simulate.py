@@ -224,8 +224,12 @@ def simulate(
     model: FlopModel | None = None,
     progress: Callable[[int], None] | None = None,
     hit_log: list[int] | None = None,
+    ns_log: list[int] | None = None,
 ) -> Result:
-    """Run one policy at one capacity (blocks). ``hit_log`` gets each request's hit in blocks."""
+    """Run one policy at one capacity (blocks).
+
+    ``hit_log`` gets each request's hit in blocks, ``ns_log`` its time in the policy.
+    """
     model = model or FlopModel()
     result = Result(trace.name, name or type(policy).__name__, capacity, trace.block_tokens)
     infos = Infos(trace.block_tokens, model, hints)
@@ -247,6 +251,9 @@ def simulate(
         result.count(request, hits, model)
         if hit_log is not None:
             hit_log.append(hits)
+        if ns_log is not None:
+            ns_log.append(tier.ns)
+            tier.ns = 0
         if progress is not None and index % 256 == 255:
             progress(256)
     if len(policy) != len(tier.resident):
@@ -254,7 +261,8 @@ def simulate(
             f"{result.policy} has {len(policy)} keys, the tier {len(tier.resident)}"
         )
     result.stored_blocks, result.evicted_blocks = tier.stored, tier.evicted
-    result.policy_ns, result.policy_ops = tier.ns, tier.ops
+    result.policy_ns = tier.ns if ns_log is None else sum(ns_log)
+    result.policy_ops = tier.ops
     return result
 
 

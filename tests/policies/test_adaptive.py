@@ -18,7 +18,7 @@ def _ratio(policy, trace: Trace, capacity: int, hints: str = "none") -> float:
     return simulate(trace, policy, capacity, hints=hints).token_hit_ratio
 
 
-def _chat(seed: int, requests: int = 6000, goes_on: float = 0.9, second: float = 0.2) -> Trace:
+def _chat(seed: int, requests: int = 4000, goes_on: float = 0.9, second: float = 0.2) -> Trace:
     """Many conversations end after one request; those that go on, go on for long."""
     rng = random.Random(seed)
     fresh = iter(range(10**9))
@@ -48,7 +48,7 @@ def test_learns_which_conversations_go_on() -> None:
 def test_ends_of_sessions_help() -> None:
     trace = _chat(2)
     without, told = (_ratio(AdaptivePolicy(), trace, 300, level) for level in ("none", "end"))
-    assert told > without + 0.02
+    assert told > 1.1 * without
 
 
 def test_a_lying_hint_loses_its_effect() -> None:
@@ -64,7 +64,7 @@ def test_a_lying_hint_loses_its_effect() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [40, 150, 500])
 def test_not_worse_than_lru_where_there_is_nothing_to_learn(seed: int, capacity: int) -> None:
-    trace = synthetic_trace(seed, requests=3000, sessions=60)
+    trace = synthetic_trace(seed, requests=1500, sessions=60)
     lru, ours = (_ratio(policy, trace, capacity) for policy in (LruPolicy(), AdaptivePolicy()))
     assert ours >= lru - 0.01
 
