@@ -112,6 +112,8 @@ class Executor:
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
         except Exception as error:  # the plan's jobs must be answered all the same
+            for store in plan.stores:
+                self._sources.pop(store.job, None)
             self._refuse(_Unanswered(plan), error)
 
     def fence(self, jobs: Sequence[int]) -> None:

@@ -87,13 +87,16 @@ class WorkerSide:
     def _make_slab(self, slot_bytes: int, slots: int, device: str) -> HostSlab:
         pin = device == "cuda" and self._config.cpu.pin != "off"
         try:
-            return HostSlab(
+            slab = HostSlab(
                 slot_bytes,
                 slots,
                 pin=pin,
                 pin_fallback=self._config.cpu.pin == "prefer",
                 numa_node=_gpu_node() if pin else None,
             )
+            if pin:
+                slab.wait_ready(1)  # a memlock limit shows at the first piece
+            return slab
         except Exception as error:  # whatever it was, there is no CPU tier
             raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
 
