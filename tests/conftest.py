@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import hypothesis
+import contextlib
 
-# No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
-hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("kvtiers")
+# The GPU tests run on machines that have little more than torch.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
+    hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("kvtiers")
