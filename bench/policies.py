@@ -1,0 +1,147 @@
+"""What do eviction policies cost per operation, as a ratio to our LRU, and what do they hit?
+
+Every policy replays the same requests several times, interleaved with the others. The time of
+each request is the least of all rounds, because a busy machine only ever adds to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.policies_rivals import VllmPolicy, libcachesim_run
+from bench.report import deliver
+from bench.scenario import Report, Row, progress_bar
+from policies.base import EvictionPolicy
+from policies.registry import make_policy, policy_names
+from policies.simulate import bound, simulate
+from policies.testing import synthetic_trace
+from policies.trace import Trace
+from policies.trace_readers import read_trace
+
+LIMIT = "optimum"
+LIBCACHESIM = ("LRU", "FIFO", "ARC")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``traces`` are files (none: a synthetic one); ``shares`` of the unique blocks are
+    capacities; of each trace the first ``part`` of the requests is replayed."""
+
+    traces: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    shares: tuple[float, ...] = (0.01, 0.05)
+    rounds: int = 5
+    part: float = 1.0
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Replay every trace at every capacity."""
+    report = Report(
+        "policies",
+        "Eviction policies: cost per operation and hits",
+        dataclasses.asdict(config),
+        dict(describe()),
+        notes=[
+            "ns/op: per key stored, touched or evicted; ratio: to our LRU in the same run.",
+            "token hits: prompt tokens in the longest leading run of resident blocks.",
+            "libcachesim: one access per block from Python; a request may evict its own blocks.",
+        ],
+    )
+    traces = [read_trace(path).part(0, config.part) for path in config.traces]
+    for trace in traces or [synthetic_trace(1, requests=1000)]:
+        for share in config.shares:
+            _measure(config, trace, share, report, progress)
+    return report
+
+
+def _measure(
+    config: Config, trace: Trace, share: float, report: Report, progress: Progress
+) -> None:
+    capacity = max(1, int(share * trace.unique_blocks()))
+    case = f"{trace.name}, {share:.1%}"
+    makers = _makers(config, capacity)
+    times: dict[str, list[int]] = {}
+    values: dict[str, dict[str, float]] = {}
+    task = progress.add_task(case, total=config.rounds * len(makers))
+    for _ in range(config.rounds):
+        for name, make in makers.items():
+            log: list[int] = []
+            result = simulate(trace, make(), capacity, name=name, ns_log=log)
+            times[name] = [min(pair) for pair in zip(times.get(name, log), log, strict=True)]
+            values[name] = {
+                "token hits": result.token_hit_ratio,
+                "ns/op": sum(times[name]) / max(1, result.policy_ops),
+            }
+            progress.advance(task)
+    best = bound(trace, capacity).token_hit_ratio
+    report.rows.append(Row(case, LIMIT, {"token hits": best}))
+    for name, found in values.items():
+        found["ratio"] = found["ns/op"] / values["lru"]["ns/op"]
+        report.rows.append(Row(case, name, found))
+    report.rows += _libcachesim_rows(trace, capacity, case, values["lru"]["ns/op"])
+
+
+def _makers(config: Config, capacity: int) -> dict[str, Callable[[], EvictionPolicy]]:
+    """LRU first: the others are compared with it."""
+    names = dict.fromkeys(("lru", *(config.policies or policy_names())))
+    makers: dict[str, Callable[[], EvictionPolicy]] = {
+        name: lambda name=name: make_policy(name)  # type: ignore[misc]  # a default binds the name
+        for name in names
+    }
+    for name in ("lru", "arc"):
+        try:
+            VllmPolicy(name, capacity)
+        except ImportError:
+            continue
+        makers[f"vllm {name}"] = lambda name=name: VllmPolicy(name, capacity)  # type: ignore[misc]  # as above
+    return makers
+
+
+def _libcachesim_rows(trace: Trace, capacity: int, case: str, lru_ns: float) -> list[Row]:
+    rows = []
+    for name in LIBCACHESIM:
+        try:
+            hits, cost = libcachesim_run(trace, name, capacity)
+        except ImportError:
+            return []
+        values = {"token hits": hits, "ns/op": cost, "ratio": cost / lru_ns}
+        rows.append(Row(case, f"libcachesim {name}", values))
+    return rows
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench policies``."""
+
+    @app.command("policies", help=__doc__)
+    def policies(
+        traces: Annotated[list[Path] | None, typer.Argument(help="Trace files.")] = None,
+        policy: Annotated[list[str] | None, typer.Option(help="Only these. Repeatable.")] = None,
+        share: Annotated[list[float] | None, typer.Option(help="Capacities, 0.01 for 1 %.")] = None,
+        rounds: Annotated[int, typer.Option(help="Replays of each.")] = 5,
+        part: Annotated[float, typer.Option(help="Share of each trace, from its start.")] = 1.0,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        keep: Annotated[bool, typer.Option(help="Keep the result in bench/results.")] = False,
+    ) -> None:
+        config = Config(
+            tuple(str(path) for path in traces or ()),
+            tuple(policy or ()),
+            tuple(share or Config().shares),
+            rounds,
+            part,
+        )
+        with progress_bar() as progress:
+            report = run(config, progress)
+        report.config = {**report.config, "traces": [Path(p).name for p in config.traces]}
+        command = "python -m bench policies " + " ".join(
+            Path(word).name if "/" in word else word for word in sys.argv[2:]
+        )
+        deliver(report, command=command, column="ratio", as_json=as_json, keep=keep)
