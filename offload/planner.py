@@ -12,6 +12,7 @@ from offload.chunks import GroupInfo, Wanted
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.index import TierIndex
+from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import LoadPlanner
 from offload.plans import JobResult, StepPlan, StepReport, StoreJob
@@ -118,7 +119,9 @@ class Planner:
         for position, chunk in enumerate(chunks):
             if present(chunk.key) or not cpu.is_absent(chunk.key) or not self._admits(chunk):
                 continue
-            if len(fresh) >= budget:
+            # A recurrent state is offered once; what else is refused here is asked again.
+            if len(fresh) >= budget and self._groups[chunk.group].kind != STATE:
+                self.stats.store_refusals += 1
                 return fresh, position
             fresh.append(chunk)
         return fresh, len(chunks)

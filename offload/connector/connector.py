@@ -96,8 +96,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """On GPUs, all layers of a block adjacent: one copy per block."""
-        return "BLHNC" if vllm_config.device_config.device_type == "cuda" else None
+        """None is asked for. Adjacent layers (``BLHNC``) would make one copy of a block, but vLLM
+        then cannot split blocks for kernels that need small ones, and fails at start."""
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:

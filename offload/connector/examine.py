@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from offload.config import OffloadConfig, default_config
 from offload.config_checks import load_config
+from offload.connector.identity import check_vllm_config
 from offload.connector.plugin import NAME
 from offload.connector.probe import Probe, probe
 from offload.connector.vllm_layout import layer_page_bytes, layout_input
@@ -72,11 +73,12 @@ def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], l
     if transfer.kv_connector != NAME:
         problem = f"--kv-transfer-config names {transfer.kv_connector}, which is not {NAME}"
         return default_config()[0], [], [problem]
+    roles = [str(problem) for problem in check_vllm_config(vllm_config)]
     if not extra:
         config, notes = default_config()
-        return config, notes, []
+        return config, notes, roles
     try:
         loaded = load_config(extra)
     except ConfigError as error:
-        return default_config()[0], [], [str(problem) for problem in error.problems]
-    return loaded.config, [*loaded.notes, *map(str, loaded.warnings)], []
+        return default_config()[0], [], [*roles, *(str(problem) for problem in error.problems)]
+    return loaded.config, [*loaded.notes, *map(str, loaded.warnings)], roles

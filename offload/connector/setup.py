@@ -6,6 +6,7 @@ handshake compares it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from offload.connector.identity import (
     startup_warnings,
 )
 from offload.connector.vllm_layout import model_layout, page_regions
-from offload.errors import ConfigError, UnsupportedSpecError
+from offload.errors import ConfigError
 from offload.layout import ModelLayout
 from offload.namespace import Namespace
 from offload.namespace_folders import (
@@ -31,7 +32,7 @@ from offload.namespace_folders import (
     open_place,
     replica_folder,
 )
-from offload.registry import Registration
+from offload.registry import LayerTensors, Registration, as_list
 from offload.tier_factory import TierSpec, tier_names
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Setup:
     rank: int
     shares: int
     replica: int
+    _form: bytes = b""
 
     @classmethod
     def of(
@@ -70,12 +72,6 @@ class Setup:
         Raises ``ConfigError`` and ``LayoutError``.
         """
         parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise UnsupportedSpecError(
-                "kvtiers: pipeline parallelism is not supported (got "
-                f"--pipeline-parallel-size {parallel.pipeline_parallel_size}): its ranks hold "
-                "different layers. Use --tensor-parallel-size instead."
-            )
         problems = check_vllm_config(vllm_config)
         if problems:
             raise ConfigError(problems)
@@ -117,6 +113,7 @@ class Setup:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
         """Where the KV caches of this worker lie, and on what kind of device."""
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
+        self._form = _form_of(self.kv_cache_config.num_blocks, kv_caches)
         return registration, registration.tensors[0].device.type
 
     def tier_specs(self) -> list[TierSpec]:
@@ -134,7 +131,7 @@ class Setup:
             config,
             place.folder,
             capacity // self.shares,
-            self.namespace.digest,
+            hashlib.blake2b(self.namespace.digest + self._form, digest_size=16).digest(),
             self.rank,
             place.epoch,
             place,
@@ -166,6 +163,18 @@ class Setup:
         """What vLLM's block hashes do not know of a request: its adapter's content."""
         lora = request.lora_request
         return adapter_digest(lora) if lora is not None else b""
+
+
+def _form_of(num_blocks: int, kv_caches: Mapping[str, LayerTensors]) -> bytes:
+    """How the kernels of this worker order the bytes inside a page: kernel blocks of a block, shape
+    and type, by layer. vLLM may choose other kernels at the next start, with pages of equal size;
+    their records are not ours then."""
+    forms = [
+        f"{name} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} {tensor.dtype}"
+        for name, tensors in sorted(kv_caches.items())
+        for tensor in as_list(tensors)
+    ]
+    return "\n".join(forms).encode()
 
 
 def _note(line: str) -> None:

@@ -12,6 +12,7 @@ from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, TierUnavailableError
 from offload.executor import Drained, Executor, ExecutorLimits
+from offload.keys import group_of
 from offload.load_task import io_bytes
 from offload.loop import OffloadLoop
 from offload.plans import StepPlan
@@ -175,10 +176,10 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     except TierError as error:
         raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
-    sizes = {io_bytes(group) for group in groups}
+    sizes = {group.group: io_bytes(group) for group in groups}
     keys: list[bytes] = []
     async for batch in tier.keys():
-        keys += [stored.key for stored in batch if stored.payload_bytes in sizes]
+        keys += [s.key for s in batch if s.payload_bytes == sizes.get(group_of(s.key))]
     return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys))
 
 
