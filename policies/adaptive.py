@@ -27,9 +27,10 @@ from policies.spans import Span, SpanTree, Taken
 
 _LEAD_LEAST = 0.03
 """By this share of LRU's hits the density order must be ahead to be in charge."""
-_RESCORE_BLOCKS = 256
+_RESCORE_BLOCKS = 512
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 6
+_FRESH = ("fresh",)
 _LABELS = (
     (names.SESSION_END, "end"),
     (names.ONE_SHOT, "once"),
@@ -41,7 +42,8 @@ _LABELS = (
 class AdaptivePolicy(EvictionPolicy):
     """O(1) per key, amortised, plus a few steps per request.
 
-    ``relearn_every`` requests the indices are computed afresh. ``memory`` is the share that the
+    ``relearn_every`` requests (more, where many spans are remembered) the indices are computed
+    afresh. ``memory`` is the share that the
     hit counts of the two orders keep per request: 0.999 compares the last thousand or so.
     ``prior`` is how many observations of its own a kind needs to count as much as its prefix.
     """
@@ -64,6 +66,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
         self._score_at = 0
+        self._learn_at = self._every
         self._requests = 0
         self._lead = 0.0  # hits of density order minus those of LRU, lately
         self._lru_hits = 0.0
@@ -101,7 +104,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._lru_hits = self._lru_hits * self._memory + hits[0]
         self._enter(members, taken)
         self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
-        if self._requests % self._every == 0:
+        if self._requests >= self._learn_at:
             self._relearn()
         if self._now >= self._score_at:
             self._rescore()
@@ -222,12 +225,13 @@ class AdaptivePolicy(EvictionPolicy):
         """A span for keys that are inserted before their request touches them."""
         fresh = self._fresh = Span(self._now, [])
         fresh.fresh = True
-        fresh.kind = ("fresh",)
+        fresh.sort = _FRESH
         self._queues.add(fresh)
         self._by_time[fresh] = None
         return fresh
 
     def _queue(self, span: Span) -> None:
+        span.sort = self._table.known(span.kind)
         self._queues.add(span)
         self._by_time[span] = None
         for shadow in self._shadows:
@@ -247,6 +251,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._queues.discard(span)
             span.label = label
             span.kind = _kind(span)
+            span.sort = self._table.known(span.kind)
             self._queues.add(span)
 
         self._shadows[1].changed(span, change)
@@ -260,7 +265,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._queues.in_order()
 
     def _worth(self, span: Span) -> float:
-        return self._table.worth(span.kind, self._now - span.time)
+        return self._table.worth(span.sort, self._now - span.time)
 
     def _rescore(self) -> None:
         """Scores change as time goes on."""
@@ -278,6 +283,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._table.record(ghost.kind, self._now - ghost.time, ghost.size, reused=False)
             for shadow in self._shadows:
                 shadow.use(ghost, ghost.size)
+        self._learn_at = self._requests + max(self._every, len(self._ghosts) // 8)
         now = self._now
         self._table.relearn(
             (span.kind, now - span.time, span.size)

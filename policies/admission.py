@@ -39,7 +39,7 @@ class SecondUse(AdmissionPolicy):
 class FrequencyAdmission(AdmissionPolicy):
     """What was offered at least ``uses`` times lately, by a sketch for about ``width`` keys.
 
-    Needs about 4 bytes per key, where ``SecondUse`` needs the keys themselves.
+    Needs 8 bytes per key, where ``SecondUse`` needs the keys themselves.
     """
 
     def __init__(self, uses: int = 2, width: int = 1 << 20) -> None:

@@ -30,7 +30,6 @@ _GROWTH = 1.5
 _EDGES = np.concatenate(([0.0], _FIRST * _GROWTH ** np.arange(1, _BINS + 1)))
 _WIDTHS = np.diff(_EDGES)
 _LOG_GROWTH = log(_GROWTH)
-_LATER = np.triu(np.ones((_BINS, _BINS + 1), dtype=bool), 1)
 
 
 def age_bin(age: float) -> int:
@@ -47,34 +46,37 @@ class ReuseTable:
     def __init__(self, prior: float = 10.0, decay: float = 0.95) -> None:
         self._prior = prior
         self._decay = decay
-        self._reused: dict[Kind, list[float]] = {}
-        self._ended: dict[Kind, list[float]] = {}
+        self._rows: dict[Kind, int] = {}
+        self._above: list[int] = []  # the row of a kind's prefix
+        self._length: list[int] = []
+        self._ended = np.zeros((16, _BINS))
+        self._reused = np.zeros((16, _BINS))
+        self._row((), 0)
         self._weight = 0.0
         self._count = 0.0
         self._worth: dict[Kind, list[float]] = {}
 
     def record(self, kind: Kind, age: float, weight: float, reused: bool) -> None:
         """A span's story ends: by a reuse, or because it is observed no longer."""
-        ended = self._ended.get(kind)
-        if ended is None:
-            ended = self._ended[kind] = [0.0] * _BINS
-            self._reused[kind] = [0.0] * _BINS
-        place = age_bin(age)
-        ended[place] += weight
+        row, place = self._row_of(kind), age_bin(age)
+        self._ended[row, place] += weight
         if reused:
-            self._reused[kind][place] += weight
+            self._reused[row, place] += weight
         self._weight += weight
         self._count += 1
+
+    def known(self, kind: Kind) -> Kind:
+        """The longest prefix of a kind that has a curve of its own."""
+        while kind and kind not in self._worth:
+            kind = kind[:-1]
+        return kind
 
     def worth(self, kind: Kind, age: float) -> float:
         """The index of a span; 0 before anything was learned."""
         curve = self._worth.get(kind)
-        while curve is None:
-            if not kind:
-                return 0.0
-            kind = kind[:-1]
-            curve = self._worth.get(kind)
-        return curve[age_bin(age)]
+        if curve is None:
+            curve = self._worth.get(self.known(kind))
+        return curve[age_bin(age)] if curve is not None else 0.0
 
     @property
     def learned(self) -> bool:
@@ -83,40 +85,50 @@ class ReuseTable:
 
     def relearn(self, waiting: Iterable[tuple[Kind, float, float]]) -> None:
         """Recompute all indices; ``waiting`` are spans (kind, age, weight) not reused so far."""
-        ended: dict[Kind, Curve] = {}
-        reused: dict[Kind, Curve] = {}
-        for kind, row in self._ended.items():
-            self._add(ended, kind, np.array(row))
-            self._add(reused, kind, np.array(self._reused[kind]))
-        censored: dict[Kind, list[float]] = {}
-        for kind, age, weight in waiting:
-            censored.setdefault(kind, [0.0] * _BINS)[age_bin(age)] += weight
-        for kind, row in censored.items():
-            self._add(ended, kind, np.array(row))
         if not self._count:
             return
+        places = [(self._row_of(kind), age_bin(age), weight) for kind, age, weight in waiting]
+        size = len(self._rows)
+        ended, reused = self._ended[:size].copy(), self._reused[:size].copy()
+        if places:
+            rows, bins, weights = zip(*places, strict=True)
+            np.add.at(ended, (rows, bins), weights)
+        above, length = np.array(self._above), np.array(self._length)
+        for level in range(max(self._length), 0, -1):
+            here = np.flatnonzero(length == level)
+            np.add.at(ended, above[here], ended[here])
+            np.add.at(reused, above[here], reused[here])
         prior = self._prior * self._weight / self._count
-        hazards: dict[Kind, Curve] = {}
-        for kind in sorted(ended, key=len):
-            events = reused.get(kind, np.zeros(_BINS))
-            at_risk = np.cumsum(ended[kind][::-1])[::-1] - 0.5 * (ended[kind] - events)
-            if kind:
-                events, at_risk = events + prior * hazards[kind[:-1]], at_risk + prior
-            hazards[kind] = events / np.maximum(at_risk, 1e-9)
-        slopes = _steepest(np.stack(list(hazards.values())))
-        self._worth = dict(zip(hazards, slopes, strict=True))
+        at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - 0.5 * (ended - reused)
+        hazards = reused / np.maximum(at_risk, 1e-9)
+        for level in range(1, max(self._length) + 1):
+            here = np.flatnonzero(length == level)
+            leaned = reused[here] + prior * hazards[above[here]]
+            hazards[here] = leaned / (at_risk[here] + prior)
+        enough = ended.sum(axis=1) >= prior
+        enough[0] = True
+        slopes = _steepest(hazards[enough])
+        kinds = (kind for kind, own in zip(self._rows, enough.tolist(), strict=True) if own)
+        self._worth = dict(zip(kinds, slopes, strict=True))
         self._fade()
 
-    def _add(self, sums: dict[Kind, Curve], kind: Kind, row: Curve) -> None:
-        """Book a row under a kind and all its prefixes."""
-        for length in range(len(kind) + 1):
-            known = sums.get(kind[:length])
-            sums[kind[:length]] = row if known is None else known + row
+    def _row_of(self, kind: Kind) -> int:
+        row = self._rows.get(kind)
+        return row if row is not None else self._row(kind, self._row_of(kind[:-1]))
+
+    def _row(self, kind: Kind, above: int) -> int:
+        """A new row; a prefix always has a smaller number than its extensions."""
+        row = self._rows[kind] = len(self._rows)
+        self._above.append(above)
+        self._length.append(len(kind))
+        if row == len(self._ended):
+            self._ended = np.vstack((self._ended, np.zeros_like(self._ended)))
+            self._reused = np.vstack((self._reused, np.zeros_like(self._reused)))
+        return row
 
     def _fade(self) -> None:
-        for rows in (self._ended, self._reused):
-            for kind, row in rows.items():
-                rows[kind] = [value * self._decay for value in row]
+        self._ended *= self._decay
+        self._reused *= self._decay
         self._weight *= self._decay
         self._count *= self._decay
 
@@ -128,8 +140,10 @@ def _steepest(hazards: Curve) -> list[list[float]]:
     alive = np.hstack((first, np.cumprod(1.0 - np.clip(hazards, 0.0, 1.0), axis=1)))
     steps = (alive[:, 1:] + alive[:, :-1]) / 2 * _WIDTHS
     spent = np.hstack((0.0 * first, np.cumsum(steps, axis=1)))
-    gain = alive[:, :-1, None] - alive[:, None, :]
-    time = spent[:, None, :] - spent[:, :-1, None]
-    slopes = np.divide(gain, time, out=np.zeros_like(gain), where=_LATER & (time > 1e-12))
-    best: list[list[float]] = slopes.max(axis=2).tolist()
-    return best
+    best = np.zeros_like(hazards)
+    for place in range(_BINS):
+        gain = alive[:, place, None] - alive[:, place + 1 :]
+        time = spent[:, place + 1 :] - spent[:, place, None]
+        best[:, place] = (gain / np.maximum(time, 1e-12)).max(axis=1)
+    found: list[list[float]] = best.tolist()
+    return found

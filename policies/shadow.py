@@ -35,7 +35,7 @@ class AgeQueue:
 
 
 class SpanQueues:
-    """Spans by kind, oldest first, and the order of their ends by a score.
+    """Spans by ``sort``, oldest first, and the order of their ends by a score.
 
     The span of lowest score in a queue is taken to be its oldest or its youngest: a score
     falls with age where spans die out, and rises where they come back after a pause.
@@ -48,17 +48,17 @@ class SpanQueues:
         self._ticket = count()
 
     def add(self, span: Span) -> None:
-        """Enter a span as the youngest of its kind."""
-        queue = self._queues.get(span.kind)
+        """Enter a span as the youngest of its sort."""
+        queue = self._queues.get(span.sort)
         if queue is None:
-            queue = self._queues[span.kind] = OrderedDict()
+            queue = self._queues[span.sort] = OrderedDict()
         queue[span] = None
         if len(queue) == 1:
-            heappush(self._heap, self._entry(span.kind, queue))
+            heappush(self._heap, self._entry(span.sort, queue))
 
     def discard(self, span: Span) -> None:
         """Take a span out, if it is there."""
-        queue = self._queues.get(span.kind)
+        queue = self._queues.get(span.sort)
         if queue is not None:
             queue.pop(span, None)
 
@@ -149,7 +149,7 @@ class ShadowCache:
             self.use(lowest, self._used - self.capacity)
 
     def changed(self, span: Span, change: Callable[[Span], None]) -> None:
-        """Apply a change of the span's kind, keeping its place in the cache."""
+        """Apply a change of the span's sort, keeping its place in the cache."""
         self._queue.discard(span)
         change(span)
         if span.kept[self._which]:

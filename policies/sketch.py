@@ -1,4 +1,4 @@
-"""A frequency sketch: how often a key was seen lately, in a few bytes per key.
+"""A frequency sketch: how often a key was seen lately, in eight bytes per key.
 
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its
 applications", J. Algorithms 55(1), 2005; with 4-bit counts that are halved from time to time, as
@@ -12,61 +12,60 @@ import zlib
 from policies.base import Key
 
 _MOST = 15
-_ROWS = 4
-_MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
+_MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def stable_hash(key: Key) -> int:
-    """A hash that is the same in every process (``hash`` of bytes is seeded per process)."""
-    if isinstance(key, (bytes, bytearray)):
-        return zlib.crc32(key) * _MIX[0] & _MASK
-    return hash(key) * _MIX[0] & _MASK
+    """64 mixed bits, the same in every process (``hash`` of bytes is seeded per process)."""
+    if isinstance(key, bytes):
+        return (zlib.crc32(key) + 1) * _MIX & _MASK
+    return (hash(key) + 1) * _MIX & _MASK
 
 
 class FrequencySketch:
-    """Four rows of counts up to 15 for about ``width`` keys; never counts too few until aged.
+    """Two rows of counts up to 15 for about ``width`` keys; never counts too few until aged.
 
-    After ``10 * width`` additions all counts are halved.
+    After ``10 * width`` additions all counts are halved. Rows have four places per key.
     """
 
-    __slots__ = ("_bits", "_left", "_rows", "width")
+    __slots__ = ("_left", "_mask", "_one", "_two", "width")
 
     def __init__(self, width: int) -> None:
-        self._bits = max(4, (max(1, width) - 1).bit_length())
-        self.width = 1 << self._bits
-        self._rows = [bytearray(self.width) for _ in range(_ROWS)]
-        self._left = 10 * self.width
+        self.width = 1 << max(4, (max(1, width) - 1).bit_length())
+        self._mask = 4 * self.width - 1
+        self.clear()
 
     def add(self, key: Key) -> int:
         """Count one occurrence; returns the new estimate."""
-        base = stable_hash(key)
-        shift = 64 - self._bits
-        places = [(base * mix & _MASK) >> shift for mix in _MIX]
-        least = min(row[place] for row, place in zip(self._rows, places, strict=True))
-        if least < _MOST:
-            for row, place in zip(self._rows, places, strict=True):
-                if row[place] == least:
-                    row[place] = least + 1
+        mixed = stable_hash(key)
+        first, second = mixed >> 20 & self._mask, mixed >> 36 & self._mask
+        one, two = self._one[first], self._two[second]
+        count = one if one < two else two
+        if count < _MOST:
+            count += 1
+            if one < count:
+                self._one[first] = count
+            if two < count:
+                self._two[second] = count
         self._left -= 1
-        if self._left == 0:
+        if not self._left:
             self._age()
-        return min(least + 1, _MOST)
+        return count
 
     def estimate(self, key: Key) -> int:
         """How often the key was added lately, at most 15; may be too high, by collisions."""
-        base = stable_hash(key)
-        shift = 64 - self._bits
-        return min(
-            row[(base * mix & _MASK) >> shift] for row, mix in zip(self._rows, _MIX, strict=True)
-        )
+        mixed = stable_hash(key)
+        one, two = self._one[mixed >> 20 & self._mask], self._two[mixed >> 36 & self._mask]
+        return one if one < two else two
 
     def clear(self) -> None:
         """Forget all counts."""
-        self._rows = [bytearray(self.width) for _ in range(_ROWS)]
+        self._one = bytearray(self._mask + 1)
+        self._two = bytearray(self._mask + 1)
         self._left = 10 * self.width
 
     def _age(self) -> None:
         halves = bytes(count >> 1 for count in range(256))
-        self._rows = [row.translate(halves) for row in self._rows]
+        self._one, self._two = self._one.translate(halves), self._two.translate(halves)
         self._left = 5 * self.width

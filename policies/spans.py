@@ -18,7 +18,8 @@ from policies.base import Key
 class Span:
     """Keys last used at ``time``, tail first; ``live`` of them are still in this span.
 
-    ``kind`` is the class of spans whose fate is expected to be alike, ``turn`` counts the requests
+    ``kind`` is the class of spans whose fate is expected to be alike, ``sort`` the part of it
+    that is told apart when choosing victims; ``turn`` counts the requests
     of its conversation, ``gap`` is the time since the last of them. ``size`` counts its keys like
     ``live``, but with those that were evicted. ``kept`` belongs to the shadow caches.
     """
@@ -34,6 +35,7 @@ class Span:
         "live",
         "shared",
         "size",
+        "sort",
         "start",
         "time",
         "turn",
@@ -45,6 +47,7 @@ class Span:
         self.start = 0  # keys before this place have left the span
         self.live = self.size = len(keys)
         self.kind: tuple[Hashable, ...] = ()
+        self.sort: tuple[Hashable, ...] = ()
         self.turn = 0
         self.gap = 0
         self.label = ""
