@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Iterator
+
+import pytest
 
 # The GPU tests run on machines that have little more than torch.
 with contextlib.suppress(ImportError):
@@ -11,3 +15,14 @@ with contextlib.suppress(ImportError):
     # No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
     hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("kvtiers")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """A connector that is made in the test process sends our log lines to vLLM's handlers."""
+    ours = [logging.getLogger(name) for name in ("offload", "tiers", "policies")]
+    before = [(list(logger.handlers), logger.propagate, logger.level) for logger in ours]
+    yield
+    for logger, (handlers, propagate, level) in zip(ours, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
