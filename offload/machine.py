@@ -42,19 +42,28 @@ def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
 
 
 def is_relative(pid: int, proc: Path = PROC) -> bool:
-    """Whether ``pid`` is this process, one of its ancestors or one of its descendants."""
+    """Whether ``pid`` is this process, one of its ancestors, descendants or siblings (the ranks of
+    one server are siblings)."""
+    parent = _parent(os.getpid(), proc)
+    if parent > 1 and parent == _parent(pid, proc):
+        return True
     return pid in _ancestors(os.getpid(), proc) or os.getpid() in _ancestors(pid, proc)
 
 
 def _ancestors(pid: int, proc: Path) -> set[int]:
-    """``pid`` and its parents up to the first process; format: proc_pid_stat(5)."""
+    """``pid`` and its parents up to the first process."""
     found: set[int] = set()
     while pid > 0 and pid not in found:
         found.add(pid)
-        # The command stands in parentheses and may hold any character: count from its end.
-        fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 else 0
+        pid = _parent(pid, proc)
     return found
+
+
+def _parent(pid: int, proc: Path) -> int:
+    """The parent of a process, 0 if it has none or is gone; format: proc_pid_stat(5)."""
+    # The command stands in parentheses and may hold any character: count from its end.
+    fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -336,3 +336,16 @@ def test_more_than_the_memory_holds() -> None:
     assert "does not fit into the memory limit of" in text
     most = text.partition("Use at most ")[2].removesuffix(".")
     assert problems_of(capacity=most) == {}
+
+
+def test_the_ranks_of_one_server_are_relatives() -> None:
+    """Siblings: the second rank may claim its folder before the first has checked the path."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        code = f"from offload.machine import is_relative; print(is_relative({sleeper.pid}))"
+        asked = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert asked.stdout.strip() == "True"
+    finally:
+        sleeper.communicate(b"\n", timeout=60)
