@@ -83,7 +83,9 @@ class AdaptivePolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(key)
-        fresh = self._fresh or self._begin()
+        fresh = self._fresh
+        if fresh is None:
+            fresh = self._begin()
         if info.hints:
             fresh.label = _label(info.hints)
         fresh.keys.append(key)
@@ -140,9 +142,16 @@ class AdaptivePolicy(EvictionPolicy):
         return list(found)
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
-        span = self._tree.remove(key)
+        tree = self._tree
+        span = tree.span_of.pop(key, None)
         if span is None:
             return
+        span.live -= 1
+        if key in tree.hanging:
+            tree.orphan(key)
+        if span.live:
+            return
+        tree.unhang(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
             span.keys = []

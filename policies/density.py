@@ -15,8 +15,8 @@ then, it is the steepest slope from (A(a), F(a)) to a later point of that curve.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable
-from math import log
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,12 @@ _FIRST = 64.0
 _GROWTH = 1.5
 _EDGES = np.concatenate(([0.0], _FIRST * _GROWTH ** np.arange(1, _BINS + 1)))
 _WIDTHS = np.diff(_EDGES)
-_LOG_GROWTH = log(_GROWTH)
+_STARTS = _EDGES[:-1].tolist()
 
 
 def age_bin(age: float) -> int:
     """The bin of an age; the last one has no end."""
-    if age < _FIRST * _GROWTH:
-        return 0
-    return min(_BINS - 1, int(log(age / _FIRST) / _LOG_GROWTH))
+    return bisect_right(_STARTS, age) - 1
 
 
 class ReuseTable:
@@ -73,10 +71,8 @@ class ReuseTable:
 
     def worth(self, kind: Kind, age: float) -> float:
         """The index of a span; 0 before anything was learned."""
-        curve = self._worth.get(kind)
-        if curve is None:
-            curve = self._worth.get(self.known(kind))
-        return curve[age_bin(age)] if curve is not None else 0.0
+        curve = self._worth.get(kind) or self._worth.get(self.known(kind))
+        return curve[bisect_right(_STARTS, age) - 1] if curve else 0.0
 
     @property
     def learned(self) -> bool:

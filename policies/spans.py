@@ -73,8 +73,8 @@ class SpanTree:
     """Which span each member is in, and what hangs on which key."""
 
     def __init__(self) -> None:
-        self.span_of: dict[Key, Span] = {}
-        self._hanging: dict[Key, OrderedDict[Span, None]] = {}
+        self.span_of: dict[Key, Span] = {}  # the policy takes single keys out by itself
+        self.hanging: dict[Key, OrderedDict[Span, None]] = {}
 
     def take(self, keys: Sequence[Key]) -> tuple[Sequence[Key], list[Taken]]:
         """Take keys, given in prefix order, out of their spans; returns the members among them
@@ -110,37 +110,29 @@ class SpanTree:
         key = span.hangs_on
         if key is not None:
             span.hangs_on = None
-            others = self._hanging[key]
+            others = self.hanging[key]
             del others[span]
             if not others:
-                del self._hanging[key]
+                del self.hanging[key]
 
-    def remove(self, key: Key) -> Span | None:
-        """Take a member out; returns its span if that has no members left now."""
-        span = self.span_of.pop(key, None)
-        if span is None:
-            return None
-        span.live -= 1
-        if key in self._hanging:
-            for orphan in self._hanging.pop(key):
-                orphan.hangs_on = None
-        if span.live:
-            return None
-        self.unhang(span)
-        return span
+    def orphan(self, key: Key) -> None:
+        """What hangs on a key that leaves hangs on nothing."""
+        for span in self.hanging.pop(key):
+            span.hangs_on = None
 
     def drain(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> None:
         """Add keys to ``found`` from the span's tail, and before each of them what hangs on it,
         until there are ``count``. Stops at a key that must stay: its prefix stays too."""
-        span_of, hanging = self.span_of, self._hanging
+        span_of, hanging = self.span_of, self.hanging
         stack = [(span, self._first(span))]
+        missing = count - len(found)
         while stack:
             span, first = stack.pop()
             keys = span.keys
             for place in range(first, len(keys)):
-                if len(found) >= count:
+                if missing <= 0:
                     return
                 key = keys[place]
                 if key in found or span_of.get(key) is not span:
@@ -156,6 +148,7 @@ class SpanTree:
                 if not evictable(key):
                     return
                 found[key] = None
+                missing -= 1
 
     def _first(self, span: Span) -> int:
         """The place of the span's last member in the prefix; what left before it is skipped."""
@@ -174,4 +167,4 @@ class SpanTree:
     def _hang(self, span: Span, key: Key) -> None:
         self.unhang(span)
         span.hangs_on = key
-        self._hanging.setdefault(key, OrderedDict())[span] = None
+        self.hanging.setdefault(key, OrderedDict())[span] = None
