@@ -1,0 +1,70 @@
+"""The code of the guide "write a policy" runs as it is printed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from policies.testing import synthetic_trace
+from policies.trace import TraceWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs/guides/write-a-policy.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the guide's files and a trace."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for block in blocks:
+        named = re.match(r"# (\w+\.py)\n", block)
+        (tmp_path / (named[1] if named else "from_python.py")).write_text(block)
+    with TraceWriter(tmp_path / "trace.jsonl.gz", "guide", 16) as writer:
+        for request in synthetic_trace(1).requests:
+            writer.write(request)
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT}:{folder}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_policy_passes_the_kit(folder: Path) -> None:
+    output = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_policy.py")
+    assert " passed" in output
+
+
+def test_the_snippet_prints_a_ratio(folder: Path) -> None:
+    assert "% of the prompt tokens" in run(folder, "from_python.py")
+
+
+def test_the_simulator_takes_it_by_name(folder: Path) -> None:
+    text = re.search(r"kvtiers simulate (.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert text
+    arguments = text[1].replace("\\\n", " ").split()
+    output = run(folder, "-m", "policies.simulate_cli", *arguments, "--jobs", "1")
+    assert "my_policy:MruPolicy" in output
+    assert (folder / "hits.png").exists()
+
+
+def test_the_registry_takes_it_by_name(folder: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    from policies.registry import make_policy
+
+    assert type(make_policy({"name": "my_policy:MruPolicy"})).__name__ == "MruPolicy"
+    sys.modules.pop("my_policy", None)
