@@ -107,6 +107,11 @@ class Setup:
         """Say in the log what was chosen and what a user should know."""
         for line in startup_warnings(self.vllm_config, self.config):
             logger.warning("kvtiers: %s", line)
+        cache = self.vllm_config.cache_config
+        used = {group.block_tokens for group in self.layout.groups}
+        if cache.user_specified_block_size and used != {cache.block_size}:
+            text = "kvtiers: --block-size %d was asked for; vLLM uses blocks of %s tokens"
+            logger.info(text, cache.block_size, " and ".join(map(str, sorted(used))))
         for skipped in self.layout.skipped:
             logger.info("kvtiers: not offloaded: %s", skipped)
 
