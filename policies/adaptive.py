@@ -26,7 +26,10 @@ from policies.shadow import AgeQueue, ShadowCache, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
 _LEAD_LEAST = 0.03
-"""By this share of LRU's hits the density order must be ahead to be in charge."""
+"""By this share of LRU's hits, or of its misses if they are fewer, the density order must be
+ahead to be in charge."""
+_DEAD = 0.2
+"""Spans worth less than this share of the average are dead."""
 _RESCORE_BLOCKS = 512
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 6
@@ -62,7 +65,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._queues = SpanQueues(self._worth)
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._density_queue = SpanQueues(self._worth)
-        self._shadows = (ShadowCache(0, AgeQueue()), ShadowCache(1, self._density_queue))
+        self._ages = AgeQueue()
+        self._shadows = (ShadowCache(0, self._ages), ShadowCache(1, self._density_queue))
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
         self._score_at = 0
@@ -70,6 +74,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._requests = 0
         self._lead = 0.0  # hits of density order minus those of LRU, lately
         self._lru_hits = 0.0
+        self._touched = 0.0
         self._fresh: Span | None = None
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
@@ -77,7 +82,8 @@ class AdaptivePolicy(EvictionPolicy):
     @property
     def order(self) -> str:
         """The order in charge: ``lru`` or ``density``."""
-        ahead = self._lead > _LEAD_LEAST * self._lru_hits
+        stake = min(self._lru_hits, self._touched - self._lru_hits)
+        ahead = self._lead > _LEAD_LEAST * max(0.0, stake)
         return "density" if ahead and self._table.learned else "lru"
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -104,6 +110,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._leave(part, hits)
         self._lead = self._lead * self._memory + hits[1] - hits[0]
         self._lru_hits = self._lru_hits * self._memory + hits[0]
+        self._touched = self._touched * self._memory + len(members)
         self._enter(members, taken)
         self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests >= self._learn_at:
@@ -265,6 +272,14 @@ class AdaptivePolicy(EvictionPolicy):
 
         self._shadows[1].changed(span, change)
         self._current = None
+        if self._is_dead(span):
+            self._by_time.move_to_end(span, last=False)
+            self._ages.expel(span)
+
+    def _is_dead(self, span: Span) -> bool:
+        """Whether spans of this kind turned out to be worth next to nothing."""
+        table = self._table
+        return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth((), 0)
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -29,6 +29,11 @@ class AgeQueue:
         """Take a span out, if it is there."""
         self._spans.pop(span, None)
 
+    def expel(self, span: Span) -> None:
+        """Treat a span as the oldest, if it is there."""
+        if span in self._spans:
+            self._spans.move_to_end(span, last=False)
+
     def lowest(self) -> Span | None:
         """The oldest span."""
         return next(iter(self._spans), None)
