@@ -20,10 +20,11 @@ that LMDB owns outlives its transaction.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ FILES = (DATA_NAME, LOCK_NAME, CLEAN_NAME)
 RECORD_INDEX_BYTES = 512
 """Index space set aside per record; 280 to 320 bytes are used, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
+SCAN_BATCH = 4096
 
 USE_BYTES = 8
 _PAYLOAD_AT = USE_BYTES + 24
@@ -227,10 +229,13 @@ class LmdbIndex:
             os.close(fd)
         self._file_bytes = max(size, map_bytes)
 
-    def scan(self) -> dict[Key, bytes]:
-        """Every key and value, in the order of keys."""
+    def scan(self) -> Iterator[dict[Key, bytes]]:
+        """Every key and value, in the order of keys, ``SCAN_BATCH`` at a time. The transaction
+        lasts as long as the iterator."""
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
-            return dict(cursor.iternext())
+            items = cursor.iternext()
+            while batch := dict(itertools.islice(items, SCAN_BATCH)):
+                yield batch
 
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing

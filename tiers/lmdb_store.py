@@ -36,7 +36,7 @@ from tiers.lmdb_index import (
     index_exists,
 )
 from tiers.record import NO_NAMESPACE, Identity
-from tiers.recover import Recovered, recover
+from tiers.recover import Expected, Recovered, recover
 
 PAYLOAD_NAME = "payload.data"
 _MAGIC = b"KVTPAYL1"
@@ -177,8 +177,8 @@ class LmdbStore:
         if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
             # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
             self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch)))
-        items = self.index.scan()
-        found = recover(items, self._identity, self.index.epoch, limit, self.codec.key_ids)
+        expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
+        found = recover(self.index.scan(), expected)
         if found.bad and self._options.recovery is Recovery.STRICT:
             raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
         if found.bad:

@@ -1,6 +1,8 @@
 """From what an index holds at open to what a tier may believe.
 
-A million records take well under a second: the values are checked as arrays, not one by one.
+Records come in batches of a few thousand and are checked as arrays, one batch at a time: memory
+that is used again and stays in the processor's cache is what makes a million records take about a
+second (arrays over all of them take three times as long, most of it for fresh pages).
 A record is dropped unless its header is of this format, identity and epoch, and its pages lie
 inside the payload file and belong to nobody else. Payloads are not read here; their tags are
 verified by every read.
@@ -9,6 +11,7 @@ verified by every read.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +45,7 @@ _VALUE = np.dtype(
 _RUN = np.dtype([("start", "<u8"), ("pages", "<u4")])
 assert (_VALUE.itemsize, _RUN.itemsize) == (RUNS_AT, RUN_BYTES), "layout of lmdb_index"
 _Mask = npt.NDArray[np.bool_]
+_Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,118 +58,121 @@ class Recovered:
     next_use: int
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a good record says of itself. ``file_pages`` is the length of the payload file; page 0
+    is its own header and belongs to no record. ``key_ids`` are the encryption keys at hand:
+    with any, only records encrypted by one of them are good; with none, only plain ones."""
+
+    identity: Identity
+    epoch: int
+    file_pages: int
+    key_ids: frozenset[bytes] = frozenset()
+
+
 class _Places(NamedTuple):
-    """Runs by start: begin, end, number of their class, row in it."""
+    """Runs of pages and whose they are: the row of a record is its number among the kept."""
 
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    numbers: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
+    starts: _Rows
+    ends: _Rows
+    rows: _Rows
 
-
-@dataclass(slots=True)
-class _Class:
-    """All values with the same number of runs: positions in the scan, fields, places."""
-
-    positions: npt.NDArray[np.int64]
-    fields: npt.NDArray[Any]
-    runs: npt.NDArray[Any]
-    good: _Mask
+    def take(self, chosen: Any) -> _Places:
+        return _Places(*(column[chosen] for column in self))
 
 
-def recover(
-    found: dict[Key, bytes],
-    identity: Identity,
-    epoch: int,
-    file_pages: int,
-    key_ids: frozenset[bytes] = frozenset(),
-) -> Recovered:
-    """Sort what a scan found into good and bad. ``file_pages`` is the length of the payload
-    file; page 0 is its own header and belongs to no record. ``key_ids`` are the encryption keys
-    at hand: with any, only records encrypted by one of them are good; with none, only plain."""
-    values = list(found.values())
-    classes = [
-        _check_class(values, positions, identity, epoch, file_pages, key_ids)
-        for positions in _by_length(values)
-    ]
-    places = _sorted_runs(classes)
-    if _drop_overlaps(classes, places):
-        places = _sorted_runs(classes)
-    good = np.zeros(len(values), np.bool_)
+def recover(batches: Iterable[dict[Key, bytes]], expected: Expected) -> Recovered:
+    """Sort what a scan finds into good and bad. No key may come twice."""
+    records: dict[Key, bytes] = {}
+    bad: list[Key] = []
+    parts: list[_Places] = []
     last_use = 0
-    for part in classes:
-        good[part.positions] = part.good
-        last_use = max(last_use, int(part.fields["use"][part.good].max(initial=0)))
-    bad = list(itertools.compress(found, (~good).tolist()))
-    for key in bad:
-        del found[key]
-    return Recovered(found, _free_runs(places, file_pages), bad, last_use + 1)
+    for batch in batches:
+        good, found, use = _check_batch(list(batch.values()), expected, len(records))
+        if not good.all():
+            dropped = list(itertools.compress(batch, (~good).tolist()))
+            bad += dropped
+            for key in dropped:
+                del batch[key]
+        records.update(batch)
+        parts += found
+        last_use = max(last_use, use)
+    places = _sorted(parts)
+    shared = _rows_that_overlap(places)
+    if shared.size:
+        keys = list(records)
+        for row in shared.tolist():
+            bad.append(keys[row])
+            del records[keys[row]]
+        places = places.take(~np.isin(places.rows, shared))
+    return Recovered(records, _free_runs(places, expected.file_pages), bad, last_use + 1)
 
 
-def _by_length(values: list[bytes]) -> list[npt.NDArray[np.int64]]:
-    """Positions of values that are a header and whole runs, one array per length."""
+def _check_batch(
+    values: list[bytes], expected: Expected, first_row: int
+) -> tuple[_Mask, list[_Places], int]:
+    """Which values are good, the places of those, and their latest use."""
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     whole = (lengths > RUNS_AT) & ((lengths - RUNS_AT) % RUN_BYTES == 0)
-    return [np.flatnonzero(lengths == length) for length in np.unique(lengths[whole])]
+    tables = []
+    good = np.zeros(len(values), np.bool_)
+    for length in np.unique(lengths[whole]).tolist():
+        positions = np.flatnonzero(lengths == length)
+        mine = values
+        if positions.size < len(values):
+            mine = [values[position] for position in positions.tolist()]
+        count = (length - RUNS_AT) // RUN_BYTES
+        layout = np.dtype([("fields", _VALUE), ("runs", _RUN, (count,))])
+        table = np.frombuffer(b"".join(mine), layout)
+        good[positions] = fits = _fits(table["fields"], table["runs"], expected)
+        tables.append((positions[fits], table[fits]))
+    rows = first_row + np.cumsum(good) - 1
+    places = [_places_of(table["runs"], rows[positions]) for positions, table in tables]
+    last_use = max((int(t["fields"]["use"].max(initial=0)) for _, t in tables), default=0)
+    return good, places, last_use
 
 
-def _check_class(
-    values: list[bytes],
-    positions: npt.NDArray[np.int64],
-    identity: Identity,
-    epoch: int,
-    file_pages: int,
-    key_ids: frozenset[bytes],
-) -> _Class:
-    mine = values
-    if positions.size < len(values):
-        mine = [values[position] for position in positions.tolist()]
-    count = (len(mine[0]) - RUNS_AT) // RUN_BYTES
-    layout = np.dtype([("fields", _VALUE), ("runs", _RUN, (count,))])
-    table = np.frombuffer(b"".join(mine), layout)
-    fields, runs = table["fields"], table["runs"]
+def _fits(fields: npt.NDArray[Any], runs: npt.NDArray[Any], expected: Expected) -> _Mask:
+    """Which records are of this format, identity and epoch, with pages inside the file."""
     pages = runs["pages"].astype(np.uint64)
-    good = (
+    good: _Mask = (
         (fields["magic"] == int.from_bytes(MAGIC, "little"))
         & (fields["version"] == VERSION)
-        & (fields["rank"] == identity.rank)
-        & (fields["namespace"] == np.frombuffer(identity.namespace, "<u8")).all(1)
-        & (fields["epoch"] == epoch)
+        & (fields["rank"] == expected.identity.rank)
+        & (fields["namespace"] == np.frombuffer(expected.identity.namespace, "<u8")).all(1)
+        & (fields["epoch"] == expected.epoch)
         & (pages.sum(1) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT))
-        & ((pages > 0) & (runs["start"] >= 1) & (runs["start"] < file_pages)).all(1)
+        & ((pages > 0) & (runs["start"] >= 1) & (runs["start"] < expected.file_pages)).all(1)
     )
-    good &= (runs["start"] + pages <= file_pages).all(1)
-    good &= (fields["flags"] & ENCRYPTED != 0) == bool(key_ids)
-    if key_ids:
-        good &= np.isin(fields["key_id"], [int.from_bytes(i, "little") for i in key_ids])
-    return _Class(positions, fields, runs, good)
+    good &= (runs["start"] + pages <= expected.file_pages).all(1)
+    good &= (fields["flags"] & ENCRYPTED != 0) == bool(expected.key_ids)
+    if expected.key_ids:
+        known = [int.from_bytes(key_id, "little") for key_id in expected.key_ids]
+        good &= np.isin(fields["key_id"], known)
+    return good
 
 
-def _sorted_runs(classes: list[_Class]) -> _Places:
-    """The runs of all good records, by start."""
-    starts, ends, numbers, rows = [], [], [], []
-    for number, part in enumerate(classes):
-        runs = part.runs[part.good]
-        start = runs["start"].astype(np.int64)
-        starts.append(start.ravel())
-        ends.append((start + runs["pages"]).ravel())
-        numbers.append(np.full(start.size, number))
-        rows.append(np.repeat(np.flatnonzero(part.good), part.runs.shape[1]))
-    if not classes:
-        return _Places(*(np.zeros(0, np.int64),) * 4)
-    order = np.argsort(np.concatenate(starts), kind="stable")
-    return _Places(*(np.concatenate(parts)[order] for parts in (starts, ends, numbers, rows)))
+def _places_of(runs: npt.NDArray[Any], rows: _Rows) -> _Places:
+    starts = runs["start"].astype(np.int64)
+    ends = starts + runs["pages"]
+    return _Places(starts.ravel(), ends.ravel(), np.repeat(rows, runs.shape[1]))
 
 
-def _drop_overlaps(classes: list[_Class], places: _Places) -> bool:
+def _sorted(parts: list[_Places]) -> _Places:
+    """All places, by start."""
+    if not parts:
+        return _Places(*(np.zeros(0, np.int64),) * 3)
+    places = _Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return places.take(np.argsort(places.starts, kind="stable"))
+
+
+def _rows_that_overlap(places: _Places) -> _Rows:
     """Two records over one page: at least one is wrong, and which one cannot be told, so both
-    go. Whether there were any."""
+    go."""
     reach = np.maximum.accumulate(places.ends) if places.ends.size else places.ends
     behind = np.flatnonzero(places.starts[1:] < reach[:-1]) + 1
     owners = np.searchsorted(reach, places.starts[behind], side="right")
-    for at in [*behind.tolist(), *owners.tolist()]:
-        classes[places.numbers[at]].good[places.rows[at]] = False
-    return bool(behind.size)
+    return np.unique(places.rows[np.concatenate((behind, owners))])
 
 
 def _free_runs(places: _Places, file_pages: int) -> list[Run]:
