@@ -16,15 +16,19 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
 from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
 from tiers.cuda_lanes import CudaEvent, CudaLane, EventPool
 from tiers.descriptors import CopyShape, DescriptorBuilder, Descriptors
-from tiers.host_memory import node_count, pci_node
-from tiers.slab import HostSlab, SlabError
+from tiers.failures import Failures
+from tiers.host_memory import NODES, PCI_DEVICES, node_count, pci_node
+from tiers.slab import HostSlab
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +72,22 @@ def choose_path(shape: CopyShape, means: Means, wanted: CopyPath | None = None) 
 
 
 class Kernel(Protocol):
-    """The gather/scatter kernel, or nothing."""
+    """The gather/scatter kernel."""
 
-    def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> object:
-        """Submit copies to ``stream``; keep the result until they have run."""
+    def launch(
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
+    ) -> None:
+        """Submit copies to ``stream``; what they read is appended to ``kept`` first, to be held
+        until they have run, also when this raises."""
 
 
 class CudaCopyEngine(CopyEngine):
     """``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number; ``None``: the
     calling thread's current one).
 
-    ``slab`` should be pinned (``HostSlab(pin=True)``); copies wait until their slots are. Slots
-    that could not be pinned still work, slowly. ``num_blocks`` bounds block ids. ``path`` forces
+    ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not pinned, or not yet,
+    work too: the driver copies them one by one through memory of its own, slowly, and no other
+    job waits for the pinning. ``num_blocks`` bounds block ids. ``path`` forces
     a way of copying where it is possible, for measurements. ``driver``, ``kernel`` and
     ``compute_stream`` (the model's stream, as a handle) replace CUDA in tests.
 
@@ -116,12 +124,17 @@ class CudaCopyEngine(CopyEngine):
         means = Means(batch=self._driver.has_batch_copy, kernel=self._kernel is not None)
         self._paths = {group: choose_path(shape, means, path) for group, shape in shapes.items()}
         self._compute_stream = compute_stream or (lambda: _torch_stream(device))
-        self._context = self._driver.retain_context(self._handle)
-        self._events = EventPool(self._driver)
-        self._store = CudaLane("store", self._driver, self._context, self._events)
-        self._load = CudaLane("load", self._driver, self._context, self._events)
+        self._failures = Failures()
         self._closed = False
-        self._report(shapes)
+        with ExitStack() as undo:
+            self._context = self._driver.retain_context(self._handle)
+            undo.callback(self._driver.release_context, self._handle)
+            self._events = EventPool(self._driver)
+            undo.callback(self._close_events)
+            self._store = self._lane("store", undo)
+            self._load = self._lane("load", undo)
+            self._report(shapes)
+            self._undo = undo.pop_all()
 
     def record_event(self) -> object | None:
         return self._events.record(self._compute_stream())
@@ -136,56 +149,75 @@ class CudaCopyEngine(CopyEngine):
         if self._closed:
             return
         self._closed = True
-        self._store.close()
-        self._load.close()
-        with self._driver.within(self._context):
-            self._events.close()
-        self._driver.release_context(self._handle)
+        self._undo.close()
 
     def paths(self) -> dict[int, CopyPath]:
         """The way of copying chosen for each group."""
         return dict(self._paths)
 
+    def failures(self) -> dict[str, int]:
+        """How often each kind of failure was seen; each is logged once (``tiers.failures``)."""
+        return self._failures.counts()
+
+    def _lane(self, name: str, undo: ExitStack) -> CudaLane:
+        lane = CudaLane(name, self._driver, self._context, self._events, self._failures)
+        undo.callback(lane.close)
+        return lane
+
+    def _close_events(self) -> None:
+        with self._driver.within(self._context):
+            self._events.close()
+
     def _submit(self, lane: CudaLane, batches: Sequence[CopyBatch], after: object | None) -> Ticket:
         if after is not None and not isinstance(after, CudaEvent):
             raise TypeError(f"not an event of this engine: {after!r}")
         to_slab = lane is self._store
-        return lane.submit(lambda stream: self._issue(batches, to_slab, stream), after)
+        return lane.submit(partial(self._issue, batches, to_slab), after)
 
-    def _issue(self, batches: Sequence[CopyBatch], to_slab: bool, stream: int) -> object:
+    def _issue(
+        self, batches: Sequence[CopyBatch], to_slab: bool, stream: int, kept: list[object]
+    ) -> None:
         """Submit the copies of a job to ``stream``; runs on a lane's submitting thread. All
         batches are checked before the first byte moves."""
         by_path: dict[CopyPath, list[CopyBatch]] = {}
         for batch in batches:
             by_path.setdefault(self._paths.get(batch.group, CopyPath.EACH), []).append(batch)
         built = [(path, self._descriptors.build(some)) for path, some in by_path.items()]
-        pinned = self._wait_pinned(batches)
-        return [
-            self._launch(path if pinned else CopyPath.EACH, copies, to_slab, stream)
-            for path, copies in built
-        ]
+        self._refuse_lost_slots(built)
+        pinned_end = self._slab.slot_address(self._slab.pinned_slots)
+        unpinned = []
+        for path, copies in built:
+            # A copy lies within a slot, a slot within a registration: it is pinned or it is not.
+            pinned = copies.slots < pinned_end
+            if pinned.all():
+                self._launch(path, copies, to_slab, stream, kept)
+            else:
+                self._launch(path, copies.where(pinned), to_slab, stream, kept)
+                unpinned.append(copies.where(~pinned))
+        for copies in unpinned:  # last: each may hold up this thread until it has run
+            self._launch(CopyPath.EACH, copies, to_slab, stream, kept)
 
-    def _launch(self, path: CopyPath, copies: Descriptors, to_slab: bool, stream: int) -> object:
+    def _launch(
+        self, path: CopyPath, copies: Descriptors, to_slab: bool, stream: int, kept: list[object]
+    ) -> None:
         to, source = copies.slots, copies.blocks
         if not to_slab:
             to, source = source, to
+        kept.append(copies)  # nothing says that the driver has read the arrays when it returns
         if path is CopyPath.KERNEL and self._kernel is not None:
-            return self._kernel.launch(to, source, copies.sizes, stream)
-        if path is CopyPath.BATCH:
+            self._kernel.launch(to, source, copies.sizes, stream, kept)
+        elif path is CopyPath.BATCH:
             self._driver.copy_batch(to, source, copies.sizes, stream)
         else:
             self._driver.copy_each(to, source, copies.sizes, stream)
-        return None
 
-    def _wait_pinned(self, batches: Sequence[CopyBatch]) -> bool:
-        """Wait until the slots of these batches are prepared; returns whether they are pinned.
-        Only at start, while the slab is still being registered, is there anything to wait for."""
-        highest = max((int(batch.slots.max(initial=-1)) for batch in batches), default=-1)
-        try:
-            self._slab.wait_ready(highest + 1)
-        except SlabError as error:
-            raise TransferError(f"the slab is not ready: {error}") from error
-        return self._slab.pinned
+    def _refuse_lost_slots(self, built: Sequence[tuple[CopyPath, Descriptors]]) -> None:
+        """Raise ``TransferError`` for slots that can never be had as the slab was asked for
+        them: there is no memory for them, or pinning failed and is required."""
+        failure = self._slab.failure
+        ready_end = self._slab.slot_address(self._slab.ready_slots)
+        if failure and any((copies.slots >= ready_end).any() for _, copies in built):
+            raise TransferError(f"the slab is not ready: {failure}") from failure
 
     def _load_kernel(
         self,
@@ -223,16 +255,22 @@ class CudaCopyEngine(CopyEngine):
             logger.warning("the slab is not pinned: copies to and from the GPU will be slow")
 
 
-def gpu_node(device: int | None = None) -> int | None:
+def gpu_node(
+    device: int | None = None,
+    *,
+    driver: Driver | None = None,
+    nodes: Path = NODES,
+    devices: Path = PCI_DEVICES,
+) -> int | None:
     """The NUMA node of a CUDA device (``None``: the calling thread's current one), for
     ``HostSlab(numa_node=...)``; ``None`` when the machine has one node only, does not say (a
-    virtual machine), or has no CUDA."""
-    if node_count() == 1:
+    virtual machine), or has no CUDA. The other arguments replace the machine in tests."""
+    if node_count(nodes) == 1:
         return None
     try:
-        driver = load_driver()
+        driver = driver or load_driver()
         device = _torch_device() if device is None else device
-        return pci_node(driver.pci_bus_id(driver.device(device)))
+        return pci_node(driver.pci_bus_id(driver.device(device)), devices)
     except DriverError:
         return None
 

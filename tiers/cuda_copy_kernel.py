@@ -57,7 +57,7 @@ def copy_list_kernel(lists, count, WORDS: tl.constexpr):  # type: ignore[no-unty
 
 class _Lists:
     """Room for one launch's list, in pinned memory and on the device. Goes back to the pool when
-    nobody holds it any more, that is when its launch has run."""
+    nobody holds it any more: whoever launches holds it until the launch has run."""
 
     def __init__(self, host: Any, device: Any, pool: deque[tuple[Any, Any]]) -> None:
         self.host = host
@@ -78,40 +78,46 @@ class CopyKernel:
 
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
-        self._pool: deque[tuple[Any, Any]] = deque()
-        for _ in range(PREPARED_LISTS):
-            self._pool.append(self._allocate())
-        nothing = np.empty(0, dtype=np.int64)
-        stream = torch.cuda.Stream(self._device)
-        kept = self._launch_one(nothing, nothing, nothing, stream.cuda_stream)
-        stream.synchronize()
-        del kept
+        self._pool: deque[tuple[Any, Any]] = deque(self._allocate() for _ in range(PREPARED_LISTS))
+        self._warm_up()
 
-    def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> object:
-        """Submit all copies to ``stream``. Shapes ``[n]``. Keep the result until they have run."""
-        return [
-            self._launch_one(to[part], source[part], sizes[part], stream)
-            for part in (
-                slice(start, start + LIST_COPIES) for start in range(0, len(sizes), LIST_COPIES)
-            )
-        ]
+    def launch(
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
+    ) -> None:
+        """Submit all copies to ``stream``. Shapes ``[n]``. What the GPU reads for them is appended
+        to ``kept``: hold it until they have run, also when this raises, since the first of several
+        launches may be under way."""
+        for start in range(0, len(sizes), LIST_COPIES):
+            part = slice(start, start + LIST_COPIES)
+            self._launch_one(to[part], source[part], sizes[part], stream, kept)
 
     def _launch_one(
-        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int
-    ) -> _Lists:
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
+    ) -> None:
         count = len(sizes)
         try:
             host, device = self._pool.pop()
         except IndexError:
             host, device = self._allocate()
-        lists = _Lists(host, device, self._pool)
+        kept.append(_Lists(host, device, self._pool))
         np.concatenate([to, source, sizes], out=host.numpy()[: 3 * count])
+        self._submit(host, device, count, stream)
+
+    # The three functions below are all that needs a GPU.
+
+    def _submit(self, host: Any, device: Any, count: int, stream: int) -> None:
         external = torch.cuda.ExternalStream(stream, device=self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(external):
             device[: 3 * count].copy_(host[: 3 * count], non_blocking=True)
             copy_list_kernel[(PROGRAMS,)](device, count, WORDS=WORDS, num_warps=WARPS)
-        return lists
 
     def _allocate(self) -> tuple[Any, Any]:
         host = torch.empty(3 * LIST_COPIES, dtype=torch.int64, pin_memory=True)
         return host, torch.empty(3 * LIST_COPIES, dtype=torch.int64, device=self._device)
+
+    def _warm_up(self) -> None:
+        nothing = np.empty(0, dtype=np.int64)
+        stream = torch.cuda.Stream(self._device)
+        kept: list[object] = []
+        self._launch_one(nothing, nothing, nothing, stream.cuda_stream, kept)
+        stream.synchronize()

@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuInit": [ctypes.c_uint],
     "cuDeviceGet": [_pointer, ctypes.c_int],
     "cuDeviceGetAttribute": [_pointer, ctypes.c_int, ctypes.c_int],
-    "cuDeviceGetPCIBusId": [ctypes.c_char_p, ctypes.c_int, ctypes.c_int],
+    "cuDeviceGetPCIBusId": [_pointer, ctypes.c_int, ctypes.c_int],
     "cuDevicePrimaryCtxRetain": [_pointer, ctypes.c_int],
     "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
     "cuCtxGetCurrent": [_pointer],
@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuCtxGetStreamPriorityRange": [_pointer, _pointer],
     "cuStreamCreateWithPriority": [_pointer, ctypes.c_uint, ctypes.c_int],
     "cuStreamDestroy_v2": [_pointer],
+    "cuStreamSynchronize": [_pointer],
     "cuStreamWaitEvent": [_pointer, _pointer, ctypes.c_uint],
     "cuEventCreate": [_pointer, ctypes.c_uint],
     "cuEventRecord": [_pointer, _pointer],
@@ -97,11 +98,13 @@ class MemcpyAttributes(ctypes.Structure):
 
 
 class DriverError(Exception):
-    """A call of the CUDA driver failed; ``code`` is its ``CUresult`` (0: no driver at all)."""
+    """A call of the CUDA driver failed; ``code`` is its ``CUresult`` (0: no driver at all).
+    ``kind`` is the same for every failure of one function with one code."""
 
-    def __init__(self, text: str, code: int = 0) -> None:
+    def __init__(self, text: str, code: int = 0, kind: str = "") -> None:
         super().__init__(text)
         self.code = code
+        self.kind = kind or text
 
 
 class Driver:
@@ -169,12 +172,14 @@ class Driver:
     def within(self, context: int) -> Iterator[None]:
         """The context current for a few calls on somebody else's thread."""
         self._call("cuCtxPushCurrent_v2", context)
-        previous = self._relax_capture()
         try:
-            yield
+            previous = self._relax_capture()
+            try:
+                yield
+            finally:
+                mode = ctypes.c_int(previous)
+                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         finally:
-            mode = ctypes.c_int(previous)
-            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             popped = ctypes.c_void_p()
             self._call("cuCtxPopCurrent_v2", ctypes.byref(popped))
 
@@ -200,6 +205,10 @@ class Driver:
     def destroy_stream(self, stream: int) -> None:
         """Free a stream; what was submitted to it still runs to its end."""
         self._call("cuStreamDestroy_v2", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Block until everything submitted to ``stream`` has run. Raises if any of it failed."""
+        self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """What is submitted to ``stream`` from now on runs after ``event`` as recorded now."""
@@ -254,7 +263,8 @@ class Driver:
         )
         if code != _SUCCESS:
             text = f"cuMemcpyBatchAsync of {len(sizes)} copies (failed at {failed_at.value})"
-            raise DriverError(f"{text}: {self._error_text(code)}", code)
+            kind = f"cuMemcpyBatchAsync: {code}"
+            raise DriverError(f"{text}: {self._error_text(code)}", code, kind)
 
     def _find_batch_copy(self) -> Any | None:
         address = ctypes.c_void_p()
@@ -279,7 +289,7 @@ class Driver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != _SUCCESS:
-            raise DriverError(f"{name}: {self._error_text(code)}", code)
+            raise DriverError(f"{name}: {self._error_text(code)}", code, f"{name}: {code}")
 
     def _error_text(self, code: int) -> str:
         text = ctypes.c_char_p()

@@ -20,11 +20,13 @@ from typing import TypeAlias
 
 from tiers.copy import Ticket, TransferError
 from tiers.cuda_driver import Driver
-from tiers.lanes import FutureTicket, run_work
+from tiers.failures import Failures
+from tiers.lanes import FutureTicket
 
-Job: TypeAlias = Callable[[int], object]
-"""Submits copies to the stream that it is given, without waiting for them. What it returns is
-kept until they have ended. Raises ``TransferError`` or ``DriverError``."""
+Job: TypeAlias = Callable[[int, list[object]], None]
+"""``job(stream, kept)`` submits copies to ``stream``. Whatever the GPU reads for them it appends to
+``kept`` before the submission that names it: the lane holds that list until the stream has run
+everything, also when a later part of the job fails. Raises ``TransferError`` or ``DriverError``."""
 
 
 class CudaEvent:
@@ -48,14 +50,18 @@ class EventPool:
         self._driver = driver
         self._free: deque[int] = deque()
 
-    def record(self, stream: int) -> CudaEvent:
-        """An event at the present end of ``stream``."""
+    def take(self) -> CudaEvent:
+        """An event that stands for nothing yet."""
         try:
             handle = self._free.pop()
         except IndexError:
             handle = self._driver.create_event()
-        event = CudaEvent(handle, self._free)
-        self._driver.record_event(handle, stream)
+        return CudaEvent(handle, self._free)
+
+    def record(self, stream: int) -> CudaEvent:
+        """An event at the present end of ``stream``."""
+        event = self.take()
+        self._driver.record_event(event.handle, stream)
         return event
 
     def close(self) -> None:
@@ -66,38 +72,45 @@ class EventPool:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A submitted job. ``end`` is absent if not even that could be recorded."""
+    """A submitted job. Without ``end``, which could not be recorded, its end is the stream's."""
 
     ticket: FutureTicket
     end: CudaEvent | None
     error: TransferError | None
-    kept: object
+    kept: list[object]
 
 
 class CudaLane:
     """Runs jobs on one stream in submission order.
 
     A job that fails to submit fails its ticket only when the stream has run everything that it
-    did submit, so a finished ticket always means that nobody writes any more.
+    did submit, so a finished ticket always means that nobody reads or writes any more.
+
+    Raises ``DriverError`` when its stream or the context of its threads cannot be had.
     """
 
-    def __init__(self, name: str, driver: Driver, context: int, events: EventPool) -> None:
+    def __init__(
+        self, name: str, driver: Driver, context: int, events: EventPool, failures: Failures
+    ) -> None:
         self._driver = driver
         self._context = context
         self._events = events
-        with driver.within(context):
-            self._stream = driver.create_stream()
+        self._failures = failures
         self._jobs: queue.SimpleQueue[tuple[Job, CudaEvent | None, FutureTicket] | None] = (
             queue.SimpleQueue()
         )
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._entered: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._submit_all, name=f"kvtiers-{name}", daemon=True),
-            threading.Thread(target=self._wait_all, name=f"kvtiers-{name}-wait", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        with driver.within(context):
+            self._stream = driver.create_stream()
+        try:
+            self._start(f"kvtiers-{name}", self._submit_all)
+            self._start(f"kvtiers-{name}-wait", self._wait_all)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, job: Job, after: CudaEvent | None) -> Ticket:
         """Queue a job that runs after ``after``; the ticket completes when it has been copied."""
@@ -113,48 +126,73 @@ class CudaLane:
         if self._closed:
             return
         self._closed = True
-        self._jobs.put(None)
-        for thread in self._threads:
+        for thread, end in zip(self._threads, (self._jobs.put, self._flights.put), strict=False):
+            end(None)  # the first thread has ended before the second is told to
             thread.join()
         with self._driver.within(self._context):
             self._driver.destroy_stream(self._stream)
 
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread and see it enter the context: a lane whose threads cannot call the
+        driver could neither copy nor know when a copy has ended."""
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        if (error := self._entered.get()) is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            self._driver.enter_thread(self._context)
+        except Exception as error:  # whatever it is, the thread that started this one raises it
+            self._entered.put(error)
+            return
+        self._entered.put(None)
+        work()
+
     def _submit_all(self) -> None:
         """The submitting thread."""
-        refused = run_work(partial(self._driver.enter_thread, self._context))
         while (item := self._jobs.get()) is not None:
             job, after, ticket = item
-            self._flights.put(self._submit_one(job, after, ticket, refused))
+            self._flights.put(self._submit_one(job, after, ticket))
             del item, job, after, ticket
-        self._flights.put(None)
 
-    def _submit_one(
-        self, job: Job, after: CudaEvent | None, ticket: FutureTicket, refused: TransferError | None
-    ) -> _Flight:
-        if refused is not None:
-            return _Flight(ticket, None, refused, None)
+    def _submit_one(self, job: Job, after: CudaEvent | None, ticket: FutureTicket) -> _Flight:
         kept: list[object] = []
         ends: list[CudaEvent] = []
 
         def run() -> None:
+            # First, so that no copy is under way when there is no event to be had for its end.
+            ends.append(self._events.take())
             if after is not None:
                 self._driver.stream_wait_event(self._stream, after.handle)
-            kept.append(job(self._stream))
+            job(self._stream, kept)
 
         def mark() -> None:
-            ends.append(self._events.record(self._stream))
+            for end in ends:
+                self._driver.record_event(end.handle, self._stream)
 
-        error = run_work(run)
+        error = self._failures.run(run)
         # Also after a failure: part of the job may be under way.
-        unmarked = run_work(mark)
-        return _Flight(ticket, ends[0] if ends else None, error or unmarked, kept)
+        unmarked = self._failures.run(mark)
+        end = ends[0] if ends and unmarked is None else None
+        return _Flight(ticket, end, error or unmarked, kept)
 
     def _wait_all(self) -> None:
         """The waiting thread."""
-        refused = run_work(partial(self._driver.enter_thread, self._context))
         while (flight := self._flights.get()) is not None:
-            unfinished = None
-            if flight.end is not None:
-                unfinished = run_work(partial(self._driver.synchronize_event, flight.end.handle))
-            flight.ticket.finish(flight.error or refused or unfinished)
+            unfinished = self._wait_one(flight)
+            flight.ticket.finish(flight.error or unfinished)
             del flight
+
+    def _wait_one(self, flight: _Flight) -> TransferError | None:
+        """Wait until nothing of this job runs any more."""
+        unfinished = None
+        if flight.end is not None:
+            wait = partial(self._driver.synchronize_event, flight.end.handle)
+            unfinished = self._failures.run(wait)
+            if unfinished is None:
+                return None
+        # No event says when: wait for the stream, though it may have later jobs by now.
+        stuck = self._failures.run(partial(self._driver.synchronize_stream, self._stream))
+        return unfinished or stuck

@@ -31,6 +31,10 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def where(self, wanted: npt.NDArray[np.bool_]) -> Descriptors:
+        """The copies for which ``wanted`` ``[n]`` holds."""
+        return Descriptors(self.blocks[wanted], self.slots[wanted], self.sizes[wanted])
+
     @property
     def nbytes(self) -> int:
         """Bytes that all copies move together."""

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 _MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
 
+NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -72,7 +75,7 @@ def _group_room(group: Path) -> int | None:
     return max(0, int(limit) - current + reclaimable)
 
 
-def node_count(nodes: Path = Path("/sys/devices/system/node")) -> int:
+def node_count(nodes: Path = NODES) -> int:
     """How many NUMA nodes have memory; 1 when the machine does not say."""
     try:
         return max(1, len(parse_id_list((nodes / "has_memory").read_text())))
@@ -80,7 +83,7 @@ def node_count(nodes: Path = Path("/sys/devices/system/node")) -> int:
         return 1
 
 
-def pci_node(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+def pci_node(bus_id: str, devices: Path = PCI_DEVICES) -> int | None:
     """The NUMA node that a PCI device hangs on (``0000:65:00.0``); ``None`` when unknown, which
     the kernel writes as -1."""
     try:

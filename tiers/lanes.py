@@ -8,18 +8,12 @@ shared, so there is no lock of ours.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias
 
 from tiers.copy import Ticket, TransferError
-
-logger = logging.getLogger(__name__)
-
-Work: TypeAlias = Callable[[], None]
+from tiers.failures import Failures, Work
 
 
 class FutureTicket(Ticket):
@@ -56,6 +50,7 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Work, FutureTicket] | None] = queue.SimpleQueue()
         self._closed = False
+        self._failures = Failures()
         self._thread = threading.Thread(target=self._run, name=f"kvtiers-{name}", daemon=True)
         self._thread.start()
 
@@ -78,16 +73,4 @@ class Lane:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, ticket = item
-            ticket.finish(run_work(work))
-
-
-def run_work(work: Work) -> TransferError | None:
-    """Run ``work`` and say how it failed, if it did."""
-    try:
-        work()
-    except TransferError as error:
-        return error
-    except Exception as error:  # a lane that dies would hang every later copy: fail this one
-        logger.exception("a copy failed in an unforeseen way")
-        return TransferError(f"the copy failed: {type(error).__name__}: {error}")
-    return None
+            ticket.finish(self._failures.run(work))

@@ -25,21 +25,27 @@ class Registrar(Protocol):
     def unregister(self, address: int) -> None:
         """Undo ``register`` of the range that starts at ``address``; raises ``PinningError``."""
 
+    def close(self) -> None:
+        """Let go of the device; raises ``PinningError``. Nothing is registered any more."""
+
 
 class CudaRegistrar:
     """Registers memory for every CUDA context of this process, through that of ``device``.
 
     ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU
     opens none on another one. Callable from any thread. Raises ``PinningError`` where there is
-    no CUDA.
+    no CUDA. A context that it opened itself is let go by ``close``.
     """
 
     def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:
+        self._retained: int | None = None
         try:
             self._driver = driver or load_driver()
             context = self._driver.current_context() if device is None else None
             if context is None:
-                context = self._driver.retain_context(self._driver.device(device or 0))
+                handle = self._driver.device(device or 0)
+                context = self._driver.retain_context(handle)
+                self._retained = handle
         except DriverError as error:
             raise PinningError(f"pinned memory needs CUDA: {error}") from error
         self._context = context
@@ -55,6 +61,15 @@ class CudaRegistrar:
         try:
             with self._driver.within(self._context):
                 self._driver.unregister(address)
+        except DriverError as error:
+            raise PinningError(str(error)) from error
+
+    def close(self) -> None:
+        handle, self._retained = self._retained, None
+        if handle is None:
+            return
+        try:
+            self._driver.release_context(handle)
         except DriverError as error:
             raise PinningError(str(error)) from error
 

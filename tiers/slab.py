@@ -7,9 +7,9 @@ in use, or of copies.
 The memory is anonymous and private: nothing is created in /dev/shm or on disk, nothing outlives
 the process, and exactly ``slot_count * slot_stride`` bytes are taken.
 
-Ownership: the preparing thread alone writes ``_ready_slots``, ``_failure``, ``_registering`` and
-``_registered`` until it ends; ``close`` joins it before it reads them. Waiters learn of progress
-through the condition.
+Ownership: the preparing thread alone writes ``_ready_slots``, ``_pinned_slots``, ``_failure``,
+``_registering`` and ``_registered`` until it ends; ``close`` joins it before it reads the last.
+Waiters learn of progress through the condition.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class HostSlab:
 
     The pages are faulted in (and, with ``pin``, registered with CUDA) from slot 0 upwards by a
     background thread; ``background=False`` does it before the constructor returns. Any slot may
-    be used by the CPU at once; who needs it *registered* calls ``wait_ready`` first.
+    be used by the CPU at once; ``pinned_slots`` says which are registered, ``wait_ready`` waits.
 
     ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the rest
     stays unregistered, instead of ``SlabError`` at ``wait_ready``. ``numa_node``: prefer memory
-    of that node. ``registrar`` replaces CUDA's registration, for tests.
+    of that node. ``registrar`` replaces CUDA's registration, for tests; the slab closes it.
 
     Raises ``ValueError`` for sizes below 1 and ``SlabError`` when the machine cannot give the
     memory.
@@ -84,14 +84,14 @@ class HostSlab:
         self.slot_stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         self.size_bytes = self.slot_stride * slot_count
         self._pin_fallback = pin_fallback
-        self._registrar = (registrar or _cuda_registrar()) if pin else None
         self._registering = pin
         self._registered: dict[int, int] = {}  # address -> bytes
         self._piece_slots = max(1, piece_bytes // self.slot_stride)
         self._condition = threading.Condition()
         self._ready_slots = 0
+        self._pinned_slots = 0
         self._failure: SlabError | None = None
-        self._closing = False
+        self._stopping = False
         self._closed = False
 
         self._map = _map_memory(self.size_bytes)
@@ -99,10 +99,15 @@ class HostSlab:
         self.address: int = int(self._bytes.ctypes.data)
         if numa_node is not None:
             prefer_node(self.address, self.size_bytes, numa_node)
+        self._registrar = (registrar or _cuda_registrar()) if pin else None
         # A thread also when the caller waits for it: a failed CUDA call leaves an error behind
         # in its thread, which must not be the caller's.
         self._thread = threading.Thread(target=self._prepare, name="kvtiers-slab", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads: nothing is registered yet
+            self._close_registrar()
+            raise
         if not background:
             self._wait_or_close()
 
@@ -141,15 +146,27 @@ class HostSlab:
         with self._condition:
             return self._ready_slots
 
+    @property
+    def pinned_slots(self) -> int:
+        """Slots ``[0, pinned_slots)`` are registered with CUDA. Only grows."""
+        with self._condition:
+            return self._pinned_slots
+
+    @property
+    def failure(self) -> SlabError | None:
+        """Why no slot from ``ready_slots`` on can be had as asked for, if so."""
+        with self._condition:
+            return self._failure
+
     def wait_ready(self, slot_count: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until slots ``[0, slot_count)`` are prepared (all of them for ``None``).
 
-        Returns False on timeout; raises ``SlabError`` when preparation failed or was closed.
+        Returns False on timeout; raises ``SlabError`` when preparation failed or was stopped.
         """
         wanted = self.slot_count if slot_count is None else min(slot_count, self.slot_count)
 
         def settled() -> bool:
-            return self._ready_slots >= wanted or self._failure is not None or self._closing
+            return self._ready_slots >= wanted or self._failure is not None or self._stopping
 
         with self._condition:
             if not self._condition.wait_for(settled, timeout_s):
@@ -157,6 +174,13 @@ class HostSlab:
             if self._ready_slots >= wanted:
                 return True
             raise self._failure or SlabError("the slab was closed while it was being prepared")
+
+    def stop_preparing(self) -> None:
+        """Prepare no further piece; does not wait for the present one. What is prepared stays
+        usable, ``wait_ready`` for the rest raises."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Unregister and release the memory. Idempotent. Nothing may be copying any more.
@@ -167,19 +191,26 @@ class HostSlab:
         if self._closed:
             return
         self._closed = True
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
+        self.stop_preparing()
         self._thread.join()
         if self._registrar is not None:
             for address in self._registered:
                 _unregister(self._registrar, address)
             self._registered.clear()
+        self._close_registrar()
         self._bytes = None
         try:
             self._map.close()
         except BufferError:
             logger.debug("%r: views of slots are still held; the memory goes with the last", self)
+
+    def _close_registrar(self) -> None:
+        if self._registrar is None:
+            return
+        try:
+            self._registrar.close()
+        except PinningError as error:  # a context too many until the process ends
+            logger.warning("the CUDA device could not be let go: %s", error)
 
     def _wait_or_close(self) -> None:
         try:
@@ -193,12 +224,14 @@ class HostSlab:
         try:
             for first in range(0, self.slot_count, self._piece_slots):
                 with self._condition:
-                    if self._closing:
+                    if self._stopping:
                         return
                 end = min(first + self._piece_slots, self.slot_count)
                 self._prepare_piece(first, end)
                 with self._condition:
                     self._ready_slots = end
+                    if self._registering:
+                        self._pinned_slots = end
                     self._condition.notify_all()
         except SlabError as failure:
             logger.error("%s", failure)

@@ -1,9 +1,12 @@
 """A CUDA driver in host memory behind the real C signatures, strict and late.
 
-"Device memory" is ordinary memory. Streams run on a thread of the fake, some time later and in an
-order drawn from a seed (``tiers.simulated_copy``'s streams). Strict as the documentation is: a call
-without a current context, a batch on the default stream, an empty copy in a batch, and a batch
-over host memory that is not registered are errors.
+"Device memory" is ordinary memory that a test has declared with ``on_device``; all other is the
+host's. Streams run on a thread of the fake, some time later and in an order drawn from a seed
+(``tiers.simulated_copy``'s streams). Strict as the documentation is: a call without a current
+context, a batch on the default stream, an empty copy in a batch, and a batch over host memory that
+is not registered are errors. A single copy is an error where registered and other memory meet in
+it; from pageable memory it reads at once, whatever the stream waits for, and to pageable memory
+it returns only when it has run.
 """
 
 from __future__ import annotations
@@ -23,8 +26,12 @@ from tiers.simulated_copy import Operation, SimulatedEvent, SimulatedStream
 
 CONTEXT = 0xC0
 DEVICE_OF_ORDINAL = {0: 40, 1: 41}
-INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND, INVALID_CONTEXT, UNKNOWN = 1, 2, 500, 201, 999
+BUS_IDS = {40: b"0000:65:00.0", 41: b"0000:A3:00.0"}
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, UNKNOWN = 1, 2, 201, 999
 TEXTS = {1: b"invalid argument", 2: b"out of memory", 201: b"invalid device context"}
+NEVER_S = 30.0
+"""What has not happened after so many seconds does not happen any more."""
+
 NEEDS_NO_CONTEXT = {
     "cuInit",
     "cuDeviceGet",
@@ -42,11 +49,13 @@ NEEDS_NO_CONTEXT = {
 
 
 class FakeCuda:
-    """The library object for ``Driver``. ``fail[name] = code`` makes calls of that name fail."""
+    """The library object for ``Driver``. ``fail[name] = code`` makes every call of that name fail,
+    ``fail_nth[name] = n, code`` the n-th from then on, alone."""
 
     def __init__(self, seed: int = 0, *, batch: bool = True) -> None:
         self.errors: list[str] = []
         self.fail: dict[str, int] = {}
+        self.fail_nth: dict[str, tuple[int, int]] = {}
         self.calls: list[str] = []
         self.modes: list[int] = []
         self.registered: dict[int, int] = {}
@@ -55,6 +64,7 @@ class FakeCuda:
         self.events: dict[int, SimulatedEvent | None] = {}
         self.attributes: list[MemcpyAttributes] = []
         self.event_failure = 0
+        self._device_memory: list[tuple[int, int]] = []
         self._batch = batch
         self._rng = np.random.default_rng(seed)
         self._next_handle = 0x1000
@@ -81,11 +91,15 @@ class FakeCuda:
             self._held = False
             self._work.notify_all()
 
-    def await_call(self, name: str) -> None:
-        """Block until the engine has called ``name``."""
+    def on_device(self, memory: np.ndarray[Any, Any]) -> None:
+        """Let this memory be the GPU's."""
+        self._device_memory.append((memory.ctypes.data, memory.nbytes))
+
+    def await_call(self, name: str, times: int = 1) -> None:
+        """Block until the engine has called ``name`` so often; fail if that never comes."""
         with self._work:
-            while name not in self.calls:
-                self._work.wait()
+            called = self._work.wait_for(lambda: self.calls.count(name) >= times, NEVER_S)
+        assert called, f"{name} was called {self.calls.count(name)} times, not {times}"
 
     def launch(self, kernel: Callable[[], None], stream: int = 0) -> None:
         """Run ``kernel`` on a stream, late."""
@@ -116,12 +130,18 @@ class FakeCuda:
         try:
             with self._work:
                 self.calls.append(name)
+                self._work.notify_all()
                 stack = getattr(self._local, "stack", [])
                 if name not in NEEDS_NO_CONTEXT and (not stack or stack[-1] != CONTEXT):
                     self.errors.append(f"{name} without a current context")
                     return INVALID_CONTEXT
                 if name in self.fail and name != "cuMemcpyBatchAsync":
                     return self.fail[name]
+                if name in self.fail_nth:
+                    left, code = self.fail_nth.pop(name)
+                    if left == 1:
+                        return code
+                    self.fail_nth[name] = left - 1, code
                 handler = getattr(self, f"_{name}")
                 code = handler(*arguments)
                 self._work.notify_all()
@@ -158,8 +178,10 @@ class FakeCuda:
         assert device in DEVICE_OF_ORDINAL.values()
         ctypes.c_int.from_address(out).value = 1
 
-    def _cuDeviceGetPCIBusId(self, out: bytes, length: int, device: int) -> int:
-        return NOT_FOUND  # written by value in this fake's signature; not needed
+    def _cuDeviceGetPCIBusId(self, out: int, length: int, device: int) -> None:
+        text = BUS_IDS[device]
+        assert len(text) < length
+        ctypes.memmove(out, text + b"\0", len(text) + 1)
 
     def _cuDevicePrimaryCtxRetain(self, out: int, device: int) -> None:
         assert device in DEVICE_OF_ORDINAL.values()
@@ -218,6 +240,11 @@ class FakeCuda:
         assert not self.streams[stream].queue, "destroyed while copying"
         del self.streams[stream]
 
+    def _cuStreamSynchronize(self, stream: int) -> int:
+        while self.streams[stream].queue and not self._stopped:
+            self._work.wait()
+        return self.event_failure
+
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         assert flags == 0
         self.streams[stream].submit(Operation(deque(), after=self.events[event]))
@@ -256,8 +283,36 @@ class FakeCuda:
         ctypes.c_void_p.from_address(out).value = function if self._batch else None
         ctypes.c_int.from_address(found).value = 0 if self._batch else 1
 
-    def _cuMemcpyAsync(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        self._copy(to, source, nbytes, stream)
+    def _cuMemcpyAsync(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        to_device = self._is_device(to, nbytes)
+        assert to_device != self._is_device(source, nbytes), "a copy between host and device"
+        host = source if to_device else to
+        pinned = [
+            start <= host and host + nbytes <= start + length
+            for start, length in self.registered.items()
+            if host < start + length and start < host + nbytes
+        ]
+        if pinned == [True]:
+            self._copy(to, source, nbytes, stream)
+        elif pinned:
+            return INVALID_VALUE
+        elif to_device:
+            staged = ctypes.string_at(source, nbytes)
+            move = partial(ctypes.memmove, to, staged, nbytes)
+            self.streams[stream].submit(Operation(deque([move])))
+        else:
+            self._copy(to, source, nbytes, stream)
+            over = self.streams[stream].event()
+            self._work.notify_all()
+            while not over.over and not self._stopped:
+                self._work.wait()
+        return 0
+
+    def _is_device(self, address: int, nbytes: int) -> bool:
+        return any(
+            start <= address and address + nbytes <= start + length
+            for start, length in self._device_memory
+        )
 
     def _cuMemcpyBatchAsync(
         self,

@@ -9,22 +9,22 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from tests.tiers.copy_world import Cache, batch, contiguous_blocks, separate_layers
-from tests.tiers.fake_cuda import FakeCuda
+from tests.tiers.fake_cuda import CONTEXT, NEVER_S, FakeCuda
 from tiers.copy import TransferError
 from tiers.cuda_copy import (
     CopyPath,
     CudaCopyEngine,
     Kernel,
 )
-from tiers.cuda_driver import Addresses, Driver
+from tiers.cuda_driver import Addresses, Driver, DriverError
 from tiers.pinning import CudaRegistrar
-from tiers.slab import HostSlab
+from tiers.slab import HostSlab, SlabError
 
 BLOCKS = 12
 SLOTS = 6
@@ -32,17 +32,18 @@ SLOTS = 6
 
 @dataclass
 class FakeKernel:
-    """The kernel's contract on the fake GPU: copies on the stream, in no particular order."""
+    """The kernel's contract on the fake GPU: copies on the stream, in no particular order. Its
+    lists are in test_copy_kernel_lists.py."""
 
     cuda: FakeCuda
-    kept: list[object] = field(default_factory=list)
 
-    def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> object:
+    def launch(
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
+    ) -> None:
         for target, start, nbytes in zip(to, source, sizes, strict=True):
             assert target % 16 == start % 16 == nbytes % 16 == 0
             with self.cuda._work:
                 self.cuda._copy(int(target), int(start), int(nbytes), stream)
-        return self
 
 
 class World:
@@ -57,26 +58,36 @@ class World:
         batch_copy: bool = True,
         pin: bool = True,
         kernel: bool = True,
+        registrar: type[CudaRegistrar] = CudaRegistrar,
+        wait_pinned: bool = True,
     ) -> None:
         self.cache = cache
         self.cuda = FakeCuda(seed, batch=batch_copy)
+        self.cuda.on_device(cache.storage)
         self.cuda.make_current()
         self.driver = Driver(self.cuda)
         self.slab = HostSlab(
             cache.regions.chunk_bytes,
             SLOTS,
             pin=pin,
-            registrar=CudaRegistrar(0, self.driver) if pin else None,
+            registrar=registrar(0, self.driver) if pin else None,
             piece_bytes=1,
         )
+        if wait_pinned:
+            self.slab.wait_ready()
+        self._path = path
+        self._kernel = self.load_kernel if kernel else self.no_kernel
+        self.open_engine()
+
+    def open_engine(self) -> None:
         self.engine = CudaCopyEngine(
-            [cache.regions],
+            [self.cache.regions],
             self.slab,
             num_blocks=BLOCKS,
-            path=path,
+            path=self._path,
             device=0,
             driver=self.driver,
-            kernel=self.load_kernel if kernel else self.no_kernel,
+            kernel=self._kernel,
             compute_stream=lambda: 0,
         )
 
@@ -189,7 +200,7 @@ async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: World) -
     first = world.engine.submit_store([batch([0], [[0, 1]])])
     second = world.engine.submit_load([batch([1], [[4, 5]])])
     wait = asyncio.ensure_future(first.completed())
-    await asyncio.sleep(0)
+    await asyncio.to_thread(world.cuda.await_call, "cuEventSynchronize", 2)
     assert not first.done()
     assert not second.done()
     assert (world.slot(0) == before).all()
@@ -208,7 +219,9 @@ async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_mo
     for slot in slots:
         slot[:] = 0xEE
     ticket = world.engine.submit_store([batch([0, 1, 2], [[0, 1], [2, 3], [4, 5]])])
-    behind = world.engine.submit_store([])  # same lane, so the first was submitted before it
+    behind = world.engine.submit_store([])
+    # Whoever does not wait for the first job waits for the one behind it.
+    await asyncio.to_thread(world.cuda.await_call, "cuEventSynchronize")
     assert not ticket.done()
     world.cuda.release()
     with pytest.raises(TransferError, match=r"12 copies \(failed at 6\): invalid argument \(1\)"):
@@ -237,10 +250,57 @@ async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: World)
     with pytest.raises(TransferError, match="cuEventSynchronize: unknown error"):
         await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     world.cuda.event_failure = 0
-    world.cuda.fail["cuEventRecord"] = 700
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+
+
+async def test_a_job_whose_end_cannot_be_marked_ends_when_its_copies_have(world: World) -> None:
+    world.cuda.hold()
+    world.cuda.fail_nth["cuEventRecord"] = 1, 700
+    ticket = world.engine.submit_store([batch([0], [[0, 1]])])
+    behind = world.engine.submit_store([batch([1], [[2, 3]])])
+    await asyncio.to_thread(world.cuda.await_call, "cuStreamSynchronize")
+    assert not ticket.done()
+    world.cuda.release()
     with pytest.raises(TransferError, match="cuEventRecord"):
+        await ticket.completed()
+    np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
+    await behind.completed()
+
+
+async def test_a_job_without_an_event_for_its_end_does_not_begin(world: World) -> None:
+    world.slot(0)[:] = 0xEE
+    world.cuda.fail["cuEventCreate"] = 2
+    with pytest.raises(TransferError, match=r"cuEventCreate: out of memory \(2\)"):
         await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
-    del world.cuda.fail["cuEventRecord"]
+    assert "cuMemcpyBatchAsync" not in world.cuda.calls
+    assert (world.slot(0) == 0xEE).all()
+    del world.cuda.fail["cuEventCreate"]
+    await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
+
+
+async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.cuda.fail["cuMemcpyBatchAsync"] = 1
+    for count in range(2, 14):  # the text differs, the kind does not
+        job = [batch([n % SLOTS], [[0, 1]]) for n in range(count)]
+        with pytest.raises(TransferError, match="cuMemcpyBatchAsync"):
+            await world.engine.submit_store(job).completed()
+    world.cuda.event_failure = 700
+    with pytest.raises(TransferError):
+        await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition("cuM")[0] for line in lines[:2]] == [
+        "a copy failed in an unforeseen way (",
+        "10 copies have failed like this by now: ",
+    ]
+    assert len([line for line in lines if "cuMemcpyBatchAsync" in line]) == 2
+    assert world.engine.failures() == {
+        "cuMemcpyBatchAsync: 1": 13,
+        "cuEventSynchronize: 700": 1,
+        "cuStreamSynchronize: 700": 1,
+    }
+    world.cuda.event_failure = 0
 
 
 async def test_an_event_of_something_else_is_refused(world: World) -> None:
@@ -264,8 +324,41 @@ async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> N
     with pytest.raises(TransferError, match="closed"):
         await late.completed()
     world.close()
+    assert world.cuda.retained == 0
     assert world.cuda.registered == {}
     assert set(threading.enumerate()) <= threads
+
+
+@pytest.mark.parametrize(
+    ("name", "nth"),
+    [
+        ("cuStreamCreateWithPriority", 1),
+        ("cuStreamCreateWithPriority", 2),
+        ("cuCtxSetCurrent", 1),
+        ("cuCtxSetCurrent", 2),
+        ("cuCtxSetCurrent", 3),
+        ("cuCtxSetCurrent", 4),
+        ("cuCtxPushCurrent_v2", 2),
+    ],
+)
+def test_what_was_set_up_is_released_when_a_later_step_fails(
+    cache: Cache, name: str, nth: int
+) -> None:
+    world = World(cache)
+    world.engine.close()
+    threads = set(threading.enumerate())
+    retained = world.cuda.retained
+    world.cuda.fail_nth[name] = nth, 2
+    try:
+        with pytest.raises(DriverError, match=name):
+            world.open_engine()
+        assert list(world.cuda.streams) == [0]
+        assert world.cuda.retained == retained
+        assert set(threading.enumerate()) <= threads
+        assert world.cuda._local.stack == [CONTEXT], "the caller's own context is current again"
+        world.open_engine()  # the same works when nothing fails
+    finally:
+        world.close()
 
 
 async def test_events_are_reused(world: World) -> None:
@@ -281,37 +374,108 @@ async def test_threads_keep_out_of_the_way_of_graph_capture(world: World) -> Non
     assert getattr(world.cuda._local, "mode", 0) == 0, "the caller's own mode is restored"
 
 
-async def test_copies_wait_for_slots_to_be_pinned(cache: Cache) -> None:
-    world = World(cache)
-    world.close()
-    gate = threading.Event()
+class Slow(CudaRegistrar):
+    """Pins one piece per permit."""
 
-    class Late(CudaRegistrar):
-        def register(self, address: int, nbytes: int) -> None:
-            gate.wait()
-            super().register(address, nbytes)
+    permits = threading.Semaphore(0)
 
-    world.cuda = FakeCuda()
-    world.cuda.make_current()
-    world.driver = Driver(world.cuda)
-    world.slab = HostSlab(
-        cache.regions.chunk_bytes, SLOTS, pin=True, registrar=Late(0, world.driver), piece_bytes=1
+    def register(self, address: int, nbytes: int) -> None:
+        self.permits.acquire()
+        super().register(address, nbytes)
+
+
+@pytest.fixture
+def slow(cache: Cache) -> Iterator[World]:
+    """A world in which the first piece (slot 0) is pinned, and the rest is not yet."""
+    Slow.permits = threading.Semaphore(1)
+    one = World(cache, path=CopyPath.BATCH, registrar=Slow, wait_pinned=False)
+    one.slab.wait_ready(1)
+    yield one
+    Slow.permits.release(SLOTS)
+    one.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
+    slow: World, seed: int
+) -> None:
+    """Every copy ends while the pinning stands still."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(BLOCKS).reshape(SLOTS, 2).tolist()
+    slots = rng.permutation(SLOTS).tolist()
+    before = slow.cache.storage.copy()
+    slow.cuda.launch(lambda: slow.cache.storage.__setitem__(slice(None), ~before))
+    stored = slow.engine.submit_store([batch(slots, rows)], slow.engine.record_event())
+    await asyncio.wait_for(stored.completed(), NEVER_S)
+    for slot, row in zip(slots, rows, strict=True):
+        np.testing.assert_array_equal(slow.slot(slot), slow.cache.chunk(row), f"seed {seed}")
+    assert slow.cuda.calls.count("cuMemcpyBatchAsync") == 1  # slot 0: 4 copies
+    assert slow.cuda.calls.count("cuMemcpyAsync") == 4 * (SLOTS - 1)
+    slow.cache.storage[:] = 0
+    await slow.engine.submit_load([batch(slots, rows)], slow.engine.record_event()).completed()
+    np.testing.assert_array_equal(slow.cache.storage, ~before, f"seed {seed}")
+    assert slow.slab.pinned_slots == 1
+    Slow.permits.release(SLOTS)
+    slow.slab.wait_ready()
+    await slow.engine.submit_store([batch(slots, rows)]).completed()
+    assert slow.cuda.calls.count("cuMemcpyAsync") == 2 * 4 * (SLOTS - 1), "all are pinned now"
+
+
+async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: World) -> None:
+    first = slow.engine.submit_load([batch([5], [[0, 1]])])
+    second = slow.engine.submit_load([batch([0], [[2, 3]])])
+    both = asyncio.gather(first.completed(), second.completed())
+    await asyncio.wait_for(both, NEVER_S)
+    assert slow.slab.pinned_slots == 1
+
+
+async def test_closing_does_not_wait_for_the_pinning(slow: World) -> None:
+    ticket = slow.engine.submit_store([batch([5], [[0, 1]])])
+    await asyncio.wait_for(asyncio.to_thread(slow.engine.close), NEVER_S)
+    assert ticket.done()
+    await ticket.completed()
+    slow.slab.stop_preparing()
+    assert slow.slab.pinned_slots == 1
+    with pytest.raises(SlabError, match="closed while it was being prepared"):
+        slow.slab.wait_ready()
+    Slow.permits.release(SLOTS)
+    slow.slab.close()
+    assert Slow.permits.acquire(blocking=False), "pieces after the one under way were pinned"
+
+
+async def test_pieces_pinned_before_a_failure_stay_fast(cache: Cache) -> None:
+    """With the fallback: slots before the failed piece go by the batch, the others one by one."""
+    cuda = FakeCuda()
+    cuda.on_device(cache.storage)
+    cuda.make_current()
+    driver = Driver(cuda)
+    cuda.fail_nth["cuMemHostRegister_v2"] = 3, 2
+    slab = HostSlab(
+        cache.regions.chunk_bytes,
+        SLOTS,
+        pin=True,
+        pin_fallback=True,
+        registrar=CudaRegistrar(0, driver),
+        piece_bytes=1,
+        background=False,
     )
-    world.engine = CudaCopyEngine(
+    engine = CudaCopyEngine(
         [cache.regions],
-        world.slab,
-        path=CopyPath.BATCH,
+        slab,
         device=0,
-        driver=world.driver,
+        path=CopyPath.BATCH,
+        driver=driver,
         compute_stream=lambda: 0,
     )
-    ticket = world.engine.submit_store([batch([4], [[0, 1]])])
-    assert not ticket.done()
-    gate.set()
-    await ticket.completed()
-    assert "cuMemcpyBatchAsync" in world.cuda.calls
-    np.testing.assert_array_equal(world.slot(4), cache.chunk([0, 1]))
-    world.close()
+    await engine.submit_store([batch([0, 1], [[0, 1], [2, 3]])]).completed()
+    assert "cuMemcpyAsync" not in cuda.calls
+    await engine.submit_store([batch([1, 2], [[0, 1], [2, 3]])]).completed()
+    assert cuda.calls.count("cuMemcpyAsync") == 4
+    engine.close()
+    slab.close()
+    cuda.stop()
+    assert cuda.errors == []
+    assert cuda.retained == 0
 
 
 async def test_memory_that_is_not_pinned_is_copied_one_by_one(
@@ -327,6 +491,7 @@ async def test_memory_that_is_not_pinned_is_copied_one_by_one(
 
 async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: Cache) -> None:
     cuda = FakeCuda()
+    cuda.on_device(cache.storage)
     cuda.make_current()
     driver = Driver(cuda)
     cuda.fail["cuMemHostRegister_v2"] = 2
@@ -339,6 +504,8 @@ async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: C
         driver=driver,
         compute_stream=lambda: 0,
     )
+    with pytest.raises(SlabError):
+        slab.wait_ready()
     with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
         await engine.submit_store([batch([0], [[0, 1]])]).completed()
     engine.close()

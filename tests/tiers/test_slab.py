@@ -136,6 +136,7 @@ class RecordingRegistrar:
         self.calls = 0
         self.gate = threading.Semaphore(0)
         self.held = False
+        self.closed = 0
         self._fail_at = fail_at
 
     def register(self, address: int, nbytes: int) -> None:
@@ -150,12 +151,17 @@ class RecordingRegistrar:
     def unregister(self, address: int) -> None:
         del self.live[address]
 
+    def close(self) -> None:
+        assert not self.live
+        self.closed += 1
+
 
 @pytest.fixture
 def registrar() -> Iterator[RecordingRegistrar]:
     one = RecordingRegistrar()
     yield one
     assert not one.live, "memory was left pinned"
+    assert one.closed == 1
 
 
 def test_pieces_cover_the_slab_exactly_and_never_cut_a_slot(registrar: RecordingRegistrar) -> None:
@@ -186,10 +192,11 @@ def test_slots_become_ready_in_order_while_the_rest_is_being_pinned(
     slab.slot(3)[:] = 9  # usable by the CPU all the same
     registrar.gate.release()
     assert slab.wait_ready(1)
+    assert slab.pinned_slots == 1
     assert not slab.wait_ready(2, timeout_s=0)
     registrar.gate.release(3)
     assert slab.wait_ready()
-    assert slab.ready_slots == 4
+    assert slab.ready_slots == slab.pinned_slots == 4
     assert (slab.slot(3) == 9).all()
     slab.close()
 
@@ -215,6 +222,20 @@ def test_closing_while_pinning_ends_the_wait_and_unpins(registrar: RecordingRegi
     assert outcome == ["the slab was closed while it was being prepared"]
 
 
+def test_preparing_can_be_stopped_without_waiting(registrar: RecordingRegistrar) -> None:
+    registrar.held = True
+    slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
+    registrar.gate.release()
+    slab.wait_ready(1)
+    slab.stop_preparing()  # returns, though a registration is under way and held
+    with pytest.raises(SlabError, match="closed while it was being prepared"):
+        slab.wait_ready()
+    assert slab.wait_ready(1), "what is prepared stays usable"
+    registrar.gate.release(3)
+    slab.close()
+    assert registrar.calls == 2, "the piece under way, and no other"
+
+
 def test_a_failed_registration_is_an_error_with_the_numbers() -> None:
     registrar = RecordingRegistrar(fail_at=3)
     with pytest.raises(SlabError, match="8,192 of 16,384 bytes are pinned"):
@@ -234,6 +255,7 @@ def test_a_failed_registration_falls_back_if_asked(caplog: pytest.LogCaptureFixt
         background=False,
     )
     assert slab.ready_slots == 5
+    assert slab.pinned_slots == 2
     assert not slab.pinned
     assert registrar.calls == 3, "one failure is enough to know"
     assert caplog.text.count("Going on with pageable memory") == 1
