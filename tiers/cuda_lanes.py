@@ -126,8 +126,10 @@ class CudaLane:
         if self._closed:
             return
         self._closed = True
-        for thread, end in zip(self._threads, (self._jobs.put, self._flights.put), strict=False):
-            end(None)  # the first thread has ended before the second is told to
+        # The first thread has ended before the second is told to. Threads that never started
+        # leave nobody to tell.
+        for number, thread in enumerate(self._threads):
+            (self._flights if number else self._jobs).put(None)
             thread.join()
         with self._driver.within(self._context):
             self._driver.destroy_stream(self._stream)
