@@ -76,6 +76,8 @@ class CopyKernel:
     Ownership: any thread may launch; the pool is a deque, whose ``append`` and ``pop`` are atomic.
     """
 
+    list_copies = LIST_COPIES
+
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
         self._pool: deque[tuple[Any, Any]] = deque(self._allocate() for _ in range(PREPARED_LISTS))
@@ -87,8 +89,8 @@ class CopyKernel:
         """Submit all copies to ``stream``. Shapes ``[n]``. What the GPU reads for them is appended
         to ``kept``: hold it until they have run, also when this raises, since the first of several
         launches may be under way."""
-        for start in range(0, len(sizes), LIST_COPIES):
-            part = slice(start, start + LIST_COPIES)
+        for start in range(0, len(sizes), self.list_copies):
+            part = slice(start, start + self.list_copies)
             self._launch_one(to[part], source[part], sizes[part], stream, kept)
 
     def _launch_one(

@@ -104,8 +104,15 @@ class FakeCuda:
     def launch(self, kernel: Callable[[], None], stream: int = 0) -> None:
         """Run ``kernel`` on a stream, late."""
         with self._work:
+            self.calls.append("launch")
             self.streams[stream].submit(Operation(deque([kernel])))
             self._work.notify_all()
+
+    @staticmethod
+    def move_all(to: Any, source: Any, sizes: Any) -> None:
+        """What a kernel does with a list of copies."""
+        for target, start, nbytes in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, start, nbytes)
 
     def stop(self) -> None:
         """End the fake's thread; what is queued is lost."""

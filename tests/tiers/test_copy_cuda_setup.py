@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.fake_cuda import FakeCuda
-from tiers.cuda_copy import KERNEL_BELOW_BYTES, CopyPath, Means, choose_path
+from tiers.cuda_copy import KERNEL_BELOW_BYTES, CopyPath, Means, choose_path, gpu_node
 from tiers.cuda_driver import Driver, DriverError, load_driver
 from tiers.descriptors import CopyShape
 from tiers.pinning import CudaRegistrar, PinningError
@@ -62,6 +62,44 @@ def test_the_registrar_takes_the_context_of_the_caller() -> None:
     CudaRegistrar(None, Driver(cuda))
     assert cuda.retained == 0, "no context of another GPU was opened"
     cuda.stop()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """/sys of a machine with two nodes: ordinal 0 on node 1, ordinal 1 on a bus of no node."""
+    (tmp_path / "has_memory").write_text("0-1\n")
+    for bus, node in [("0000:65:00.0", "1\n"), ("0000:a3:00.0", "-1\n")]:
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "numa_node").write_text(node)
+    return tmp_path
+
+
+def test_the_slab_goes_to_the_node_of_its_gpu(machine: Path) -> None:
+    cuda = FakeCuda()
+    driver = Driver(cuda)
+    assert gpu_node(0, driver=driver, nodes=machine, devices=machine) == 1
+    assert gpu_node(1, driver=driver, nodes=machine, devices=machine) is None
+    with pytest.raises(DriverError, match="cuDeviceGet"):
+        driver.device(7)
+    assert gpu_node(7, driver=driver, nodes=machine, devices=machine) is None
+    (machine / "has_memory").write_text("0\n")
+    assert gpu_node(0, driver=driver, nodes=machine, devices=machine) is None
+    cuda.stop()
+    assert cuda.errors == []
+
+
+def test_a_registrar_lets_go_of_what_it_opened_and_of_nothing_else() -> None:
+    cuda = FakeCuda()
+    one = CudaRegistrar(1, Driver(cuda))
+    assert cuda.retained == 1
+    one.close()
+    one.close()
+    assert cuda.retained == 0
+    cuda.make_current()
+    CudaRegistrar(None, Driver(cuda)).close()
+    assert cuda.retained == 0
+    cuda.stop()
+    assert cuda.errors == []
 
 
 def test_without_a_driver_everything_says_so() -> None:
