@@ -83,6 +83,7 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     max_inflight_store: int = 0
     load_timeout_s: float = 10.0
     fence_timeout_s: float = 5.0
+    kv_layout: str = "vllm"
     require_salt: bool = False
 
 

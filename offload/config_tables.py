@@ -138,6 +138,15 @@ TOP_FIELDS = (
         "it the stores are abandoned.",
     ),
     Field(
+        "kv_layout",
+        choice("vllm", "block_contiguous"),
+        "vllm",
+        "How layers lie in the GPU's KV cache. `block_contiguous` asks vLLM to put all layers of a "
+        "block side by side, so that a block is one copy; vLLM then does not start where an "
+        "attention kernel needs blocks smaller than `--block-size`, and keeps its own layout, "
+        "with a warning, where a kernel cannot read this one.",
+    ),
+    Field(
         "require_salt",
         flag(),
         False,

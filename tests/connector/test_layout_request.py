@@ -1,0 +1,42 @@
+"""Which layout of the KV cache is asked of vLLM, and what vLLM's own rule makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+ALL = ["LBNHC", "LBHNC", "BLHNC"]
+
+
+def config(**extra: Any) -> Any:
+    """As much of a ``VllmConfig`` as the question needs."""
+    transfer = KVTransferConfig(
+        kv_connector="OffloadConnector",
+        kv_connector_module_path="offload.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu": {"capacity": "1GiB"}, **extra},
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer, cache_config=SimpleNamespace(kv_cache_layout=None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "supported", "resolved"),
+    [
+        ({}, ALL, "LBNHC"),  # nothing is asked for: vLLM's first choice
+        ({"kv_layout": "vllm"}, ALL, "LBNHC"),
+        ({"kv_layout": "block_contiguous"}, ALL, "BLHNC"),
+        # A backend that cannot read it: vLLM warns and takes its own; the server starts.
+        ({"kv_layout": "block_contiguous"}, ["LBHNC"], "LBHNC"),
+    ],
+)
+def test_vllm_resolves_what_we_ask_for(
+    extra: dict[str, Any], supported: list[str], resolved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    assert resolve_kv_cache_layout(config(**extra), [supported]).name == resolved
