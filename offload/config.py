@@ -83,6 +83,10 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     max_inflight_store: int = 0
     load_timeout_s: float = 10.0
     fence_timeout_s: float = 5.0
+    tier_timeout_s: float = 5.0
+    breaker_failures: int = 3
+    break_even: bool = True
+    max_load_gpu_share: float = 0.5
     kv_layout: str = "vllm"
     require_salt: bool = False
 

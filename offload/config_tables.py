@@ -138,6 +138,34 @@ TOP_FIELDS = (
         "it the stores are abandoned.",
     ),
     Field(
+        "max_load_gpu_share",
+        number(0.01, 1),
+        0.5,
+        "Share of the GPU's KV blocks that loads under way may hold; beyond it a hit counts as a "
+        "miss.",
+    ),
+    Field(
+        "tier_timeout_s",
+        number(0.01, 600, " s"),
+        5.0,
+        "Longest time for one operation of a lower tier; each such period that one is late counts "
+        "as a failure.",
+    ),
+    Field(
+        "breaker_failures",
+        count(1, 1000),
+        3,
+        "Failures in a row after which a lower tier is not asked any more, but for a probe after "
+        "5 s and then after waits that double up to a minute.",
+    ),
+    Field(
+        "break_even",
+        flag(),
+        True,
+        "Leave a lower tier out of lookups while loading from it is measured to be slower than "
+        "computing.",
+    ),
+    Field(
         "kv_layout",
         choice("vllm", "block_contiguous"),
         "vllm",

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from offload.gates import Gates, TierGate
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
@@ -49,6 +50,7 @@ class DemotionQueue:
         tier: int,
         index: TierIndex,
         *,
+        gate: TierGate | None = None,
         admissions: Sequence[AdmissionPolicy] = (),
         max_waiting: int = 1 << 30,
         max_flying: int = 128,
@@ -58,6 +60,7 @@ class DemotionQueue:
         self.skipped = 0
         self.closed = False
         self._index = index
+        self._gate = gate or Gates([index.name]).tiers[0]
         self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
         self._max_flying = max_flying
@@ -71,6 +74,9 @@ class DemotionQueue:
     def offer(self, keys: Sequence[bytes], cpu: TierIndex, groups: Mapping[int, _Group]) -> None:
         """Queue chunks that were just committed; pins them in the CPU tier."""
         if self.closed:
+            return
+        if not self._gate.writable:
+            self.skipped += len(keys)
             return
         for key in keys:
             if not self._index.is_absent(key) or not self._admits(key, groups):
@@ -91,9 +97,14 @@ class DemotionQueue:
     def due(
         self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
     ) -> list[DueDemotion]:
-        """Open as many demotions as the bound on flying chunks allows."""
+        """Open as many demotions as the bound on flying chunks allows: none while the tier's
+        breaker is open, and one to see whether it may close."""
+        if not self._gate.writable:
+            self.skipped += len(self._waiting)
+            self.clear(cpu)
+        max_flying = self._max_flying if self._gate.writes.closed else 1
         due = []
-        while self._waiting and self._flying < self._max_flying:
+        while self._waiting and self._flying < max_flying:
             job = self._next(cpu, ledger, groups)
             if job is not None:
                 due.append(job)

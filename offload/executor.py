@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from offload.load_task import LoadLane, LoadTask
-from offload.plans import JobResult, StepPlan, StepReport, StoreJob
+from offload.plans import JobResult, Observed, StepPlan, StepReport, StoreJob
 from offload.stats import WorkerStats
+from offload.tier_watch import TierWatch
 from offload.tier_writer import TierWriter
 from tiers.base import Tier
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
@@ -35,10 +37,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
     """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
-    that a fence may hold up a step (seconds), and the most chunks in one read."""
+    that a fence may hold up a step (seconds), after how long an operation of a lower tier is
+    late (seconds), the most chunks in one read, and the most reads of one tier at a time."""
 
     load_timeout_s: float = 10.0
     fence_timeout_s: float = 2.0
+    tier_timeout_s: float = 5.0
     read_batch: int = 16
     reads_in_flight: int = 4
 
@@ -88,10 +92,18 @@ class Executor:
         self._engine = engine
         self._groups = {group.group: group for group in groups}
         self._tiers = tuple(tiers)
+        self._seen: deque[tuple[int, Observed]] = deque()
+        watches = [
+            TierWatch(self.limits.tier_timeout_s, partial(self._see, tier))
+            for tier in range(len(self._tiers))
+        ]
         self._lane = LoadLane(
-            slab, engine, self._groups, self._tiers, staging, self.limits, self.stats
+            slab, engine, self._groups, self._tiers, watches, staging, self.limits, self.stats
         )
-        self._writers = [TierWriter(tier, slab, self._groups, self.stats) for tier in self._tiers]
+        self._writers = [
+            TierWriter(tier, watch, slab, self._groups, self.stats)
+            for tier, watch in zip(self._tiers, watches, strict=True)
+        ]
         self._results: deque[tuple[int, JobResult]] = deque()
         self._ended: deque[tuple[str, bool]] = deque()
         self._sources: dict[int, Future[None]] = {}
@@ -160,6 +172,8 @@ class Executor:
                 result = JobResult(failed=True)
             self._sources.pop(job, None)
             out.report.results[job] = result
+        while self._seen:
+            out.report.see(*self._seen.popleft())
         return out
 
     # -- the loop ----------------------------------------------------------------------------
@@ -272,7 +286,12 @@ class Executor:
             self._end_request(request, ok=False)
 
     def _end_request(self, request: str, *, ok: bool) -> None:
-        self._ended.append((request, ok))
+        if request:  # nobody waits for a probe
+            self._ended.append((request, ok))
+            self._on_result()
+
+    def _see(self, tier: int, seen: Observed) -> None:
+        self._seen.append((tier, seen))
         self._on_result()
 
     def _answer(self, job: int, result: JobResult) -> None:

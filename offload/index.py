@@ -7,6 +7,7 @@ because a disk tier may hold ten million of them; pins and the rarer states live
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -63,6 +64,10 @@ class TierIndex:
     def resident(self) -> Container[bytes]:
         """The keys that can be hit, for batched membership tests."""
         return self._resident
+
+    def some(self, count: int) -> tuple[bytes, ...]:
+        """Up to ``count`` resident keys, whichever."""
+        return tuple(itertools.islice(self._resident, count))
 
     @property
     def filling_count(self) -> int:

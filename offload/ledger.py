@@ -23,12 +23,14 @@ class JobKind(enum.Enum):
     STORE = "store"
     LOAD = "load"
     DEMOTE = "demote"
+    PROBE = "probe"
 
 
 @dataclass(slots=True)
 class Job:
     """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
-    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads. What a
+    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads, ``holds`` counts
+    those that a load fills. What a
     ``distrusted`` job fills is never committed, whatever the ranks answer."""
 
     job: int
@@ -39,6 +41,7 @@ class Job:
     blocks: tuple[int, ...] = ()
     request: str = ""
     chunks: int = 0
+    holds: int = 0
     tokens_by_tier: Mapping[int, int] | None = None
     result: JobResult | None = None
     distrusted: bool = False

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offload.chunks import GroupInfo, Wanted
+from offload.gates import TierGate
 from offload.index import TierIndex
+from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.stats import PlannerStats
+
+PROBE_CHUNKS = 64
 
 
 class LoadPlanner:
     """Plans loads over the CPU tier and the lower tiers.
 
     ``promoting`` are the chunks that some load is reading into the CPU tier, with its job;
-    ``loading`` counts the chunks of all open loads, at most ``max_chunks`` but for one load.
+    ``loading`` counts the chunks of all open loads and ``holding`` the GPU blocks that they fill,
+    at most ``max_chunks`` and ``max_blocks`` but for one load.
     """
 
     def __init__(
@@ -27,18 +32,22 @@ class LoadPlanner:
         groups: Mapping[int, GroupInfo],
         cpu: TierIndex,
         lower: Sequence[TierIndex],
+        gates: Sequence[TierGate],
         ledger: Ledger,
         stats: PlannerStats,
         max_chunks: int,
+        max_blocks: int,
     ) -> None:
         self.promoting: dict[bytes, int] = {}
-        self.loading = 0
+        self.loading = self.holding = 0
+        self._gates = tuple(gates)
         self._groups = groups
         self._cpu = cpu
         self._lower = tuple(lower)
         self._ledger = ledger
         self._stats = stats
         self._max_chunks = max_chunks
+        self._max_blocks = max_blocks
         self._planned: list[LoadJob] = []
 
     def __len__(self) -> int:
@@ -53,6 +62,7 @@ class LoadPlanner:
     def ended(self, job: Job) -> None:
         """A load has been answered by every rank."""
         self.loading -= job.chunks
+        self.holding -= job.holds
         for key in job.fills:
             self.promoting.pop(key, None)
 
@@ -76,20 +86,37 @@ class LoadPlanner:
             index.pin(keys)
             pins.append((tier, keys))
         tokens = self._tokens_by_tier(chunks, sources)
-        self._ledger.open(
-            Job(
-                job,
-                JobKind.LOAD,
-                fills=tuple(promoted),
-                pins=tuple(pins),
-                request=request,
-                chunks=len(chunks),
-                tokens_by_tier=tokens,
-            )
+        opened = Job(
+            job,
+            JobKind.LOAD,
+            fills=tuple(promoted),
+            pins=tuple(pins),
+            request=request,
+            chunks=len(chunks),
+            holds=sum(len(chunk.blocks) for chunk in chunks),
+            tokens_by_tier=tokens,
         )
+        self._ledger.open(opened)
         self._planned.append(LoadJob(job, request, items))
-        self.loading += len(chunks)
+        self.loading += opened.chunks
+        self.holding += opened.holds
         return tokens
+
+    def plan_probe(self, tier: int) -> int | None:
+        """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the
+        job, or ``None`` if the tier holds nothing."""
+        index = self._lower[tier]
+        keys = index.some(PROBE_CHUNKS)
+        if not keys:
+            return None
+        job = self._ledger.next_id()
+        index.pin(keys)
+        tokens = sum(self._groups[group_of(key)].chunk_tokens for key in keys)
+        pins = ((tier, keys),)
+        self._ledger.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier={tier: tokens}))
+        items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
+        self._planned.append(LoadJob(job, "", items))
+        return job
 
     def plan_failed(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
@@ -98,9 +125,12 @@ class LoadPlanner:
         nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
         self._planned.append(LoadJob(job, request, (nobody_has_it,)))
 
-    def can_load(self, chunks: int) -> bool:
-        """Whether the load budget has room. One load is always allowed, however large."""
-        if not self.loading or self.loading + chunks <= self._max_chunks:
+    def can_load(self, chunks: int, blocks: int) -> bool:
+        """Whether the budgets have room for a load of so many chunks into so many GPU blocks. One
+        load is always allowed, however large."""
+        if not self.loading or (
+            self.loading + chunks <= self._max_chunks and self.holding + blocks <= self._max_blocks
+        ):
             return True
         self._stats.load_refusals += 1
         return False
@@ -114,11 +144,15 @@ class LoadPlanner:
         return in_slab, below
 
     def _source(self, key: bytes) -> int:
-        """The highest lower tier that holds the key, or ``IN_SLAB`` if none does."""
-        for tier, index in enumerate(self._lower):
+        """The highest lower tier that holds the key, if possible one that may be read;
+        ``IN_SLAB`` if none does."""
+        found = IN_SLAB
+        for tier, (index, gate) in enumerate(zip(self._lower, self._gates, strict=True)):
             if key in index:
-                return tier
-        return IN_SLAB
+                if gate.readable:
+                    return tier
+                found = tier if found == IN_SLAB else found
+        return found
 
     def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
         free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]

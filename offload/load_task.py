@@ -14,6 +14,7 @@ import numpy as np
 
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.stats import WorkerStats
+from offload.tier_watch import TierWatch
 from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab import HostSlab
@@ -50,6 +51,7 @@ class LoadLane:
         engine: CopyEngine,
         groups: Mapping[int, GroupRegions],
         tiers: Sequence[Tier],
+        watches: Sequence[TierWatch],
         staging: Sequence[int],
         limits: _Limits,
         stats: WorkerStats,
@@ -58,10 +60,12 @@ class LoadLane:
         self.engine = engine
         self.groups = groups
         self.tiers = tiers
+        self.watches = watches
         self.stats = stats
         self.read_batch = limits.read_batch
         self.staged_batch = max(1, min(limits.read_batch, len(staging)))
-        self.reads = asyncio.Semaphore(limits.reads_in_flight)
+        # One per tier: a tier that hangs must not hold up the others.
+        self.reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
         self._staging: asyncio.Queue[int] = asyncio.Queue()
         self._staging_turn = asyncio.Lock()
         self.has_staging = bool(staging)
@@ -155,11 +159,13 @@ class LoadTask:
         finally:
             self._settle_fills()
             self._lane.ended(self)
-        self._lane.stats.load_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._lane.stats.load_seconds += seconds
         return JobResult(
             bad=frozenset(self._bad),
             lost=frozenset(self._lost),
             failed=self._failed or self._abandoned,
+            seconds=seconds,
         )
 
     def _sort(
@@ -203,7 +209,7 @@ class LoadTask:
             await self._lane.take_staging(len(items)) if staged else [item.slot for item in items]
         )
         try:
-            async with self._lane.reads:
+            async with self._lane.reads[tier]:
                 outcomes = await self._read_into(tier, items, slots)
             good = []
             for item, slot, outcome in zip(items, slots, outcomes, strict=True):
@@ -228,7 +234,8 @@ class LoadTask:
         views = [lane.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
         started = time.perf_counter()
         try:
-            outcomes = await lane.tiers[tier].read([item.key for item in items], views)
+            reading = lane.tiers[tier].read([item.key for item in items], views)
+            outcomes = await lane.watches[tier].read(reading)
         except TierError as error:
             logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
             return [ReadOutcome.BUSY] * len(items)
@@ -243,8 +250,8 @@ class LoadTask:
             self._lane.stats.corrupt_records += 1
 
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
-        """Copy slots into GPU blocks, unless the request has gone."""
-        if not items or self._abandoned:
+        """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""
+        if not items or not items[0].blocks or self._abandoned:
             return
         if slots is None:
             slots = [item.slot for item in items]

@@ -18,6 +18,7 @@ from offload.chunks import GroupInfo, Wanted
 from offload.config import OffloadConfig, check_capacity, parse_config, slot_counts
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
+from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.keys import group_of, group_suffix
 from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec, page_bytes
@@ -109,7 +110,9 @@ class OffloadManager:
             registration.groups,
             tiers,
             staging=range(staging),
-            limits=ExecutorLimits(settings.load_timeout_s, settings.fence_timeout_s),
+            limits=ExecutorLimits(
+                settings.load_timeout_s, settings.fence_timeout_s, settings.tier_timeout_s
+            ),
         )
         admission = settings.cpu.admission
         planner = Planner(
@@ -117,6 +120,10 @@ class OffloadManager:
             cpu,
             lower,
             max_store_chunks=slots,  # callers wait, which is bound enough
+            gates=Gates(
+                [index.name for index in lower],
+                GateLimits(settings.breaker_failures, break_even=False),  # callers decide
+            ),
             admission=None if admission.name == "all" else make_admission(admission.spec),
         )
         manager = cls(planner, executor, slab, registration)
@@ -135,8 +142,9 @@ class OffloadManager:
     def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
         """How many of ``keys``, from the first on without a gap, some tier can give now."""
         suffix = group_suffix(group)
+        present = self.planner.present
         for count, key in enumerate(keys):
-            if not self.planner.present(key + suffix):
+            if not present(key + suffix):
                 return count
         return len(keys)
 
@@ -244,8 +252,9 @@ class OffloadManager:
 
     def _pump(self) -> StepPlan:
         """Send what is planned to the executor."""
-        plan = self.planner.step()
         loop = asyncio.get_running_loop()
+        self.planner.tick(loop.time())
+        plan = self.planner.step()
         for job in [*(s.job for s in plan.stores), *(load.job for load in plan.loads)]:
             self._jobs[job] = loop.create_future()
         self._executor.post(plan)

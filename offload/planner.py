@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from offload.chunks import GroupInfo, Wanted
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
+from offload.gates import Gates
 from offload.index import TierIndex
 from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
@@ -37,6 +38,8 @@ class Planner:
         ranks: int = 1,
         max_store_chunks: int = 4096,
         max_load_chunks: int = 1 << 30,
+        max_load_blocks: int = 1 << 30,
+        gates: Gates | None = None,
         admission: AdmissionPolicy | None = None,
         demotions: Sequence[DemotionQueue] | None = None,
     ) -> None:
@@ -45,8 +48,17 @@ class Planner:
         self.stats = PlannerStats([index.name for index in self.lower])
         self._groups = groups
         self._ledger = Ledger(ranks)
+        self.gates = gates or Gates([index.name for index in self.lower])
+        self._now = 0.0
         self._loads = LoadPlanner(
-            groups, cpu, self.lower, self._ledger, self.stats, max_load_chunks
+            groups,
+            cpu,
+            self.lower,
+            self.gates.tiers,
+            self._ledger,
+            self.stats,
+            max_load_chunks,
+            max_load_blocks,
         )
         self._max_store_chunks = max_store_chunks
         self._admission = admission
@@ -58,27 +70,32 @@ class Planner:
         self._reset = False
         self._epochs: tuple[int, ...] = ()
         if demotions is None:
-            demotions = [DemotionQueue(tier, index) for tier, index in enumerate(self.lower)]
+            demotions = [
+                DemotionQueue(tier, index, gate=self.gates.tiers[tier])
+                for tier, index in enumerate(self.lower)
+            ]
         self._demotions = tuple(demotions)
-        self.present = self._make_present()
 
     # -- lookup ------------------------------------------------------------------------------
 
     @property
     def holders(self) -> tuple[Container[bytes], ...]:
-        """Where a chunk can be found, nearest first; a promotion under way counts."""
-        return (self.cpu.resident, *(index.resident for index in self.lower), self._loads.promoting)
+        """Where a chunk can be found now, nearest first. A promotion under way counts, unless it
+        may come from a tier that is not to be waited for."""
+        gates = self.gates.tiers
+        lower = [i.resident for i, gate in zip(self.lower, gates, strict=True) if gate.readable]
+        if len(lower) < len(self.lower):
+            return (self.cpu.resident, *lower)
+        return (self.cpu.resident, *lower, self._loads.promoting)
 
-    def _make_present(self) -> Callable[[bytes], bool]:
-        """``present(key)``: whether some tier can give this chunk now, or is about to."""
-        cpu, promoting = self.cpu.resident, self._loads.promoting
-        lower = [index.resident for index in self.lower]
-        if not lower:
-            return lambda key: key in cpu
-        if len(lower) == 1:
-            only = lower[0]
-            return lambda key: key in cpu or key in only or key in promoting
-        return lambda key: key in cpu or key in promoting or any(key in tier for tier in lower)
+    @property
+    def present(self) -> Callable[[bytes], bool]:
+        """``present(key)``: whether some tier can give this chunk now, or is about to. The answer
+        holds until the next ``tick`` or ``complete``."""
+        holders = self.holders
+        if len(holders) == 1:
+            return holders[0].__contains__
+        return lambda key: any(key in holder for holder in holders)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note one request's use of these keys (prefix order) in every tier."""
@@ -86,7 +103,7 @@ class Planner:
         for tier, index in enumerate(self.lower):
             index.touch(keys)
             held = [key for key in keys if key in index]
-            if held:
+            if held and self.gates.tiers[tier].writable:
                 self._touches.setdefault(tier, []).extend(held)
 
     # -- store -------------------------------------------------------------------------------
@@ -175,14 +192,26 @@ class Planner:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
         self._loads.plan_failed(request)
 
-    def can_load(self, chunks: int) -> bool:
-        """Whether the load budget has room. One load is always allowed, however large."""
-        return self._loads.can_load(chunks)
+    def can_load(self, chunks: int, blocks: int) -> bool:
+        """Whether the load budgets have room. One load is always allowed, however large."""
+        return self._loads.can_load(chunks, blocks)
 
     def _entry(self, chunk: Wanted) -> EntryInfo:
         return self._groups[chunk.group].entry(chunk.depth_tokens, 1, chunk.group)
 
     # -- a step ------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Say what time it is (monotonic seconds), at least once before each ``step``. Tiers that
+        are shut out may be due for a probe."""
+        self._now = now
+        for tier, gate in enumerate(self.gates.tiers):
+            if gate.tick(now):
+                gate.probe = self._loads.plan_probe(tier)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A request's prompt was computed: so many tokens in the time to its first token."""
+        self.gates.prefill.observe(tokens, seconds)
 
     @property
     def busy(self) -> bool:
@@ -191,7 +220,7 @@ class Planner:
             len(self._ledger)
             or self._stores
             or len(self._loads)
-            or self._deletes
+            or self._due_deletes()
             or self._reset
             or any(len(queue) for queue in self._demotions)
         )
@@ -208,7 +237,7 @@ class Planner:
             stores=tuple(self._stores),
             loads=self._loads.take(),
             demotes=tuple(demotes),
-            deletes={tier: tuple(keys) for tier, keys in self._deletes.items() if keys},
+            deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
             touches={tier: tuple(keys) for tier, keys in self._touches.items()},
             fence=tuple(sorted(self._fence)),
             reset=self._reset,
@@ -216,9 +245,13 @@ class Planner:
             idle=idle,
         )
         self._stores, self._fence = [], set()
-        self._deletes, self._touches = {}, {}
+        self._touches = {}
         self._reset, self._epochs = False, ()
         return plan
+
+    def _due_deletes(self) -> list[int]:
+        """Tiers with deletions to post; those of a tier that is not written to now wait."""
+        return [tier for tier in self._deletes if self.gates.tiers[tier].writable]
 
     def complete(self, report: StepReport) -> None:
         """Take in what workers have finished."""
@@ -226,7 +259,10 @@ class Planner:
             JobKind.STORE: self._stored,
             JobKind.LOAD: self._loaded,
             JobKind.DEMOTE: self._demoted,
+            JobKind.PROBE: self._probed,
         }
+        for tier, seen in report.tiers.items():
+            self.gates.tiers[tier].observe(seen, self._now)
         errors: list[Exception] = []
         for job_id, result in report.results.items():
             try:
@@ -257,7 +293,21 @@ class Planner:
             index.unpin(keys)
         result = _result(job)
         self.forget(result.lost)
-        self.stats.loaded(job.tokens_by_tier or {}, failed=result.failed or bool(result.bad))
+        failed = result.failed or bool(result.bad)
+        tokens = job.tokens_by_tier or {}
+        self.stats.loaded(tokens, failed=failed)
+        slowest = max(tokens, default=CPU)
+        if slowest != CPU and not failed:
+            self.gates.tiers[slowest].loaded(tokens[slowest], result.seconds, self._now)
+
+    def _probed(self, job: Job) -> None:
+        result = _result(job)
+        for tier, keys in job.pins:
+            self.lower[tier].unpin(keys)
+            tokens = (job.tokens_by_tier or {}).get(tier, 0)
+            good = not result.failed and not result.bad
+            self.gates.tiers[tier].probed(tokens, result.seconds, self._now, good=good)
+        self.forget(result.lost)
 
     def _demoted(self, job: Job) -> None:
         good, bad = self._verdict(job)
@@ -329,7 +379,8 @@ class Planner:
 
     def totals(self) -> dict[str, float]:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
-        return self.stats.totals() | {"late_answers": self._ledger.late_answers}
+        late = {"late_answers": float(self._ledger.late_answers)}
+        return self.stats.totals() | late | self.gates.totals()
 
     def check(self) -> None:
         """Verify the invariants of every part; raises ``InvariantError``."""

@@ -40,7 +40,9 @@ class LoadItem:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Restore chunks for one request. Good only if every item is."""
+    """Restore chunks for one request. Good only if every item is.
+
+    A probe is a load without a request, whose items name no blocks: it only reads."""
 
     job: int
     request: str
@@ -91,18 +93,40 @@ class StepPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """How operations of one lower tier went: those that did their work in time, and those that
+    failed or were late."""
+
+    reads_good: int = 0
+    reads_failed: int = 0
+    writes_good: int = 0
+    writes_failed: int = 0
+
+    def merge(self, other: Observed) -> Observed:
+        """The sum of two reports."""
+        return Observed(
+            self.reads_good + other.reads_good,
+            self.reads_failed + other.reads_failed,
+            self.writes_good + other.writes_good,
+            self.writes_failed + other.writes_failed,
+        )
+
+
 @dataclass(slots=True)
 class JobResult:
     """How one job ended on the ranks that have answered so far.
 
     ``bad`` are the keys that failed. For a load ``lost`` is the part of ``bad`` that its tier
-    does not hold intact any more (missing or corrupt): those keys are to be forgotten.
+    does not hold intact any more (missing or corrupt): those keys are to be forgotten, and
+    ``seconds`` is how long it took on the slowest rank.
     """
 
     ranks: int = 1
     bad: frozenset[bytes] = frozenset()
     lost: frozenset[bytes] = frozenset()
     failed: bool = False
+    seconds: float = 0.0
 
     def merge(self, other: JobResult) -> JobResult:
         """The sum of two ranks' answers."""
@@ -111,14 +135,27 @@ class JobResult:
             self.bad | other.bad,
             self.lost | other.lost,
             self.failed or other.failed,
+            max(self.seconds, other.seconds),
         )
 
 
 @dataclass(slots=True)
 class StepReport:
-    """The jobs that ended since the last report, by job id."""
+    """What happened since the last report: the jobs that ended, by job id, and how the lower
+    tiers were, by their number."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
+    tiers: dict[int, Observed] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self.results and not self.tiers
+
+    def see(self, tier: int, seen: Observed) -> None:
+        """Add what was seen of a tier."""
+        mine = self.tiers.get(tier)
+        self.tiers[tier] = mine.merge(seen) if mine else seen
 
     def merge(self, other: StepReport) -> StepReport:
         """The sum of two ranks' reports; used to aggregate over ranks."""
@@ -126,4 +163,7 @@ class StepReport:
         for job, result in other.results.items():
             mine = merged.get(job)
             merged[job] = mine.merge(result) if mine else result
-        return StepReport(merged)
+        report = StepReport(merged, dict(self.tiers))
+        for tier, seen in other.tiers.items():
+            report.see(tier, seen)
+        return report

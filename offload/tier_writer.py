@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from offload.load_task import io_bytes
 from offload.plans import DemoteJob, JobResult
 from offload.stats import WorkerStats
+from offload.tier_watch import TierWatch
 from tiers.base import Tier, TierError, WriteOutcome
 from tiers.copy import GroupRegions
 from tiers.slab import HostSlab
@@ -29,9 +30,15 @@ class TierWriter:
     """A FIFO of operations for one tier, run by one task."""
 
     def __init__(
-        self, tier: Tier, slab: HostSlab, groups: Mapping[int, GroupRegions], stats: WorkerStats
+        self,
+        tier: Tier,
+        watch: TierWatch,
+        slab: HostSlab,
+        groups: Mapping[int, GroupRegions],
+        stats: WorkerStats,
     ) -> None:
         self._tier = tier
+        self._watch = watch
         self._slab = slab
         self._groups = groups
         self._stats = stats
@@ -66,12 +73,12 @@ class TierWriter:
     def delete(self, keys: Sequence[bytes]) -> None:
         """Queue a deletion; a barrier for later writes."""
         if keys:
-            self._queue.put_nowait(lambda: self._tier.delete(keys))
+            self._queue.put_nowait(lambda: self._watch.change(self._tier.delete(keys)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queue a note of use."""
         if keys:
-            self._queue.put_nowait(lambda: self._tier.touch(keys))
+            self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(keys)))
 
     def reset(self, epoch: int) -> None:
         """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""
@@ -91,7 +98,7 @@ class TierWriter:
 
     async def _reset(self, epoch: int) -> None:
         await self._drain_writes()
-        await self._tier.reset(epoch)
+        await self._watch.change(self._tier.reset(epoch))
 
     async def _start_write(self, job: DemoteJob) -> None:
         await self._slots.acquire()
@@ -109,7 +116,7 @@ class TierWriter:
         started = time.perf_counter()
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
-            outcomes = await self._tier.write(job.keys, views)
+            outcomes = await self._watch.write(self._tier.write(job.keys, views))
             bad = frozenset(
                 key
                 for key, outcome in zip(job.keys, outcomes, strict=True)

@@ -21,6 +21,8 @@ class RequestTracker:
     """
 
     __slots__ = (
+        "computed_before",
+        "computing_since",
         "failures",
         "identity",
         "keys",
@@ -32,6 +34,7 @@ class RequestTracker:
         "request",
         "sources",
         "stale",
+        "timed",
     )
 
     def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
@@ -46,6 +49,9 @@ class RequestTracker:
         self.no_store = False
         self.stale = False
         self.sources: Mapping[int, int] = {}
+        self.computing_since: float | None = None
+        self.computed_before = 0
+        self.timed = False
 
     def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:
         """Make the keys of chunks that were completed since the last call."""

@@ -11,6 +11,7 @@ from offload.config_fields import PolicyConfig
 from offload.connector.messages import OffloadHandshake
 from offload.demotion import DemotionQueue
 from offload.errors import NamespaceError, TierUnavailableError
+from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.layout import ModelLayout
@@ -32,8 +33,10 @@ def make_planner(
     layout: ModelLayout,
     namespace: str,
     ranks: Sequence[OffloadHandshake],
+    num_blocks: int,
 ) -> Planner:
-    """The planner for workers that answered with these handshakes.
+    """The planner for workers that answered with these handshakes; the GPU cache has
+    ``num_blocks`` blocks.
 
     Raises ``NamespaceError`` if two ranks do not serve the same model, and
     ``TierUnavailableError`` if they did not come up with the same tiers.
@@ -51,10 +54,14 @@ def make_planner(
     slots = min(rank.slots for rank in ranks)
     cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), _policy("cpu", config.cpu.policy))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
+    gates = Gates(
+        [index.name for index in lower], GateLimits(config.breaker_failures, config.break_even)
+    )
     queues = [
         DemotionQueue(
             tier,
             index,
+            gate=gates.tiers[tier],
             admissions=_tier_admissions(config.tiers[tier], len(ranks)),
             max_waiting=max(1, slots * 3 // 4),
         )
@@ -69,6 +76,8 @@ def make_planner(
         max_store_chunks=max(1, config.max_inflight_store // slot_total),
         max_load_chunks=max(1, config.max_inflight_load // slot_total),
         admission=_admission(config.cpu.admission),
+        max_load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
+        gates=gates,
         demotions=queues,
     )
     for tier in range(len(lower)):

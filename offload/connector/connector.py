@@ -168,7 +168,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return None
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
         counters = self._worker.counters()
-        if drained.report.results or counters:
+        if not drained.report.empty or counters:
             self._drained_meta = OffloadWorkerMetadata(drained.report, counters)
         return KVConnectorTransferResults(
             finished_recving=drained.finished, failed_recving=drained.failed
@@ -188,7 +188,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             assert all(isinstance(meta, OffloadHandshake) for meta in ranks)
             config, layout = self._setup.config, self._setup.layout
             namespace = self._setup.namespace.name
-            self._scheduler.attach(make_planner(config, layout, namespace, ranks))
+            num_blocks = self._setup.kv_cache_config.num_blocks
+            self._scheduler.attach(make_planner(config, layout, namespace, ranks, num_blocks))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

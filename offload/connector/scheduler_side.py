@@ -7,6 +7,7 @@ workers have said what they have (``attach``) everything is a miss.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload.chunks import Wanted
 from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
-from offload.coordinator import Coordinator, PresentBatch, present_in
+from offload.coordinator import Coordinator, present_in
 from offload.layout import STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
 from offload.planner import Planner
@@ -54,13 +55,11 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
         self._unseen: set[str] = set()
-        self._present: PresentBatch = present_in(frozenset())
         self._moved_at = time.monotonic()
 
     def attach(self, planner: Planner) -> None:
         """The workers are ready: start to plan."""
         self.planner = planner
-        self._present = present_in(*planner.holders)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -92,11 +91,15 @@ class SchedulerSide:
         tracker.lookup_start = computed_tokens
         # The last token is always computed, so that there is something to sample from.
         limit = request.num_tokens - 1
-        hit = self._coordinator.longest_hit(tracker.keys, self._present, computed_tokens, limit)
+        present = present_in(*self.planner.holders)
+        hit = self._coordinator.longest_hit(tracker.keys, present, computed_tokens, limit)
         if hit <= computed_tokens:
             return 0
         ranges = self._coordinator.load_ranges(computed_tokens, hit)
-        if not self.planner.can_load(sum(len(chunks) for chunks in ranges)):
+        chunks = [len(part) for part in ranges]
+        sizes = [group.chunk_blocks for group in self.layout.groups]
+        blocks = sum(map(operator.mul, chunks, sizes))
+        if not self.planner.can_load(sum(chunks), blocks):
             return 0
         return hit - computed_tokens
 
@@ -198,6 +201,8 @@ class SchedulerSide:
 
     def _prepare(self, output: SchedulerOutput) -> None:
         assert self.planner is not None
+        now = time.monotonic()
+        self.planner.tick(now)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._trackers:
                 self._trackers[request_id].restart()
@@ -205,7 +210,23 @@ class SchedulerSide:
         self.planner.fence(self._tables.rewritten(output))
         self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._time_prefill(request_id, now)
             self._store_scheduled(output, request_id, scheduled)
+
+    def _time_prefill(self, request_id: str, now: float) -> None:
+        """Measure how fast prompts are computed: from the step that first computes to the first
+        that finds an output token."""
+        tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
+        if tracker is None or request is None or self.planner is None or tracker.timed:
+            return
+        if request.num_output_tokens:
+            tracker.timed = True
+            if tracker.computing_since is not None:
+                tokens = request.num_prompt_tokens - tracker.computed_before
+                self.planner.computed(tokens, now - tracker.computing_since)
+        elif tracker.computing_since is None:
+            tracker.computing_since = now
+            tracker.computed_before = request.num_computed_tokens
 
     def _store_scheduled(self, output: SchedulerOutput, request_id: str, scheduled: int) -> None:
         tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
@@ -307,8 +328,9 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 tracker.failures += 1
-        if report is not None and report.results:
-            self._moved_at = time.monotonic()
+        if report is not None and not report.empty:
+            if report.results:
+                self._moved_at = time.monotonic()
             self.planner.complete(report)
 
     def _touch(self, tracker: RequestTracker, tokens: int) -> None:

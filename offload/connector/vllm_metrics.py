@@ -59,6 +59,11 @@ METRICS: dict[str, Metric] = {
     "corrupt_records": Metric("Records of lower tiers that failed verification."),
     "write_failures": Metric("Records that a lower tier did not take."),
     "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
+    "breaker_openings": Metric("Times that a lower tier was shut out for failures.", "tier"),
+    "breaker_state": Metric(
+        "0: asked as usual, 1: being tried again, 2: shut out.", "tier", counter=False
+    ),
+    "break_even": Metric("1 while loading from a tier pays, else 0.", "tier", counter=False),
     "late_answers": Metric("Answers to jobs that had ended already."),
     "resets": Metric("Resets of all tiers."),
     "hook_faults": Metric("Exceptions contained in a vLLM hook.", "hook"),
@@ -135,6 +140,10 @@ class StatsCollector:
         for name, (chunks, used, capacity) in self._scheduler.tier_usage().items():
             gauges[f"resident_chunks:{name}"] = chunks
             gauges[f"used_ratio:{name}"] = used / capacity if capacity else 0.0
+        for gate in self._scheduler.planner.gates.tiers if self._scheduler.planner else ():
+            worst = max(gate.reads.state.value, gate.writes.state.value)
+            gauges[f"breaker_state:{gate.name}"] = worst
+            gauges[f"break_even:{gate.name}"] = int(gate.pace.pays)
         return gauges
 
 

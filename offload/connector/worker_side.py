@@ -70,7 +70,11 @@ class WorkerSide:
         tiers = [make_tier(spec, smallest) for spec in specs]
         self._loop = OffloadLoop()
         staging = range(counts.staging)  # the first slots: they are pinned first
-        limits = ExecutorLimits(self._config.load_timeout_s, self._config.fence_timeout_s)
+        limits = ExecutorLimits(
+            self._config.load_timeout_s,
+            self._config.fence_timeout_s,
+            self._config.tier_timeout_s,
+        )
         states = self._loop.call(
             self._open(engine, groups, tiers, specs, staging, limits), OPEN_TIMEOUT_S
         )

@@ -1,0 +1,85 @@
+"""Is loading faster than computing? Measured rates, and a decision with hysteresis.
+
+Rates are tokens per second as a request sees them: computed tokens over the time to its first
+token, loaded tokens over the time of its load. Both contain what other requests do at the same
+time. Pure: seconds come from outside.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+TOKENS_MIN = 256
+"""Shorter computations and loads say more about fixed costs than about rates."""
+SAMPLES_MIN = 3
+SAMPLES_KEPT = 8
+STOP_BELOW = 0.9
+RESUME_ABOVE = 1.1
+RETRY_S = 5.0
+RETRY_MAX_S = 60.0
+
+
+class Rate:
+    """Median of the last few rates, in tokens per second; ``None`` while too little is known."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=SAMPLES_KEPT)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """One measured piece of work; short ones do not count."""
+        if tokens >= TOKENS_MIN and seconds > 0:
+            self._samples.append(tokens / seconds)
+
+    def value(self) -> float | None:
+        """The rate, once enough was measured."""
+        if len(self._samples) < SAMPLES_MIN:
+            return None
+        return statistics.median(self._samples)
+
+    def clear(self) -> None:
+        """Forget: what was measured does not hold any more."""
+        self._samples.clear()
+
+
+class BreakEven:
+    """Whether one tier gives tokens faster than they are computed.
+
+    It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
+    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double.
+    """
+
+    def __init__(self, prefill: Rate, *, enabled: bool = True) -> None:
+        self.pays = True
+        self.rate = Rate()
+        self._prefill = prefill
+        self._enabled = enabled
+        self._wait_s = RETRY_S
+        self._retry_at = 0.0
+
+    def observe_load(self, tokens: int, seconds: float, now: float) -> None:
+        """A load that came from this tier has ended well."""
+        self.rate.observe(tokens, seconds)
+        prefill, mine = self._prefill.value(), self.rate.value()
+        if not self._enabled or not self.pays or prefill is None or mine is None:
+            return
+        if mine < STOP_BELOW * prefill:
+            self.pays = False
+            self._retry_at = now + self._wait_s
+
+    def observe_probe(self, tokens: int, seconds: float, now: float) -> None:
+        """A probe has ended; it alone decides whether loads are worth trying again."""
+        if self.pays:
+            return
+        prefill = self._prefill.value()
+        if prefill is None or tokens / max(seconds, 1e-9) > RESUME_ABOVE * prefill:
+            self.pays = True
+            self.rate.clear()
+            self._wait_s = RETRY_S
+        else:
+            self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)
+            self._retry_at = now + self._wait_s
+
+    def probe_due(self, now: float) -> bool:
+        """Whether it should be measured again."""
+        return not self.pays and now >= self._retry_at
