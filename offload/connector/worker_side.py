@@ -7,6 +7,7 @@ of its own (`offload.loop`) and is reached by ``post`` and answered by ``drain``
 from __future__ import annotations
 
 import logging
+from contextlib import AsyncExitStack, ExitStack
 
 from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.connector.messages import OffloadHandshake, TierState
@@ -55,8 +56,16 @@ class WorkerSide:
         """Take over the registered KV caches: slab, engine, tiers, loop.
 
         Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory
-        cannot be had, and ``TierUnavailableError`` for a tier that does not open.
+        cannot be had, and ``TierUnavailableError`` for a tier that does not open. Whatever was
+        set up by then is let go again.
         """
+        with ExitStack() as undo:
+            self._register(registration, device, specs, undo)
+            undo.pop_all()
+
+    def _register(
+        self, registration: Registration, device: str, specs: list[TierSpec], undo: ExitStack
+    ) -> None:
         self._keep_alive = registration.tensors
         groups = registration.groups
         slot_bytes = max(io_bytes(group) for group in groups)
@@ -65,10 +74,13 @@ class WorkerSide:
             raise ConfigError(problems)
         counts = slot_counts(self._config, slot_bytes, self._shares)
         self._slab = self._make_slab(slot_bytes, counts.slots + counts.staging, device)
+        undo.callback(self._slab.close)
         engine = _make_engine(groups, self._slab, registration.num_blocks, device)
+        undo.callback(engine.close)
         smallest = min(io_bytes(group) for group in groups)
         tiers = [make_tier(spec, smallest) for spec in specs]
         self._loop = OffloadLoop()
+        undo.callback(self._stop_loop)
         staging = range(counts.staging)  # the first slots: they are pinned first
         limits = ExecutorLimits(
             self._config.load_timeout_s,
@@ -92,15 +104,18 @@ class WorkerSide:
     def _make_slab(self, slot_bytes: int, slots: int, device: str) -> HostSlab:
         pin = device == "cuda" and self._config.cpu.pin != "off"
         try:
-            slab = HostSlab(
-                slot_bytes,
-                slots,
-                pin=pin,
-                pin_fallback=self._config.cpu.pin == "prefer",
-                numa_node=_gpu_node() if pin else None,
-            )
-            if pin:
-                slab.wait_ready(1)  # a memlock limit shows at the first piece
+            with ExitStack() as undo:
+                slab = HostSlab(
+                    slot_bytes,
+                    slots,
+                    pin=pin,
+                    pin_fallback=self._config.cpu.pin == "prefer",
+                    numa_node=_gpu_node() if pin else None,
+                )
+                undo.callback(slab.close)
+                if pin:
+                    slab.wait_ready(1)  # a memlock limit shows at the first piece
+                undo.pop_all()
             return slab
         except Exception as error:  # whatever it was, there is no CPU tier
             raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
@@ -116,11 +131,19 @@ class WorkerSide:
     ) -> list[TierState]:
         assert self._slab is not None
         states = []
-        for tier, spec in zip(tiers, specs, strict=True):
-            states.append(await _open_tier(tier, spec, groups))
+        async with AsyncExitStack() as undo:
+            for tier, spec in zip(tiers, specs, strict=True):
+                undo.push_async_callback(tier.aclose)
+                states.append(await _open_tier(tier, spec, groups))
+            undo.pop_all()
         self._executor = Executor(self._slab, engine, groups, tiers, staging=staging, limits=limits)
         self._executor.start()
         return states
+
+    def _stop_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.stop(0.5)
 
     def handshake(self) -> OffloadHandshake | None:
         """What the scheduler side needs; ``None`` before ``register``."""
@@ -132,6 +155,8 @@ class WorkerSide:
         self._executor = self._loop = self._slab = None
         if loop is None:
             return
+        if slab is not None:
+            slab.stop_preparing()  # pinning ends while what flies comes down
         closed = executor is None
         if executor is not None:
             try:
