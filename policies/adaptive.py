@@ -22,7 +22,7 @@ from typing import Any
 from policies import hints as names
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.density import Kind, ReuseTable, age_bin
-from policies.shadow import AgeQueue, ShadowCache, SpanQueues
+from policies.shadow import Shadows, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
 _LEAD_LEAST = 0.03
@@ -31,9 +31,11 @@ ahead to be in charge."""
 _DEAD = 0.2
 """Spans worth less than this share of the average are dead."""
 _RESCORE_BLOCKS = 512
+_RESCORES = 4
+"""Scores are computed afresh so often while as many keys as the tier has are touched, but not
+more often than every ``_RESCORE_BLOCKS``."""
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 6
-_FRESH = ("fresh",)
 _LABELS = (
     (names.SESSION_END, "end"),
     (names.ONE_SHOT, "once"),
@@ -62,41 +64,36 @@ class AdaptivePolicy(EvictionPolicy):
     def _start_over(self) -> None:
         self._tree = SpanTree()
         self._table = ReuseTable(self._prior)
-        self._queues = SpanQueues(self._worth)
+        self._queues: SpanQueues | None = None  # only while the density order is in charge
         self._by_time: OrderedDict[Span, None] = OrderedDict()
-        self._density_queue = SpanQueues(self._worth)
-        self._ages = AgeQueue()
-        self._shadows = (ShadowCache(0, self._ages), ShadowCache(1, self._density_queue))
+        self._shadows = Shadows(self._worth)
+        self._stale = False  # whether the scores of ``_queues`` are old
+        self._span_of = self._tree.span_of
+        self._hanging = self._tree.hanging
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
         self._score_at = 0
         self._learn_at = self._every
         self._requests = 0
-        self._lead = 0.0  # hits of density order minus those of LRU, lately
-        self._lru_hits = 0.0
-        self._touched = 0.0
-        self._fresh: Span | None = None
+        self._touched = 0.0  # keys, fading like the counts of the shadows
+        self._fresh = _fresh_span(0)  # keys that were inserted before their request touches them
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
     @property
     def order(self) -> str:
         """The order in charge: ``lru`` or ``density``."""
-        stake = min(self._lru_hits, self._touched - self._lru_hits)
-        ahead = self._lead > _LEAD_LEAST * max(0.0, stake)
-        return "density" if ahead and self._table.learned else "lru"
+        return "lru" if self._queues is None else "density"
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(key)
         fresh = self._fresh
-        if fresh is None:
-            fresh = self._begin()
         if info.hints:
             fresh.label = _label(info.hints)
         fresh.keys.append(key)
         fresh.live += 1
-        self._tree.span_of[key] = fresh
+        self._span_of[key] = fresh
 
     def touch(self, keys: Sequence[Key]) -> None:
         members, taken = self._tree.take(keys)
@@ -105,14 +102,19 @@ class AdaptivePolicy(EvictionPolicy):
             return
         self._requests += 1
         self._now += len(members)
-        hits = [0, 0]
-        for part in taken:
-            self._leave(part, hits)
-        self._lead = self._lead * self._memory + hits[1] - hits[0]
-        self._lru_hits = self._lru_hits * self._memory + hits[0]
+        shadows = self._shadows
+        shadows.lead *= self._memory
+        shadows.hits *= self._memory
         self._touched = self._touched * self._memory + len(members)
-        self._enter(members, taken)
-        self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
+        start = 0
+        if _keeps_head(taken):
+            start = taken[0][2]
+            self._renew(taken.pop(0))
+        for part in taken:
+            self._leave(part)
+        self._enter(members, taken, start)
+        if self._returned:
+            self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests >= self._learn_at:
             self._relearn()
         if self._now >= self._score_at:
@@ -133,8 +135,7 @@ class AdaptivePolicy(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: dict[Key, None] = {}
         drain = self._tree.drain
-        for shadow in self._shadows:
-            shadow.capacity = max(shadow.capacity, len(self))
+        self._shadows.capacity = max(self._shadows.capacity, len(self))
         if self._current is not None and self._current.live:
             drain(self._current, count, evictable, found)
         if len(found) < count:
@@ -143,22 +144,23 @@ class AdaptivePolicy(EvictionPolicy):
                 if len(found) >= count:
                     self._current = span
                     break
+            else:
+                drain(self._fresh, count, evictable, found)
         if len(found) < count:  # only by breaking prefixes, if at all
             rest = (k for k in self._tree.span_of if k not in found and evictable(k))
             found.update(dict.fromkeys(islice(rest, count - len(found))))
         return list(found)
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
-        tree = self._tree
-        span = tree.span_of.pop(key, None)
+        span = self._span_of.pop(key, None)
         if span is None:
             return
         span.live -= 1
-        if key in tree.hanging:
-            tree.orphan(key)
+        if key in self._hanging:
+            self._tree.orphan(key)
         if span.live:
             return
-        tree.unhang(span)
+        self._tree.unhang(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
             span.keys = []
@@ -172,46 +174,66 @@ class AdaptivePolicy(EvictionPolicy):
 
     # -- a touch -------------------------------------------------------------------------------
 
-    def _leave(self, part: Taken, hits: list[int]) -> None:
+    def _leave(self, part: Taken) -> None:
         """A request took keys from a span: learn from it, and book the shadows' hits."""
-        span = part.span
+        span, count, _, rest = part
         if span.fresh:
-            if not part.rest:
+            if rest:
+                self._settle(span)
+            else:
                 self._drop(span)
             return
-        for shadow, number in zip(self._shadows, (0, 1), strict=True):
-            hits[number] += shadow.use(span, part.count if part.rest else part.count + span.size)
-        if not part.rest:
-            self._table.record(span.kind, self._now - span.time, part.count, reused=True)
+        self._shadows.use(span, count if rest else count + span.size)
+        if not rest:
+            self._table.record(span.kind, self._now - span.time, count, reused=True)
             self._drop(span)
 
     def _recall(self, key: Key) -> None:
         """A request brings back the head of a span that was evicted."""
         span = self._returned[key] = self._ghosts.pop(key)
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
-        gained = [shadow.use(span, span.size) for shadow in self._shadows]
-        self._lead += gained[1] - gained[0]
-        self._lru_hits += gained[0]
+        self._shadows.use(span, span.size)
 
-    def _enter(self, members: Sequence[Key], taken: Sequence[Taken]) -> None:
-        """Make the touched keys one span, or two where others share the head."""
-        self._fresh = None
-        split, uses, label = 0, 0, ""
+    def _renew(self, part: Taken) -> None:
+        """A request used all of a shared span, which stays a span."""
+        span, count, _, _ = part
+        table, shadows = self._table, self._shadows
+        table.record(span.kind, self._now - span.time, count, reused=True)
+        self._drop(span)
+        evicted = span.size
+        span.live = span.size = count
+        span.time = self._now
+        span.turn += 1
+        span.kind = _shared_kind(table, span)
+        sort = table.known(span.kind)
+        if evicted or sort != span.sort or not shadows.renew(span):
+            shadows.use(span, count + evicted)
+            span.sort = sort
+            shadows.add(span)
+        self._line_up(span)
+
+    def _enter(self, members: Sequence[Key], taken: Sequence[Taken], start: int) -> None:
+        """Make the touched keys from ``start`` on one span, or two where others share the
+        head."""
+        if self._fresh.keys:
+            if self._fresh.live:  # keys of other requests
+                self._settle(self._fresh)
+            self._fresh = _fresh_span(self._now)
+        split, uses, label = start, 0, ""
         before: Span | None = None
-        for part in taken:
-            span = part.span
+        for span, _, end, rest in taken:
             if span.fresh:
                 label = label or span.label
-            elif part.rest or span.shared:
-                split, before = part.end, None
+            elif rest or span.shared:
+                split, before = end, None
                 uses = max(uses, span.turn if span.shared else 1)
             else:
                 before = span
-        if split:
+        if split > start:
             head = Span(self._now, list(reversed(members[:split])))
             head.shared = True
             head.turn = uses + 1
-            head.kind = ("shared", min(6, head.turn.bit_length()))
+            head.kind = _shared_kind(self._table, head)
             self._tree.enter(head)
             self._queue(head)
         if split < len(members):
@@ -221,7 +243,7 @@ class AdaptivePolicy(EvictionPolicy):
             tail.turn = before.turn + 1 if before else 1
             tail.gap = self._now - before.time if before else 0
             tail.label = label
-            tail.kind = _kind(tail)
+            tail.kind = self._table.row(_kind(tail))
             self._queue(tail)
 
     def _waits(self, key: Key) -> bool:
@@ -237,55 +259,59 @@ class AdaptivePolicy(EvictionPolicy):
                 return span
         return None
 
-    def _begin(self) -> Span:
-        """A span for keys that are inserted before their request touches them."""
-        fresh = self._fresh = Span(self._now, [])
-        fresh.fresh = True
-        fresh.sort = _FRESH
-        self._queues.add(fresh)
-        self._by_time[fresh] = None
-        return fresh
+    def _settle(self, span: Span) -> None:
+        """Let go of keys that no request touched so far: others touched theirs."""
+        if span not in self._by_time:
+            self._line_up(span)
 
     def _queue(self, span: Span) -> None:
         span.sort = self._table.known(span.kind)
-        self._queues.add(span)
+        self._line_up(span)
+        self._shadows.add(span)
+
+    def _line_up(self, span: Span) -> None:
         self._by_time[span] = None
-        for shadow in self._shadows:
-            shadow.add(span)
+        if self._queues is not None:
+            self._queues.add(span)
 
     def _drop(self, span: Span) -> None:
         """A span has no members any more."""
-        self._queues.discard(span)
+        if self._queues is not None:
+            self._queues.discard(span)
         self._by_time.pop(span, None)
-        if span is self._fresh:
-            self._fresh = None
         if span is self._current:
             self._current = None
 
     def _relabel(self, span: Span, label: str) -> None:
-        def change(span: Span) -> None:
-            self._queues.discard(span)
-            span.label = label
-            span.kind = _kind(span)
-            span.sort = self._table.known(span.kind)
-            self._queues.add(span)
-
-        self._shadows[1].changed(span, change)
+        scores, queues = self._shadows.scores, self._queues
+        scores.discard(span)
+        if queues is not None:
+            queues.discard(span)
+        span.label = label
+        span.kind = self._table.row(_kind(span))
+        span.sort = self._table.known(span.kind)
+        if queues is not None:
+            queues.add(span)
+        if span.by_score:
+            scores.add(span)
         self._current = None
         if self._is_dead(span):
             self._by_time.move_to_end(span, last=False)
-            self._ages.expel(span)
+            self._shadows.expel(span)
 
     def _is_dead(self, span: Span) -> bool:
         """Whether spans of this kind turned out to be worth next to nothing."""
         table = self._table
-        return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth((), 0)
+        return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth(0, 0)
 
     # -- order ---------------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[Span]:
-        if self.order == "lru":
+        if self._queues is None:
             return iter(self._by_time)
+        if self._stale:
+            self._stale = False
+            self._queues.refresh()
         return self._queues.in_order()
 
     def _worth(self, span: Span) -> float:
@@ -293,28 +319,56 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _rescore(self) -> None:
         """Scores change as time goes on."""
-        self._score_at = self._now + _RESCORE_BLOCKS
-        self._queues.refresh()
-        self._density_queue.refresh()
+        self._score_at = self._now + max(_RESCORE_BLOCKS, len(self) // _RESCORES)
+        self._stale = True
+        self._shadows.scores.refresh()
+        shadows = self._shadows
+        stake = min(shadows.hits, self._touched - shadows.hits)
+        if shadows.lead <= _LEAD_LEAST * max(0.0, stake) or not self._table.learned:
+            self._queues = None
+        elif self._queues is None:
+            self._queues = SpanQueues(self._worth)
+            for span in self._by_time:
+                self._queues.add(span)
 
     def _relearn(self) -> None:
-        self._learn_at = self._requests + max(
-            self._every, min(4 * self._every, self._requests // 4)
-        )
         limit = max(_GHOSTS_LEAST, _GHOSTS_PER_SPAN * len(self._by_time))
+        now = self._now
         while len(self._ghosts) > limit:
             _, ghost = self._ghosts.popitem(last=False)
-            self._table.record(ghost.kind, self._now - ghost.time, ghost.size, reused=False)
-            for shadow in self._shadows:
-                shadow.use(ghost, ghost.size)
-        self._learn_at = self._requests + max(self._every, len(self._ghosts) // 8)
-        now = self._now
+            self._table.record(ghost.kind, now - ghost.time, ghost.size, reused=False)
+            self._shadows.forget(ghost, ghost.by_age, ghost.by_score)
         self._table.relearn(
-            (span.kind, now - span.time, span.size)
+            (span.kind, now - span.time, span.size, False)
             for span in chain(self._by_time, self._ghosts.values())
             if not span.fresh
         )
+        self._learn_at = self._requests + max(
+            self._every, min(4 * self._every, self._requests // 2), len(self._ghosts) // 8
+        )
         self._rescore()
+
+
+def _fresh_span(time: int) -> Span:
+    span = Span(time, [])
+    span.fresh = True
+    return span
+
+
+def _keeps_head(taken: Sequence[Taken]) -> bool:
+    """Whether a request shares all of one shared span, and no more."""
+    span, _, _, rest = taken[0]
+    if rest or not span.shared:
+        return False
+    for i in range(1, len(taken)):
+        span, _, _, rest = taken[i]
+        if span.shared or (rest and not span.fresh):
+            return False
+    return True
+
+
+def _shared_kind(table: ReuseTable, span: Span) -> int:
+    return table.row(("shared", min(6, span.turn.bit_length())))
 
 
 def _label(hints: Mapping[str, Any]) -> str:

@@ -39,56 +39,53 @@ def age_bin(age: float) -> int:
 
 class ReuseTable:
     """Life tables per kind. ``prior`` is how many observations of its own a kind needs to count
-    as much as its prefix; ``decay`` is what a relearning leaves of the past."""
+    as much as its prefix; ``half_life`` is after how many observations an old one counts half.
 
-    def __init__(self, prior: float = 10.0, decay: float = 0.95) -> None:
+    Callers name kinds by their rows (``row``), which stay the same.
+    """
+
+    def __init__(self, prior: float = 10.0, half_life: float = 6000.0) -> None:
         self._prior = prior
-        self._decay = decay
+        self._half_life = half_life
         self._rows: dict[Kind, int] = {}
         self._above: list[int] = []  # the row of a kind's prefix
         self._length: list[int] = []
-        self._ended = np.zeros((16, _BINS))
-        self._reused = np.zeros((16, _BINS))
-        self._row((), 0)
+        self._known: list[int] = []
+        self._curves: list[list[float]] = []  # those of the known rows
+        self._new: list[tuple[int, float, float, bool]] = []
+        self._ended = np.zeros((1, _BINS))
+        self._reused = np.zeros((1, _BINS))
         self._weight = 0.0
         self._count = 0.0
-        self._worth: dict[Kind, list[float]] = {}
+        self.learned = False  # whether there was anything to learn from yet
+        self._add_row((), 0)
 
-    def record(self, kind: Kind, age: float, weight: float, reused: bool) -> None:
+    def row(self, kind: Kind) -> int:
+        """The row of a kind; a prefix always has a smaller number than its extensions."""
+        row = self._rows.get(kind)
+        return row if row is not None else self._add_row(kind, self.row(kind[:-1]))
+
+    def record(self, row: int, age: float, weight: float, reused: bool) -> None:
         """A span's story ends: by a reuse, or because it is observed no longer."""
-        row, place = self._row_of(kind), age_bin(age)
-        self._ended[row, place] += weight
-        if reused:
-            self._reused[row, place] += weight
-        self._weight += weight
-        self._count += 1
+        self._new.append((row, age, weight, reused))
 
-    def known(self, kind: Kind) -> Kind:
-        """The longest prefix of a kind that has a curve of its own."""
-        while kind and kind not in self._worth:
-            kind = kind[:-1]
-        return kind
+    def known(self, row: int) -> int:
+        """The row of the longest prefix of this kind that has a curve of its own."""
+        return self._known[row]
 
-    def worth(self, kind: Kind, age: float) -> float:
+    def worth(self, row: int, age: float) -> float:
         """The index of a span; 0 before anything was learned."""
-        curve = self._worth.get(kind) or self._worth.get(self.known(kind))
-        return curve[bisect_right(_STARTS, age) - 1] if curve else 0.0
+        return self._curves[row][bisect_right(_STARTS, age) - 1]
 
-    @property
-    def learned(self) -> bool:
-        """Whether there was anything to learn from yet."""
-        return bool(self._worth)
-
-    def relearn(self, waiting: Iterable[tuple[Kind, float, float]]) -> None:
-        """Recompute all indices; ``waiting`` are spans (kind, age, weight) not reused so far."""
+    def relearn(self, waiting: Iterable[tuple[int, float, float, bool]]) -> None:
+        """Recompute all indices; ``waiting`` are spans (row, age, weight, False) not reused so
+        far."""
+        self._take_in_new()
         if not self._count:
             return
-        places = [(self._row_of(kind), age_bin(age), weight) for kind, age, weight in waiting]
-        size = len(self._rows)
-        ended, reused = self._ended[:size].copy(), self._reused[:size].copy()
-        if places:
-            rows, bins, weights = zip(*places, strict=True)
-            np.add.at(ended, (rows, bins), weights)
+        ended, reused = self._ended.copy(), self._reused.copy()
+        rows, bins, weights, _ = _columns(waiting)
+        np.add.at(ended, (rows, bins), weights)
         above, length = np.array(self._above), np.array(self._length)
         for level in range(max(self._length), 0, -1):
             here = np.flatnonzero(length == level)
@@ -103,43 +100,62 @@ class ReuseTable:
             hazards[here] = leaned / (at_risk[here] + prior)
         enough = ended.sum(axis=1) >= prior
         enough[0] = True
-        slopes = _steepest(hazards[enough])
-        kinds = (kind for kind, own in zip(self._rows, enough.tolist(), strict=True) if own)
-        self._worth = dict(zip(kinds, slopes, strict=True))
-        self._fade()
+        slopes = iter(_steepest(hazards[enough]))
+        for row, own in enumerate(enough.tolist()):
+            self._known[row] = row if own else self._known[self._above[row]]
+            self._curves[row] = next(slopes) if own else self._curves[self._above[row]]
+        self.learned = True
 
-    def _row_of(self, kind: Kind) -> int:
-        row = self._rows.get(kind)
-        return row if row is not None else self._row(kind, self._row_of(kind[:-1]))
-
-    def _row(self, kind: Kind, above: int) -> int:
-        """A new row; a prefix always has a smaller number than its extensions."""
+    def _add_row(self, kind: Kind, above: int) -> int:
         row = self._rows[kind] = len(self._rows)
         self._above.append(above)
         self._length.append(len(kind))
-        if row == len(self._ended):
-            self._ended = np.vstack((self._ended, np.zeros_like(self._ended)))
-            self._reused = np.vstack((self._reused, np.zeros_like(self._reused)))
+        self._known.append(self._known[above] if row else 0)
+        self._curves.append(self._curves[above] if row else [0.0] * _BINS)
         return row
 
-    def _fade(self) -> None:
-        self._ended *= self._decay
-        self._reused *= self._decay
-        self._weight *= self._decay
-        self._count *= self._decay
+    def _take_in_new(self) -> None:
+        """Let the past fade by what has been observed since, and add that."""
+        fresh = np.zeros((len(self._rows), _BINS))
+        left = 0.5 ** (len(self._new) / self._half_life)
+        size = len(self._ended)
+        ended, reused = fresh.copy(), fresh
+        ended[:size] = self._ended * left
+        reused[:size] = self._reused * left
+        rows, bins, weights, again = _columns(self._new)
+        np.add.at(ended, (rows, bins), weights)
+        np.add.at(reused, (rows, bins), weights * again)
+        self._ended, self._reused = ended, reused
+        self._weight = self._weight * left + float(weights.sum())
+        self._count = self._count * left + len(self._new)
+        self._new.clear()
+
+
+def _columns(
+    told: Iterable[tuple[int, float, float, bool]],
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Curve, Curve]:
+    """Rows, age bins, weights and reuse (0 or 1) of observations."""
+    rows, ages, weights, reused = tuple(zip(*told, strict=True)) or ((), (), (), ())
+    bins = np.searchsorted(_EDGES[:-1], np.array(ages), side="right") - 1
+    return (
+        np.array(rows, np.intp),
+        bins,
+        np.array(weights, np.float64),
+        np.array(reused, np.float64),
+    )
 
 
 def _steepest(hazards: Curve) -> list[list[float]]:
     """Per kind (row) and bin, the steepest slope from the bin's start to a later point of the
     kind's curve (A, F)."""
-    first = np.ones((len(hazards), 1))
-    alive = np.hstack((first, np.cumprod(1.0 - np.clip(hazards, 0.0, 1.0), axis=1)))
-    steps = (alive[:, 1:] + alive[:, :-1]) / 2 * _WIDTHS
-    spent = np.hstack((0.0 * first, np.cumsum(steps, axis=1)))
-    best = np.zeros_like(hazards)
+    alive = np.ones((_BINS + 1, len(hazards)))  # by bin first: whole rows are taken below
+    np.cumprod(1.0 - np.clip(hazards.T, 0.0, 1.0), axis=0, out=alive[1:])
+    spent = np.zeros_like(alive)
+    np.cumsum((alive[1:] + alive[:-1]) / 2 * _WIDTHS[:, None], axis=0, out=spent[1:])
+    best = np.zeros_like(hazards.T)
     for place in range(_BINS):
-        gain = alive[:, place, None] - alive[:, place + 1 :]
-        time = spent[:, place + 1 :] - spent[:, place, None]
-        best[:, place] = (gain / np.maximum(time, 1e-12)).max(axis=1)
-    found: list[list[float]] = best.tolist()
+        gain = alive[place] - alive[place + 1 :]
+        time = spent[place + 1 :] - spent[place]
+        best[place] = (gain / np.maximum(time, 1e-12)).max(axis=0)
+    found: list[list[float]] = best.T.tolist()
     return found

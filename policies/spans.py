@@ -9,8 +9,8 @@ entry per key, and eviction from the tail of spans that nothing hangs on keeps p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from itertools import groupby, repeat
+from collections.abc import Callable, Sequence
+from itertools import compress, groupby
 
 from policies.base import Key
 
@@ -19,16 +19,18 @@ class Span:
     """Keys last used at ``time``, tail first; ``live`` of them are still in this span.
 
     ``kind`` is the class of spans whose fate is expected to be alike, ``sort`` the part of it
-    that is told apart when choosing victims; ``turn`` counts the requests
-    of its conversation, ``gap`` is the time since the last of them. ``size`` counts its keys like
-    ``live``, but with those that were evicted. ``kept`` belongs to the shadow caches.
+    that is told apart when choosing victims, both as rows of a ``ReuseTable``; ``turn`` counts
+    the requests of its conversation, ``gap`` is the time since the last of them. ``size`` counts
+    its keys like ``live``, but with those that were evicted. ``by_age`` and ``by_score`` count
+    those that the shadow caches hold.
     """
 
     __slots__ = (
+        "by_age",
+        "by_score",
         "fresh",
         "gap",
         "hangs_on",
-        "kept",
         "keys",
         "kind",
         "label",
@@ -46,27 +48,18 @@ class Span:
         self.keys = keys
         self.start = 0  # keys before this place have left the span
         self.live = self.size = len(keys)
-        self.kind: tuple[Hashable, ...] = ()
-        self.sort: tuple[Hashable, ...] = ()
-        self.turn = 0
-        self.gap = 0
+        self.by_age = self.by_score = 0
+        self.kind = self.sort = 0
+        self.turn = self.gap = 0
         self.label = ""
         self.shared = False  # the part of a prefix that several conversations use
         self.fresh = False  # inserted, not touched yet
         self.hangs_on: Key | None = None
-        self.kept = [0, 0]
 
 
-class Taken:
-    """A span that a touch took keys from: how many, and whether some were left behind."""
-
-    __slots__ = ("count", "end", "rest", "span")
-
-    def __init__(self, span: Span, count: int, end: int, rest: bool) -> None:
-        self.span = span
-        self.count = count
-        self.end = end
-        self.rest = rest
+Taken = tuple[Span, int, int, bool]
+"""A span that a touch took keys from, how many, where they end in the request, and whether some
+were left behind. A plain tuple, because two are made for every request."""
 
 
 class SpanTree:
@@ -79,11 +72,10 @@ class SpanTree:
     def take(self, keys: Sequence[Key]) -> tuple[Sequence[Key], list[Taken]]:
         """Take keys, given in prefix order, out of their spans; returns the members among them
         and the spans they came from. The caller enters them in new spans."""
-        get = self.span_of.get
-        owners = [get(key) for key in keys]
+        owners: list[Span | None] = list(map(self.span_of.get, keys))
         if None in owners:
-            pairs = [(k, owner) for k, owner in zip(keys, owners, strict=True) if owner]
-            keys, owners = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            keys = list(compress(keys, owners))
+            owners = list(filter(None, owners))
         taken: list[Taken] = []
         end = 0
         for span, group in groupby(owners):
@@ -92,16 +84,17 @@ class SpanTree:
             end += count
             span.live -= count
             span.size -= count
-            taken.append(Taken(span, count, end, span.live > 0))
-            if span.live and not span.fresh:
+            taken.append((span, count, end, span.live > 0))
+            if not span.live:
+                if span.hangs_on is not None:
+                    self.unhang(span)
+            elif not span.fresh:
                 self._hang(span, keys[end - 1])
-            elif not span.live:
-                self.unhang(span)
         return keys, taken
 
     def enter(self, span: Span, hangs_on: Key | None = None) -> None:
         """Make a new span the owner of its keys."""
-        self.span_of.update(zip(span.keys, repeat(span)))
+        self.span_of.update(dict.fromkeys(span.keys, span))
         if hangs_on is not None:
             self._hang(span, hangs_on)
 
@@ -125,6 +118,8 @@ class SpanTree:
     ) -> None:
         """Add keys to ``found`` from the span's tail, and before each of them what hangs on it,
         until there are ``count``. Stops at a key that must stay: its prefix stays too."""
+        if self._drain_run(span, count, evictable, found):
+            return
         span_of, hanging = self.span_of, self.hanging
         stack = [(span, self._first(span))]
         missing = count - len(found)
@@ -150,11 +145,32 @@ class SpanTree:
                 found[key] = None
                 missing -= 1
 
+    def _drain_run(
+        self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
+    ) -> bool:
+        """Drain in the usual case, where all wanted keys may go and nothing hangs on them; does
+        nothing otherwise. Returns which."""
+        first, keys = self._first(span), span.keys
+        if span.live != len(keys) - first:
+            self._left(span, found)  # forgets the heads that left
+            if span.live != len(keys) - first:
+                return False
+        run = keys[first : first + count - len(found)]
+        if not (self.hanging.keys().isdisjoint(run) and all(map(evictable, run))):
+            return False
+        if found and not found.keys().isdisjoint(run):
+            return False
+        found.update(dict.fromkeys(run))
+        return True
+
     def _first(self, span: Span) -> int:
         """The place of the span's last member in the prefix; what left before it is skipped."""
         keys, span_of = span.keys, self.span_of
         while span.start < len(keys) and span_of.get(keys[span.start]) is not span:
             span.start += 1
+        if span.start > 1024 and 2 * span.start > len(keys):
+            del keys[: span.start]
+            span.start = 0
         return span.start
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:

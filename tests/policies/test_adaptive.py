@@ -94,26 +94,41 @@ def test_goes_back_to_lru_when_the_workload_turns() -> None:
 def test_worth_follows_the_chance_of_reuse() -> None:
     table = ReuseTable()
     rng = random.Random(1)
+    often, rarely, late = (table.row((name,)) for name in ("often", "rarely", "late"))
     for _ in range(2000):
-        table.record(("often",), rng.uniform(100, 1000), 1, reused=rng.random() < 0.9)
-        table.record(("rarely",), rng.uniform(100, 1000), 1, reused=rng.random() < 0.1)
-        table.record(("late",), rng.uniform(50_000, 60_000), 1, reused=True)
+        table.record(often, rng.uniform(100, 1000), 1, reused=rng.random() < 0.9)
+        table.record(rarely, rng.uniform(100, 1000), 1, reused=rng.random() < 0.1)
+        table.record(late, rng.uniform(50_000, 60_000), 1, reused=True)
     table.relearn([])
-    assert table.worth(("often",), 0) > 3 * table.worth(("rarely",), 0)
-    assert table.worth(("often",), 0) > table.worth(("late",), 0)
-    assert table.worth(("late",), 45_000) > table.worth(("late",), 0)  # nearer to its return
-    few = ("often", "seldom seen")
+    assert table.worth(often, 0) > 3 * table.worth(rarely, 0)
+    assert table.worth(often, 0) > table.worth(late, 0)
+    assert table.worth(late, 45_000) > table.worth(late, 0)  # nearer to its return
+    few = table.row(("often", "seldom seen"))
     table.record(few, 500, 1, reused=False)
     table.relearn([])
-    assert table.worth(few, 0) > table.worth(("rarely",), 0)  # leans on its prefix
-    assert table.worth(("never seen",), 0) == table.worth((), 0)
+    assert table.known(few) == often
+    assert table.worth(few, 0) > table.worth(rarely, 0)  # leans on its prefix
+    assert table.worth(table.row(("never seen",)), 0) == table.worth(table.row(()), 0)
+
+
+def test_the_past_fades() -> None:
+    table = ReuseTable(half_life=100)
+    kind = table.row(("k",))
+    for reused in (True, False):
+        for _ in range(1000):
+            table.record(kind, 500, 1, reused=reused)
+        table.relearn([])
+        if reused:
+            before = table.worth(kind, 0)
+    assert table.worth(kind, 0) < before / 20
 
 
 def test_those_still_waiting_count_as_not_reused() -> None:
     tables = ReuseTable(), ReuseTable()
     for table in tables:
         for _ in range(100):
-            table.record(("k",), 500, 1, reused=True)
+            table.record(table.row(("k",)), 500, 1, reused=True)
+    kind = tables[1].row(("k",))
     tables[0].relearn([])
-    tables[1].relearn([(("k",), 5000.0, 1.0)] * 300)
-    assert tables[0].worth(("k",), 0) > 2 * tables[1].worth(("k",), 0)
+    tables[1].relearn([(kind, 5000.0, 1.0, False)] * 300)
+    assert tables[0].worth(kind, 0) > 2 * tables[1].worth(kind, 0)
