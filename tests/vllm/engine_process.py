@@ -24,6 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.vllm.interpreted import interpret_state_kernels
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
 MAX_ORDER_BYTES = 1 << 20
@@ -40,6 +41,8 @@ class EngineHost:
         _inspect_models_here()
         if os.environ.get("KVTEST_KEEP_PREFIX_CACHING"):
             _keep_prefix_caching()
+        if engine_kwargs.get("speculative_config"):
+            interpret_state_kernels()
         self.llm = LLM(**engine_kwargs)
         self._finished: dict[str, Generation] = {}
         self._names: dict[str, str] = {}
