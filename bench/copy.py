@@ -146,7 +146,7 @@ async def _once(engine: CopyEngine, load: Load, direction: str, limit: float) ->
         "GB/s": gigabytes / seconds,
         "share": gigabytes / seconds / limit,
         "CPU s/GB": cpu / gigabytes,
-        "CPU us/chunk": 1e6 * cpu / (jobs * load.chunks),
+        "CPU us/block": 1e6 * cpu / (jobs * load.chunks * load.layout.chunk_blocks),
     }
     if direction != "both":
         values["alone us"] = 1e6 * await _alone(engine, load, direction)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -47,9 +48,14 @@ class Report:
 
 
 def progress_bar() -> AbstractContextManager[Progress]:
-    """A bar with what is running now, how much is done, and the time left."""
+    """A bar with what is running now, how much is done, and the time left. On standard error:
+    standard output is for the report, which may be JSON."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
     )
 
 

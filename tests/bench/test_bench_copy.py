@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.progress import Progress
 
 from bench import copy, copy_beds
 from bench.copy_beds import LAYOUTS, MLA_LAYERS, MLA_PAGE_BYTES, layout
+from bench.copy_targets import main, missed, shares
 
 
 def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +34,58 @@ def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
         if row.series != copy.LIMIT:
             assert row.values["share"] > 0
             assert math.isnan(row.values.get("products", math.nan))
+
+
+def test_json_on_standard_output_is_json_alone(tmp_path: Path) -> None:
+    """As ``scripts/gpu_check.sh`` calls it, without vLLM and what else the core does without."""
+    absent = ["vllm", "msgspec", "lmdb", "hypothesis", "pytest_asyncio", "matplotlib"]
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
+    )
+    root = Path(__file__).parents[2]
+    options = "--layouts contiguous --sizes 1MiB --rounds 1 --job 4MiB --cache 16MiB --json"
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.copy", *options.split()],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    found = list(shares(json.loads(run.stdout)))
+    assert [case for case, *_ in found] == [
+        f"contiguous, 1 MiB, {direction}" for direction in copy.DIRECTIONS
+    ]
+
+
+def report(**found: float) -> dict[str, Any]:
+    rows = [
+        {"case": case, "series": "kvtiers (batch)", "values": {"GB/s": 50.0, "share": share}}
+        for case, share in found.items()
+    ]
+    limit = {"case": "contiguous, 1 MiB, store", "series": copy.LIMIT, "values": {"GB/s": 55.0}}
+    return {"rows": [*rows, limit]}
+
+
+def test_the_targets_are_those_of_large_chunks_in_one_direction(tmp_path: Path) -> None:
+    good = {
+        "contiguous, 1 MiB, store": 0.95,
+        "contiguous, 512 KiB, load": 0.5,
+        "separate, 16 MiB, load": 0.90,
+        "separate, 64 KiB, load": 0.2,
+        "separate, 1 MiB, both": 0.6,
+        "mla, 15372 KiB, store": 0.3,
+    }
+    assert missed(report(**good)) == []
+    bad = {"contiguous, 2 MiB, load": 0.949, "separate, 1 MiB, store": 0.899}
+    assert missed(report(**good, **bad)) == [
+        "contiguous, 2 MiB, load: 0.949 of the large copy, not 0.95",
+        "separate, 1 MiB, store: 0.899 of the large copy, not 0.9",
+    ]
+    empty = tmp_path / "empty.json"
+    empty.write_text(json.dumps({"rows": []}))
+    assert main(str(empty)) == 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from tiers.copy import CopyBatch, GroupRegions, PageRegion, Ticket, TransferError
 from tiers.cuda_copy import CopyPath, CudaCopyEngine, gpu_node
 from tiers.cuda_driver import load_driver
+from tiers.pinning import CudaRegistrar
 from tiers.slab import HostSlab, SlabError
 
 torch: Any = pytest.importorskip("torch")
@@ -24,6 +26,7 @@ torch: Any = pytest.importorskip("torch")
 BLOCKS = 64
 SLOTS = 24
 LAYERS = 8
+EVENT = object()
 LONG_CYCLES = 200_000_000
 """About a tenth of a second on the GPU: long against everything that the host does."""
 
@@ -151,18 +154,31 @@ def test_without_the_event_it_reads_too_early(device: Device) -> None:
     torch.cuda.synchronize()
 
 
-def test_a_load_waits_for_the_kernel_that_reads_its_blocks(device: Device) -> None:
+def values_read_before_a_load(device: Device, after: object | None) -> tuple[set[int], set[int]]:
+    """A long kernel, a copy that reads the blocks, and a load into them: what the copy saw, and
+    what the blocks hold at the end."""
     device.fill([3, 4], 1)
     device.slot(1)[:] = 7
+    torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
     seen = device.tensor.clone()
-    wait(device.engine.submit_load(device.job([1], [[3, 4]]), device.engine.record_event()))
+    if after is EVENT:
+        after = device.engine.record_event()
+    wait(device.engine.submit_load(device.job([1], [[3, 4]]), after))
     torch.cuda.synchronize()
     index = [3, 4]
     old = seen[index] if device.contiguous else seen[:, index]
     new = device.tensor[index] if device.contiguous else device.tensor[:, index]
-    assert int(old.max()) == 1
-    assert int(new.min()) == 7
+    return set(old.unique().tolist()), set(new.unique().tolist())
+
+
+def test_a_load_waits_for_the_kernel_that_reads_its_blocks(device: Device) -> None:
+    assert values_read_before_a_load(device, EVENT) == ({1}, {7})
+
+
+def test_without_the_event_it_overwrites_too_early(device: Device) -> None:
+    """Shows that the test above can fail: the load is over while the long kernel still runs."""
+    assert values_read_before_a_load(device, None) == ({7}, {7})
 
 
 def test_kernels_launched_after_a_ticket_see_the_loaded_bytes(device: Device) -> None:
@@ -236,6 +252,49 @@ def test_the_slab_is_really_pinned_and_unpinned() -> None:
     again = HostSlab(1 << 20, 8, pin=True, background=False)  # likely the same addresses
     assert torch.from_numpy(again.slot(5)).is_pinned(), f"first at {address}"
     again.close()
+
+
+class Gated(CudaRegistrar):
+    """Pins the first piece at once, the others when told to."""
+
+    gate = threading.Event()
+
+    def register(self, address: int, nbytes: int) -> None:
+        if nbytes and getattr(self, "began", False):
+            self.gate.wait()
+        self.began = True
+        super().register(address, nbytes)
+
+
+def test_copies_before_all_is_pinned_are_right_and_slots_become_fast() -> None:
+    """The driver copies pageable memory itself, also while that memory is being registered."""
+    Gated.gate.clear()
+    tensor = torch.randint(0, 255, (BLOCKS, 1 << 20), dtype=torch.uint8, device="cuda")
+    group = GroupRegions(0, 1, (PageRegion("layer", tensor.data_ptr(), 1 << 20, 1 << 20),))
+    slab = HostSlab(1 << 20, SLOTS, pin=True, registrar=Gated(), piece_bytes=1 << 20)
+    engine = CudaCopyEngine([group], slab, num_blocks=BLOCKS)
+    rows, slots = np.arange(SLOTS)[:, None], np.arange(SLOTS)
+    try:
+        slab.wait_ready(1)
+        for _ in range(20):
+            tensor.random_(0, 255)
+            job = [CopyBatch(0, rows, slots)]
+            ticket = engine.submit_store(job, engine.record_event())
+            Gated.gate.set()  # from the first turn on the pinning runs beside the copies
+            wait(ticket)
+            expected = tensor[:SLOTS].cpu().numpy()
+            for slot in range(SLOTS):
+                np.testing.assert_array_equal(slab.slot(slot), expected[slot])
+            tensor.zero_()
+            wait(engine.submit_load(job, engine.record_event()))
+            assert torch.equal(tensor[:SLOTS].cpu(), torch.from_numpy(expected))
+        slab.wait_ready()
+        assert slab.pinned_slots == SLOTS
+        assert engine.failures() == {}
+    finally:
+        Gated.gate.set()
+        engine.close()
+        slab.close()
 
 
 def test_a_memlock_limit_is_reported_or_has_no_effect_here() -> None:
