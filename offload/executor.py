@@ -253,7 +253,8 @@ class Executor:
         try:
             await ticket.completed()
         except TransferError as error:
-            logger.warning("kvtiers: a store failed: %s", error)
+            if count := self._lane.failed.add("store"):
+                logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
             result.failed = True
         else:
             self.stats.store_bytes += nbytes

@@ -17,6 +17,7 @@ from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
 from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
+from tiers.failures import Tally
 from tiers.slab import HostSlab
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class LoadLane:
             self._staging.put_nowait(slot)
         self._fills: dict[int, asyncio.Future[bool]] = {}
         self._open: set[LoadTask] = set()
+        self.failed = Tally()  # copies
 
     def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
         """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
@@ -271,7 +273,8 @@ class LoadTask:
         try:
             await self._lane.engine.submit_load(batches, self._after).completed()
         except TransferError as error:
-            logger.warning("kvtiers: a load could not be copied: %s", error)
+            if count := self._lane.failed.add("load"):
+                logger.warning("kvtiers: %d loads were not copied, the last: %s", count, error)
             self._failed = True
             return
         finally:

@@ -28,6 +28,7 @@ from offload.plans import JobResult, StepPlan
 from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
 from offload.space import ByteSpace, SlotSpace
 from policies.base import EntryInfo
+from policies.guarded import contained
 from policies.registry import make_admission, make_policy
 from tiers.base import Tier, TierError
 from tiers.copy import CopyEngine
@@ -77,8 +78,23 @@ class OffloadManager:
         ``kv_caches`` maps layer names to tensors (or lists of state tensors); ``config`` is what
         ``kv_connector_extra_config`` would hold, without ``tiers``: lower tiers are given as
         objects, nearest first. Raises ``ConfigError``, ``LayoutError`` and
-        ``TierUnavailableError``.
+        ``TierUnavailableError``, and lets go of what it had set up, tiers included, if it does.
         """
+        async with contextlib.AsyncExitStack() as undo:
+            manager = await cls._open(undo, kv_cache_config, kv_caches, config, tiers)
+            undo.pop_all()
+        return manager
+
+    @classmethod
+    async def _open(
+        cls,
+        undo: contextlib.AsyncExitStack,
+        kv_cache_config: KvCacheConfig,
+        kv_caches: Mapping[str, LayerTensors],
+        config: Mapping[str, Any] | OffloadConfig | None,
+        tiers: Sequence[Tier],
+    ) -> OffloadManager:
+        """``open``; ``undo`` is told how to let go of each step."""
         settings = config if isinstance(config, OffloadConfig) else parse_config(config)
         if settings.tiers:
             where, fix = (
@@ -97,13 +113,26 @@ class OffloadManager:
         staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
         device = registration.tensors[0].device
         pin = device.type == "cuda" and settings.cpu.pin != "off"
-        slab = HostSlab(slot_bytes, slots, pin=pin, pin_fallback=settings.cpu.pin == "prefer")
+        slab = HostSlab(
+            slot_bytes,
+            slots,
+            pin=pin,
+            pin_fallback=settings.cpu.pin == "prefer",
+            numa_node=_gpu_node() if pin else None,
+        )
+        undo.callback(slab.close)
         engine = _make_engine(registration, slab, device)
+        undo.callback(engine.close)
         groups = _group_infos(kv_cache_config, registration, settings, tiers)
         cpu = TierIndex(
-            "cpu", SlotSpace(slots - staging, staging), make_policy(settings.cpu.policy.spec)
+            "cpu",
+            SlotSpace(slots - staging, staging),
+            contained(make_policy(settings.cpu.policy.spec), "cpu"),
         )
-        lower = [await _open_tier(tier, number, groups) for number, tier in enumerate(tiers)]
+        lower = []
+        for number, tier in enumerate(tiers):
+            undo.push_async_callback(tier.aclose)
+            lower.append(await _open_tier(tier, number, groups))
         executor = Executor(
             slab,
             engine,
@@ -176,6 +205,7 @@ class OffloadManager:
         chunks = self._wanted(keys, block_ids, group)
         hit = self.lookup(keys, group)
         if not hit:
+            self._pump()  # time passes: a tier that is shut out may be due for a probe
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
@@ -323,6 +353,12 @@ def _group_infos(
         )
         for group in registration.groups
     }
+
+
+def _gpu_node() -> int | None:
+    from tiers.cuda_copy import gpu_node
+
+    return gpu_node()
 
 
 def _make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:

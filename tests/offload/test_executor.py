@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from offload.executor import Drained, Executor, ExecutorLimits
 from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.registry import GroupCaches, register_kv_caches
@@ -202,6 +204,20 @@ async def test_an_impossible_copy_is_a_failed_job() -> None:
         assert done.report.results[1].failed
         assert done.report.results[2].failed
         assert done.failed == {"r2"}
+
+
+async def test_copies_that_keep_failing_do_not_flood_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with rank_with() as rank:
+        for job in range(12):
+            rank.executor.post(StepPlan(stores=(store(job, [BLOCKS + 5], [0]),)))
+            rank.executor.post(StepPlan(loads=(load(100 + job, [0], [BLOCKS + 5]),)))
+            done = await rank.turn()
+            assert done.report.results[job].failed
+            assert done.report.results[100 + job].failed
+    lines = sorted(record.getMessage().partition(":")[2][:16] for record in caplog.records)
+    assert lines == [" 1 loads were no", " 1 stores have f", " 10 loads were n", " 10 stores have "]
 
 
 async def test_closing_leaves_no_thread() -> None:

@@ -22,6 +22,7 @@ from tests.offload.small_model import (
     open_manager,
     wrong_blocks,
 )
+from tiers.base import TierClosedError
 from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
 from tiers.wrappers import (
@@ -305,6 +306,15 @@ async def test_a_reset_that_is_not_durable_is_an_error() -> None:
         with pytest.raises(TierUnavailableError, match="reset durably"):
             await manager.reset()
         assert manager.lookup(keys(4)) == 0
+
+
+async def test_a_tier_that_does_not_open_leaves_nothing_behind(engine: str) -> None:
+    """The fixture counts the threads of slab and engine."""
+    good = memory()
+    with pytest.raises(TierUnavailableError, match="tier 1"):
+        await open_manager(kv_caches(), [good, FailingTier(memory(), methods={"open"})])
+    with pytest.raises(TierClosedError):
+        await good.read([], [])
 
 
 async def test_tiers_in_the_configuration_are_refused() -> None:
