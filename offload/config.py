@@ -19,6 +19,7 @@ from offload.config_fields import EncryptionConfig, PolicyConfig, nearest, read_
 from offload.config_tables import (
     ADMIT_ALL,
     CPU_FIELDS,
+    CPU_POLICY,
     ELSEWHERE_CPU,
     ELSEWHERE_TIER,
     ELSEWHERE_TOP,
@@ -43,7 +44,7 @@ class CpuConfig(msgspec.Struct, frozen=True):
     """The CPU tier. ``capacity`` is bytes per server, all ranks together, staging included."""
 
     capacity: int
-    policy: PolicyConfig = LRU
+    policy: PolicyConfig = CPU_POLICY
     admission: PolicyConfig = ADMIT_ALL
     pin: str = "require"
 

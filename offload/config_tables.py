@@ -22,8 +22,10 @@ from offload.config_fields import (
     show,
     size,
 )
+from policies.registry import DEFAULT_CPU_POLICY, DEFAULT_TIER_POLICY
 
-LRU = PolicyConfig("lru")
+LRU = PolicyConfig(DEFAULT_TIER_POLICY)
+CPU_POLICY = PolicyConfig(DEFAULT_CPU_POLICY)
 ADMIT_ALL = PolicyConfig("all")
 
 CPU_FIELDS = (
@@ -34,7 +36,13 @@ CPU_FIELDS = (
         "Host memory for chunks, per server: all ranks together, staging buffers included.",
         "a quarter of the memory limit, 256MiB to 64GiB",
     ),
-    Field("policy", policy(), LRU, "Which chunks go first when the tier is full.", "`lru`"),
+    Field(
+        "policy",
+        policy(),
+        CPU_POLICY,
+        "Which chunks go first when the tier is full.",
+        f"`{DEFAULT_CPU_POLICY}`",
+    ),
     Field("admission", policy(), ADMIT_ALL, "Which computed chunks may enter at all.", "`all`"),
     Field(
         "pin",

@@ -34,8 +34,10 @@ _RESCORE_BLOCKS = 512
 _RESCORES = 4
 """Scores are computed afresh so often while as many keys as the tier has are touched, but not
 more often than every ``_RESCORE_BLOCKS``."""
+_WAITING_MOST = 4096
+"""From more spans a regular sample is looked at when learning, so that no request waits long."""
 _GHOSTS_LEAST = 256
-_GHOSTS_PER_SPAN = 6
+_GHOSTS_PER_SPAN = 4
 _LABELS = (
     (names.SESSION_END, "end"),
     (names.ONE_SHOT, "once"),
@@ -338,13 +340,15 @@ class AdaptivePolicy(EvictionPolicy):
             _, ghost = self._ghosts.popitem(last=False)
             self._table.record(ghost.kind, now - ghost.time, ghost.size, reused=False)
             self._shadows.forget(ghost, ghost.by_age, ghost.by_score)
+        known = chain(self._by_time, self._ghosts.values())
+        step = 1 + (len(self._by_time) + len(self._ghosts)) // _WAITING_MOST
         self._table.relearn(
-            (span.kind, now - span.time, span.size, False)
-            for span in chain(self._by_time, self._ghosts.values())
+            (span.kind, now - span.time, step * span.size, False)
+            for span in islice(known, None, None, step)
             if not span.fresh
         )
         self._learn_at = self._requests + max(
-            self._every, min(4 * self._every, self._requests // 2), len(self._ghosts) // 8
+            self._every, min(8 * self._every, self._requests // 2), len(self._ghosts) // 8
         )
         self._rescore()
 

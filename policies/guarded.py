@@ -39,11 +39,12 @@ class GuardedPolicy(EvictionPolicy):
         members: Collection[Key] | None = None,
         call_budget_s: float = 0.25,
         key_budget_s: float = 100e-6,
+        tier: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.faults: list[str] = []
         self._active: EvictionPolicy = policy
-        self._name = type(policy).__name__
+        self._name = type(policy).__name__ + (f" of tier {tier}" if tier else "")
         self._on_fault = on_fault
         self._own: dict[Key, None] | None = {} if members is None else None
         self._members: Collection[Key] = self._own if members is None else members  # type: ignore[assignment]  # one of the two is there
@@ -194,6 +195,13 @@ class GuardedPolicy(EvictionPolicy):
         logger.error("policy %s is replaced by LRU: %s", self._name, reason)
         if self._on_fault is not None:
             self._on_fault(reason)
+
+
+def contained(policy: EvictionPolicy, tier: str) -> EvictionPolicy:
+    """The policy in a cage that logs for this tier. Our plain LRU needs none."""
+    if type(policy) is LruPolicy:
+        return policy
+    return GuardedPolicy(policy, tier=tier)
 
 
 def _brief(value: object) -> str:

@@ -19,8 +19,7 @@ from offload.planner import Planner
 from offload.space import ByteSpace, SlotSpace
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
-from policies.guarded import GuardedPolicy
-from policies.lru import LruPolicy
+from policies.guarded import contained
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
@@ -142,12 +141,7 @@ def _recover(
 def _policy(tier: str, policy: PolicyConfig) -> EvictionPolicy:
     """The eviction policy of a tier. All but our LRU are watched: one that raises, dawdles or
     names keys that it must not is replaced by LRU."""
-    made = make_policy(policy.spec)
-    if type(made) is LruPolicy:
-        return made
-    return GuardedPolicy(
-        made, lambda why: logger.error("kvtiers: policy of tier %s: %s; using LRU", tier, why)
-    )
+    return contained(make_policy(policy.spec), tier)
 
 
 def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:

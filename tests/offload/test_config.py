@@ -176,6 +176,12 @@ def test_the_contract_is_read() -> None:
     assert disk.options == {"direct_io": "auto"}
 
 
+def test_the_cpu_tier_adapts_and_lower_tiers_are_lru_by_default() -> None:
+    config = parse_config({"cpu": {"capacity": "8GiB"}, "tiers": [tier()]})
+    assert config.cpu.policy.spec == "adaptive"
+    assert config.tiers[0].policy.spec == "lru"
+
+
 def test_a_policy_has_three_forms() -> None:
     for raw, spec in (
         ("lru", "lru"),
