@@ -7,7 +7,7 @@ import importlib.util
 
 import typer
 
-QUESTIONS = ("copy", "tiers", "hooks", "policies", "serve")
+QUESTIONS = ("copy", "tiers", "churn", "hooks", "policies", "gates", "serve")
 
 
 def build() -> typer.Typer:
