@@ -2,13 +2,15 @@
 
 The content of token ``p`` in a layer is a digest of all tokens up to ``p`` (and of the weights, the
 salt and the layer), repeated over the token's share of the page. A recurrent state is the digest of
-its last token, over the whole page. Pages are found by vLLM's placement, not by this project's.
+its last token, over the whole page. The layers of a draft head look ahead: the content of token
+``p`` is that digest and the one of a token after ``p``, in turns. Pages are found by vLLM's
+placement, not by this project's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,10 +65,16 @@ class _Layer:
     block_stride: int
     page: int
     mix: int
+    ahead: int = 0
+    """How many tokens a draft layer looks ahead."""
 
     @property
     def is_state(self) -> bool:
         return isinstance(self.spec, MambaSpec)
+
+    @property
+    def tokens(self) -> int:
+        return self.spec.block_size
 
     def first_read(self, computed: int) -> int:
         """The first of ``computed`` tokens that the next token's computation reads."""
@@ -80,10 +88,20 @@ class _Layer:
 
 
 class KvMemory:
-    """The KV cache of one rank. ``caches`` are vLLM's tensors by layer, as a worker has them."""
+    """The KV cache of one rank. ``caches`` are vLLM's tensors by layer, as a worker has them.
+
+    With ``draft_head`` the layers named ``draft.0``, ``draft.1`` ... look 1, 2 ... tokens ahead.
+    ``drafts``: a state is kept for each drafted token, in columns of the table of their own.
+    """
 
     def __init__(
-        self, config: KVCacheConfig, layout: object, kernel_blocks: int, rank: int
+        self,
+        config: KVCacheConfig,
+        layout: object,
+        kernel_blocks: int,
+        rank: int,
+        draft_head: bool = False,
+        drafts: int = 0,
     ) -> None:
         sizes = [
             group.kv_cache_spec.block_size // kernel_blocks for group in config.kv_cache_groups
@@ -92,7 +110,11 @@ class KvMemory:
         self.caches = allocate_kv_cache(config, torch.device("cpu"), layout, kernel)
         storage = next(iter(self.caches.values())).untyped_storage()
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        self._layers = list(_layers_of(config, rank))
+        self._layers = list(_layers_of(config, rank, draft_head))
+        self._heads = [layer for layer in self._layers if layer.ahead]
+        self._states = [layer for layer in self._layers if layer.is_state] if drafts else []
+        apart = [*self._heads, *self._states]
+        self._plain = [layer for layer in self._layers if layer not in apart]
         for layer in self._layers:
             start = layer.start
             self._bytes[start : start + layer.page] = NULL_BYTE
@@ -113,7 +135,7 @@ class KvMemory:
     def check(self, tables: Tables, digests: np.ndarray, computed: int) -> list[str]:
         """What a forward pass that goes on at token ``computed`` would read wrong."""
         wrong = []
-        for layer in self._layers:
+        for layer in self._plain:
             positions = np.arange(layer.first_read(computed), computed)
             if not len(positions):
                 continue
@@ -127,10 +149,86 @@ class KvMemory:
     def write(self, tables: Tables, digests: np.ndarray, computed: int) -> None:
         """Write the KV of the tokens from ``computed`` on, and the state after the last."""
         end = len(digests)
-        for layer in self._layers:
+        for layer in self._plain:
             positions = np.arange(end - 1 if layer.is_state else computed, end)
             places = self._places(layer, tables[layer.group], positions)
             self._bytes[places] = _content(layer, digests[positions], places.shape[1])
+
+    # -- draft heads -------------------------------------------------------------------------
+
+    def check_heads(
+        self, tables: Tables, digests: np.ndarray, computed: int, known: Callable[[int], bool]
+    ) -> list[str]:
+        """What a draft head that goes on at token ``computed`` would read wrong.
+
+        The tokens that the end of a block looks at are not in the block's key. There it may be the
+        continuation of whoever wrote the block, but a ``known`` one: not a guess that was wrong.
+        """
+        wrong = []
+        for layer in self._heads:
+            positions = np.arange(layer.first_read(computed), computed)
+            if not len(positions):
+                continue
+            found = self._bytes[self._places(layer, tables[layer.group], positions)]
+            own, after = self._halves(layer, found)
+            inside = positions + layer.ahead < (positions // layer.tokens + 1) * layer.tokens
+            exact = np.array([known(int(number)) for number in after])
+            at = np.minimum(positions + layer.ahead, len(digests) - 1)
+            bad = (own != digests[positions]) | np.where(inside, after != digests[at], ~exact)
+            if bad.any():
+                wrong.append(f"{layer.name} (group {layer.group}) tokens {positions[bad].tolist()}")
+        return wrong
+
+    def write_heads(self, tables: Tables, digests: np.ndarray, first: int, end: int) -> None:
+        """Write tokens ``[first, end)`` of the draft head; ``digests`` go on into the guesses.
+        Slots that saw a guess before are written anew, but never those before ``first``."""
+        for layer in self._heads:
+            positions = np.arange(first, end)
+            places = self._places(layer, tables[layer.group], positions)
+            at = np.minimum(positions + layer.ahead, len(digests) - 1)
+            pairs = np.stack([digests[positions], digests[at]], axis=1) * np.uint64(layer.mix)
+            rows = pairs.view(np.uint8).reshape(len(positions), 16)
+            self._bytes[places] = np.tile(rows, -(-places.shape[1] // 16))[:, : places.shape[1]]
+
+    @staticmethod
+    def _halves(layer: _Layer, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The two digests in each token's bytes; no digest if the bytes do not repeat them."""
+        inverse = np.uint64(pow(layer.mix, -1, 1 << 64))
+        pairs = np.ascontiguousarray(found[:, :16]).view("<u8") * inverse
+        broken = (
+            found != np.tile(found[:, :16], -(-found.shape[1] // 16))[:, : found.shape[1]]
+        ).any(axis=1)
+        return np.where(broken, 0, pairs[:, 0]), np.where(broken, 0, pairs[:, 1])
+
+    # -- states with drafts ------------------------------------------------------------------
+
+    def copy_states(self, tables: Tables, source: int, target: int) -> None:
+        """Copy every state from one column of its block table to another."""
+        for layer in self._states:
+            one, other = (self._page(layer, tables, column) for column in (source, target))
+            self._bytes[other] = self._bytes[one]
+
+    def check_states(self, tables: Tables, column: int, digest: np.ndarray) -> list[str]:
+        """The states in this column that are not those after the token with this digest."""
+        return [
+            f"{layer.name} (group {layer.group}) state in column {column}"
+            for layer in self._states
+            if (
+                self._bytes[self._page(layer, tables, column)]
+                != _content(layer, digest, layer.page)
+            ).any()
+        ]
+
+    def write_states(self, tables: Tables, column: int, digests: np.ndarray) -> None:
+        """Write the states after these tokens into this column and those that follow."""
+        for layer in self._states:
+            for step in range(len(digests)):
+                page = self._page(layer, tables, column + step)
+                self._bytes[page] = _content(layer, digests[step : step + 1], layer.page)[0]
+
+    def _page(self, layer: _Layer, tables: Tables, column: int) -> slice:
+        start = layer.start + tables[layer.group][column] * layer.block_stride
+        return slice(start, start + layer.page)
 
     def null_block_touched(self) -> bool:
         """Whether anybody has written the null block."""
@@ -157,7 +255,7 @@ def _content(layer: _Layer, digests: np.ndarray, share: int) -> np.ndarray:
     return np.tile(mixed, -(-share // 8))[:, :share]
 
 
-def _layers_of(config: KVCacheConfig, rank: int) -> list[_Layer]:
+def _layers_of(config: KVCacheConfig, rank: int, draft_head: bool) -> list[_Layer]:
     found = []
     for group, spec in enumerate(config.kv_cache_groups):
         for name in spec.layer_names:
@@ -172,5 +270,7 @@ def _layers_of(config: KVCacheConfig, rank: int) -> list[_Layer]:
                 else own.unpadded_page_size_bytes
             )
             mix = int.from_bytes(hashlib.sha256(f"{name}/{rank}".encode()).digest()[:8]) | 1
-            found.append(_Layer(name, group, own, start, place.block_stride, page, mix))
+            prefix, number = name.split(".")
+            ahead = int(number) + 1 if draft_head and prefix == "draft" else 0
+            found.append(_Layer(name, group, own, start, place.block_stride, page, mix, ahead))
     return found

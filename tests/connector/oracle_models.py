@@ -19,7 +19,8 @@ from tests.connector.vllm_configs import chunked, full, mamba, mla, sliding, sli
 @dataclass(frozen=True)
 class OracleModel:
     """``layers`` by name, in order of registration. ``drafts``: tokens drafted per step;
-    ``draft_head``: they come from layers of this model, whose last block is volatile.
+    ``draft_head``: they come from the layers named ``draft``, of which number ``n`` looks ``n + 1``
+    tokens ahead, so that their last slots hold guesses.
     ``kernel_blocks``: kernel blocks of one block, as Model Runner V2 shows them; ``blocks``: vLLM's
     cache, too small for the requests that run together."""
 
@@ -40,8 +41,9 @@ def _layers(**by_prefix: tuple[int, Callable[[], KVCacheSpec]]) -> dict[str, KVC
     }
 
 
-def _state(block: int, page: int = 0, kind: str = "mamba1") -> KVCacheSpec:
-    return mamba(block, mamba_type=kind, page_size_padded=page or None)
+def _state(block: int, page: int = 0, kind: str = "mamba1", drafts: int = 0) -> KVCacheSpec:
+    more = {"page_size_padded": page or None, "num_speculative_blocks": drafts}
+    return mamba(block, mamba_type=kind, **more)
 
 
 MODELS: dict[str, OracleModel] = {
@@ -68,11 +70,33 @@ MODELS: dict[str, OracleModel] = {
     "mamba1_full": OracleModel(
         lambda: _layers(m=(2, lambda: _state(4, full(4).page_size_bytes)), f=(2, lambda: full(4)))
     ),
+    "mamba_full_ngram": OracleModel(
+        lambda: _layers(
+            m=(2, lambda: _state(4, full(4).page_size_bytes, drafts=2)), f=(2, lambda: full(4))
+        ),
+        drafts=2,
+        blocks=90,
+    ),
+    "mamba_full_mtp": OracleModel(
+        lambda: _layers(
+            m=(2, lambda: _state(4, full(4).page_size_bytes, drafts=1)),
+            f=(1, lambda: full(4)),
+            draft=(1, lambda: full(4)),
+        ),
+        drafts=1,
+        draft_head=True,
+        blocks=90,
+    ),
     "mla": OracleModel(lambda: _layers(l=(3, lambda: mla(4)))),
     "mla_gqa_draft": OracleModel(
-        lambda: _layers(l=(3, lambda: mla(4)), draft=(1, lambda: full(4))),
+        lambda: _layers(l=(3, lambda: mla(4)), draft=(2, lambda: full(4))),
         layout="BLHNC",
         drafts=2,
+        draft_head=True,
+    ),
+    "full_mtp": OracleModel(
+        lambda: _layers(f=(2, lambda: full(4)), draft=(1, lambda: full(4))),
+        drafts=1,
         draft_head=True,
     ),
     "deepseek_v4_packed": OracleModel(

@@ -116,6 +116,12 @@ class Running:
     tokens: list[int]
     tables: list[list[int]]
     prefix: Prefix
+    computed_at_start: int = 0
+    guesses: frozenset[int] = frozenset()
+    """Digests that the draft head's last slots may hold and that may come to nothing."""
+    state_column: int | None = None
+    accepted: int = 1
+    """Of states with drafts: where the running one begins, and which of its columns counts."""
 
 
 @dataclass
@@ -182,6 +188,7 @@ class World:
         self._model = model
         self._conditions = conditions
         self._runs: dict[str, Running] = {}
+        self._known: set[int] = set()
         self._prompts: list[list[int]] = []
         self._salts: dict[str, str | None] = {}
         self._queue: deque[Step] = deque()
@@ -193,6 +200,8 @@ class World:
             config.cache_config.get_resolved_kv_cache_layout(),
             model.kernel_blocks,
             rank=0,
+            draft_head=model.draft_head,
+            drafts=model.drafts,
         )
         self._start()
 
@@ -399,19 +408,29 @@ class World:
         return output
 
     def _update_tables(self, scheduled: SchedulerOutput) -> None:
+        cached = scheduled.scheduled_cached_reqs
+        for name in (
+            scheduled.finished_req_ids
+            | (scheduled.preempted_req_ids or set())
+            | cached.resumed_req_ids
+        ):
+            if name in self._runs:  # what it has guessed stays, here as in vLLM's own cache
+                self._known |= self._runs[name].guesses
         for name in scheduled.finished_req_ids:
             self._runs.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
-            self._runs[new.req_id] = Running(list(new.prompt_token_ids), tables, prefix)
-        cached = scheduled.scheduled_cached_reqs
+            start = new.num_computed_tokens
+            self._runs[new.req_id] = Running(list(new.prompt_token_ids), tables, prefix, start)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
             if name in cached.resumed_req_ids:
                 run.tables = [list(table) for table in new_blocks]
                 run.tokens = list(self.scheduler.requests[name].all_token_ids)
                 run.prefix = Prefix(f"{self.weights}/{self._salts[name]}")
+                run.computed_at_start = cached.num_computed_tokens[position]
+                run.state_column, run.accepted = None, 1
             elif new_blocks is not None:
                 for table, more in zip(run.tables, new_blocks, strict=True):
                     table.extend(more)
@@ -429,12 +448,91 @@ class World:
             tokens = (run.tokens + drafted)[: start + count]
             digests = run.prefix.digests(tokens).copy()
             tables = [list(table) for table in run.tables]
+            self._move_states(run, tables, start, count, launch)
             launch(partial(self._kernel, name, tables, digests, start))
             sampled[name] = self._sample(run, drafted, start + count)
+            self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)
         if not self._model.drafts:
             return sampled, None
-        proposals = [self._propose(self._runs[name]) for name in sampled]
+        proposals = []
+        for name, found in sampled.items():
+            proposals.append(self._propose(self._runs[name]))
+            if self._model.draft_head:
+                end = computed[name] + scheduled.num_scheduled_tokens[name]
+                end = len(self._runs[name].tokens) - 1 if found else end
+                self._run_head(name, proposals[-1], computed[name], end, launch)
         return sampled, DraftTokenIds(list(sampled), proposals)
+
+    def _run_head(
+        self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]
+    ) -> None:
+        """The draft head runs over the accepted tokens, and again over those whose slots looked at
+        guesses; what lies before this request's own tokens is not written."""
+        run = self._runs[name]
+        tables = [list(table) for table in run.tables]
+        digests = run.prefix.digests(run.tokens + guesses).copy()
+        self._known.update(digests[: len(run.tokens)].tolist())
+        run.guesses = frozenset(digests[len(run.tokens) :].tolist())
+        first = max(run.computed_at_start, start - self._model.drafts)
+
+        def kernel() -> None:
+            alive = set().union(*(other.guesses for other in self._runs.values()))
+            known = lambda digest: digest in self._known or digest in alive  # noqa: E731
+            wrong = self._memory.check_heads(tables, digests, first, known)
+            self.mismatches += [f"request {name} reads {what} wrong" for what in wrong]
+            self._memory.write_heads(tables, digests, first, end)
+
+        launch(kernel)
+
+    def _move_states(
+        self, run: Running, tables: list[list[int]], start: int, count: int, launch: Any
+    ) -> None:
+        """Before the forward pass, as ``preprocess_mamba``: the state that counts moves to the
+        column in which this step begins."""
+        if not self._model.drafts:
+            return
+        tokens = self._model.block_tokens
+        column = -(-(start + count) // tokens) - 1
+        before = run.state_column if run.state_column is not None else (start - 1) // tokens
+        if before not in (-1, column):
+            launch(partial(self._memory.copy_states, tables, before + run.accepted - 1, column))
+            run.accepted = 1
+        run.state_column = column
+
+    def _run_states(
+        self,
+        name: str,
+        tables: list[list[int]],
+        digests: np.ndarray,
+        start: int,
+        drafted: int,
+        sampled: int,
+        launch: Any,
+    ) -> None:
+        """The states after each drafted token, then, as ``postprocess_mamba_fused_kernel``, the one
+        at a block's end to the place where it is cached."""
+        if not self._model.drafts:
+            return
+        run = self._runs[name]
+        column, accepted = run.state_column, run.accepted
+        first = len(digests) - 1 - drafted
+
+        def kernel() -> None:
+            if start:
+                right = digests[start - 1 : start]
+                wrong = self._memory.check_states(tables, column + accepted - 1, right)
+                self.mismatches += [f"request {name} reads {what} wrong" for what in wrong]
+            self._memory.write_states(tables, column, digests[first:])
+
+        launch(kernel)
+        run.accepted = max(1, sampled)
+        tokens = self._model.block_tokens
+        aligned = (first + run.accepted) // tokens * tokens
+        if aligned > first:
+            source, target = column + aligned - first - 1, aligned // tokens - 1
+            if column == target:
+                run.accepted = 1
+            launch(partial(self._memory.copy_states, tables, source, target))
 
     def _kernel(
         self, name: str, tables: list[list[int]], digests: np.ndarray, computed: int
