@@ -25,8 +25,11 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, parse_size, percentile, progress_bar, size_text
-from bench.tiers_systems import SYSTEMS, Arena, RawDisk, System
+from bench.tiers_optional import OPTIONAL, available
+from bench.tiers_systems import SYSTEMS as BUILT_IN
+from bench.tiers_systems import Arena, RawDisk, System
 
+SYSTEMS = BUILT_IN | available()
 PHASES = ("write", "read cold", "read hot", "mixed")
 LATENCY_BLOCKS_PER_CALLER = 8
 Samples = dict[str, list[float]]
@@ -55,6 +58,11 @@ def run(config: Config, progress: Progress) -> Report:
             "GB/s and CPU s/GB: medians over rounds, interleaved; share: of raw O_DIRECT.",
             "Checksums are on in our tiers; vLLM's fs tier has none and does not flush.",
             "p50/p99: one block per call, as many callers as the depth.",
+            *(
+                f"Not measured: {name}, {package} is not installed."
+                for name, (package, _) in OPTIONAL.items()
+                if name not in SYSTEMS
+            ),
         ],
     )
     steps = len(config.points) * config.rounds * len(config.systems)

@@ -1,0 +1,131 @@
+"""Do disk tiers stay fast when they are full and everything is replaced again and again?
+
+Ten times as many blocks as fit are written in order, each batch after the oldest ones were
+deleted. All systems take turns, a tenth of the work at a time, so that a noisy machine is noisy
+for all of them. Raw ``O_DIRECT`` writes over the same number of places are the limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import deliver
+from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
+from bench.tiers_optional import available
+from bench.tiers_systems import SYSTEMS as BUILT_IN
+from bench.tiers_systems import Arena, RawDisk, System
+
+SYSTEMS = BUILT_IN | available()
+DEFAULT = ("raw", "lmdb", "files", "vllm", "lmcache")
+TENTHS = 10
+BATCH = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``cap`` blocks fit; ``TENTHS * cap`` are written."""
+
+    block_bytes: int = 256 << 10
+    cap: int = 1000
+    depth: int = 4
+    systems: tuple[str, ...] = DEFAULT
+    folder: str = ""
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Measure. The folder is emptied afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bench-churn-", dir=config.folder or None))
+    names = [name for name in config.systems if name in SYSTEMS]
+    report = Report(
+        "churn",
+        "Disk tiers under churn",
+        dataclasses.asdict(config),
+        describe(root),
+        notes=[
+            f"GB/s: median of {TENTHS} parts; last / first: speed of the last part by the first.",
+            "worst / first: of all parts, which shows how noisy the disk was; compare with raw.",
+            "bytes on disk: files of the system at the end, as a share of the blocks that fit.",
+            *(f"Not measured: {name}." for name in config.systems if name not in names),
+        ],
+    )
+    arena = Arena(config.cap // 2, config.block_bytes)  # systems hold twice its count
+    task = progress.add_task("churn", total=TENTHS * len(names))
+    systems = [_Churned(SYSTEMS[n](root / n, arena, config.depth)) for n in names]
+    try:
+        for tenth in range(TENTHS):
+            for system in systems:
+                system.run(range(tenth * config.cap, (tenth + 1) * config.cap), config.cap)
+                progress.update(task, advance=1, description=system.inner.name)
+        raw = next((s.median for s in systems if s.inner.name == RawDisk.name), float("nan"))
+        live = config.cap * config.block_bytes
+        case = f"{size_text(config.block_bytes)}, {config.cap} fit"
+        report.rows = [Row(case, s.inner.name, s.values(raw, live)) for s in systems]
+    finally:
+        for system in systems:
+            system.inner.close()
+        shutil.rmtree(root, ignore_errors=True)
+    return report
+
+
+class _Churned:
+    """One system and the speed of its parts."""
+
+    def __init__(self, inner: System) -> None:
+        self.inner = inner
+        self.parts: list[float] = []
+
+    @property
+    def median(self) -> float:
+        return median(self.parts)
+
+    def run(self, numbers: Sequence[int], cap: int) -> None:
+        """Write these blocks, deleting as many old ones first."""
+        began = time.perf_counter()
+        for start in range(0, len(numbers), BATCH):
+            batch = numbers[start : start + BATCH]
+            self.inner.forget([number - cap for number in batch if number >= cap])
+            self.inner.write(batch)
+        moved = len(numbers) * self.inner.arena.block_bytes
+        self.parts.append(moved / 1e9 / (time.perf_counter() - began))
+
+    def values(self, raw: float, live_bytes: int) -> dict[str, float]:
+        files = [path for path in self.inner.folder.rglob("*") if path.is_file()]
+        return {
+            "GB/s": self.median,
+            "share": self.median / raw,
+            "last / first": self.parts[-1] / self.parts[0],
+            "worst / first": min(self.parts) / self.parts[0],
+            "bytes on disk": sum(path.stat().st_blocks * 512 for path in files) / live_bytes,
+        }
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench churn``."""
+
+    @app.command("churn", help=__doc__)
+    def churn(
+        size: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB",
+        cap: Annotated[int, typer.Option(help="Blocks that fit.")] = 1000,
+        depth: int = 4,
+        systems: str = ",".join(DEFAULT),
+        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+    ) -> None:
+        config = Config(parse_size(size), cap, depth, tuple(systems.split(",")), folder)
+        with progress_bar() as progress:
+            report = run(config, progress)
+        command = "python -m bench " + " ".join(sys.argv[1:])
+        deliver(report, command=command, column="share", as_json=as_json, keep=keep)
