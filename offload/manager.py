@@ -95,13 +95,7 @@ class OffloadManager:
         tiers: Sequence[Tier],
     ) -> OffloadManager:
         """``open``; ``undo`` is told how to let go of each step."""
-        settings = config if isinstance(config, OffloadConfig) else parse_config(config)
-        if settings.tiers:
-            where, fix = (
-                "$.tiers",
-                "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)]).",
-            )
-            raise ConfigError([Problem(where, "an in-process manager makes no tiers itself", fix)])
+        settings = _settings(config)
         registration = register_kv_caches(
             kv_cache_config.num_blocks, _group_caches(kv_cache_config, kv_caches, settings)
         )
@@ -112,14 +106,7 @@ class OffloadManager:
         slots = slot_counts(settings, slot_bytes, 1).slots
         staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
         device = registration.tensors[0].device
-        pin = device.type == "cuda" and settings.cpu.pin != "off"
-        slab = HostSlab(
-            slot_bytes,
-            slots,
-            pin=pin,
-            pin_fallback=settings.cpu.pin == "prefer",
-            numa_node=_gpu_node() if pin else None,
-        )
+        slab = _make_slab(slot_bytes, slots, device, settings.cpu.pin)
         undo.callback(slab.close)
         engine = _make_engine(registration, slab, device)
         undo.callback(engine.close)
@@ -355,10 +342,21 @@ def _group_infos(
     }
 
 
-def _gpu_node() -> int | None:
+def _settings(config: Mapping[str, Any] | OffloadConfig | None) -> OffloadConfig:
+    settings = config if isinstance(config, OffloadConfig) else parse_config(config)
+    if settings.tiers:
+        what = "an in-process manager makes no tiers itself"
+        fix = "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)])."
+        raise ConfigError([Problem("$.tiers", what, fix)])
+    return settings
+
+
+def _make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
+    if device.type != "cuda" or pin == "off":
+        return HostSlab(slot_bytes, slots)
     from tiers.cuda_copy import gpu_node
 
-    return gpu_node()
+    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=gpu_node())
 
 
 def _make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 torch: Any = pytest.importorskip("torch")
 
 from tests.tiers.copy_world import batch, separate_layers  # noqa: E402  # after the skips
+from tests.tiers.cuda_world import BLOCKS, World  # noqa: E402
 from tests.tiers.fake_cuda import FakeCuda  # noqa: E402
-from tests.tiers.test_copy_cuda import BLOCKS, World  # noqa: E402
 from tiers.copy import TransferError  # noqa: E402
 from tiers.cuda_copy import CopyPath  # noqa: E402
 from tiers.cuda_copy_kernel import PREPARED_LISTS, CopyKernel  # noqa: E402
