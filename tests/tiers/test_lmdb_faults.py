@@ -343,6 +343,74 @@ async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
     await tier.aclose()
 
 
+class Quota(DiskIo):
+    """A quota that is used up: nothing can be allocated, and then nothing be written either."""
+
+    def __init__(self) -> None:
+        self.used_up: set[str] = set()
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        if "allocate" in self.used_up:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        super().allocate(fd, offset, length)
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        if "write" in self.used_up:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return super().pwritev(fd, views, offset)
+
+
+async def test_a_quota_that_is_used_up_is_full_and_passes(tmp_path: Path) -> None:
+    io = Quota()
+    tier = LmdbTier(tmp_path / "tier", 32 << 20, reserve_bytes=0, grow_bytes=1 << 20, io=io)
+    await tier.open()
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
+    more = [key_of(100 + n) for n in range(60)]
+    io.used_up = {"allocate"}
+    outcomes = await put(tier, more, SIZE)
+    assert WriteOutcome.FULL in outcomes
+    assert WriteOutcome.FAILED not in outcomes
+    io.used_up = {"write"}
+    await tier.delete(KEYS[:1])
+    assert await put(tier, [key_of(300)], SIZE) == [WriteOutcome.FULL]
+    await assert_holds(tier, KEYS[1:], SIZE)
+    io.used_up = set()
+    assert await put(tier, more, SIZE) == [WriteOutcome.OK] * 60
+    await assert_holds(tier, more, SIZE)
+    tier.check()
+    await tier.aclose()
+
+
+async def test_a_disk_that_turns_read_only_while_open(own_disk: Path) -> None:
+    """What ext4 does by default after an error of its own: reads go on, writes fail."""
+    subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(own_disk)], check=True)  # noqa: ASYNC221
+    tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    try:
+        turn_read_only(own_disk)
+        try:
+            new = [key_of(100 + n) for n in range(4)]
+            assert WriteOutcome.OK not in await put(tier, new, SIZE)
+            await assert_holds(tier, KEYS, SIZE)
+        except TierIoError as error:
+            assert "open it again" in str(error)  # noqa: PT017  # it may also go on reading
+    finally:
+        await tier.aclose()
+
+
+def turn_read_only(point: Path) -> None:
+    """Make ext4 report an error of its own; from then on it takes no writes."""
+    number = point.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve().name
+    try:
+        Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
+    except OSError:
+        pytest.skip("this system cannot make ext4 report an error")
+    with pytest.raises(OSError, match="Read-only"):
+        (point / "probe").touch()
+
+
 EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
