@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from offload.connector.scheduler_side import SchedulerSide
 from offload.executor import Executor
-from offload.layout import STATE, WINDOW, GroupLayout
+from offload.layout import WINDOW, GroupLayout
 from offload.load_task import LoadTask
 from offload.planner import Planner
 from offload.plans import JobResult
@@ -100,23 +101,36 @@ def _no_event(patch: pytest.MonkeyPatch) -> None:
 def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
     store = SchedulerSide._store_ready
 
-    def early(self: Any, tracker: Any, request: Any, limit: int, table: Any) -> None:
-        store(self, tracker, request, limit + 1, table)
+    def early(self: Any, tracker: Any, request: Any, limit: int, table: Any, **more: Any) -> None:
+        store(self, tracker, request, limit + 1, table, **more)
 
     patch.setattr(SchedulerSide, "_store_ready", early)
     patch.setattr(SchedulerSide, "_has_ready", lambda self, tracker, limit: True)
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
-    """Each state is stored under the boundary before its own."""
-    wanted = SchedulerSide._wanted
+    """Each state is stored, not loaded, under the boundary before its own."""
+    store, wanted = SchedulerSide._store_boundary_states, SchedulerSide._wanted
 
     def shifted(self: Any, tracker: Any, index: int, group: Any, chunk: int, blocks: Any) -> Any:
-        if group.kind == STATE and chunk:
-            chunk -= 1
-        return wanted(self, tracker, index, group, chunk, blocks)
+        return wanted(self, tracker, index, group, max(0, chunk - 1), blocks)
 
-    patch.setattr(SchedulerSide, "_wanted", shifted)
+    def by_position(self: Any, output: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SchedulerSide, "_wanted", shifted)
+            store(self, output)
+
+    patch.setattr(SchedulerSide, "_store_boundary_states", by_position)
+
+
+def _drafts_not_held_back(patch: pytest.MonkeyPatch) -> None:
+    """The newest block of a draft group is stored while its last slots have seen guesses."""
+    store = SchedulerSide._store_ready
+
+    def at_once(self: Any, tracker: Any, request: Any, limit: int, table: Any, **_: Any) -> None:
+        store(self, tracker, request, limit, table, ended=True)
+
+    patch.setattr(SchedulerSide, "_store_ready", at_once)
 
 
 def _short_window(patch: pytest.MonkeyPatch) -> None:
@@ -157,33 +171,48 @@ def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerSide, "lookup", forgetful)
 
 
-MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
-    _no_fence: "full",
-    _no_event: "full",
-    _a_token_too_early: "full_ngram",
-    _states_by_position: "mamba1_full",
-    _short_window: "sliding_full",
-    _no_reset: "full",
-    _bad_reads_are_good: "full",
-    _answered_before_the_copy: "full",
-    _a_failed_load_tries_again: "two_block_sizes",
-}
+READS_WRONG = r"seed \d+: \['request r\d+ reads "
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
+    (_no_fence, "full", READS_WRONG),
+    (_no_event, "full", READS_WRONG),
+    (_a_token_too_early, "full_ngram", READS_WRONG),
+    (_states_by_position, "mamba1_full", READS_WRONG + r"m\.\d"),
+    (_states_by_position, "mamba_full_ngram", READS_WRONG + r"m\.\d"),
+    (_drafts_not_held_back, "mla_gqa_draft", READS_WRONG + r"draft\.1"),
+    (_short_window, "sliding_full", READS_WRONG + r"s\.\d"),
+    (_no_reset, "full", READS_WRONG),
+    (_bad_reads_are_good, "full", READS_WRONG),
+    (_answered_before_the_copy, "full", READS_WRONG),
+    (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
+]
+"""A fault, the model that shows it, and what the first failure must say."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
-def test_planted_faults_are_seen(mutant: Any, tmp_path: Path) -> None:
+def first_failure(model: str, folder: Path, seed: int) -> str:
+    """Live under the conditions of planted faults; what was seen to be wrong, or nothing."""
+    conditions = Conditions(slots=60, fault_rate=0.2, late=2)
+    with World(MODELS[model], conditions, folder, seed) as world:
+        try:
+            live(world)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("mutant", "model", "seen"),
+    MUTANTS,
+    ids=[f"{mutant.__name__.strip('_')}-{model}" for mutant, model, _ in MUTANTS],
+)
+def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
+    """As themselves; and the same world without the fault is right."""
     for seed in range(10):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
-            world = World(
-                MODELS[MUTANTS[mutant]],
-                Conditions(slots=60, fault_rate=0.2, late=2),
-                tmp_path / str(seed),
-                seed,
-            )
-            with world:
-                try:
-                    live(world)
-                except AssertionError:
-                    return
+            failure = first_failure(model, tmp_path / f"fault {seed}", seed)
+        if failure:
+            assert re.match(seen, failure), failure
+            assert first_failure(model, tmp_path / "control", seed) == ""
+            return
     raise AssertionError("went unseen")
