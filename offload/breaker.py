@@ -29,29 +29,38 @@ class Breaker:
         self._failures_max = failures
         self._first_wait_s = self._wait_s = wait_s
         self._wait_max_s = wait_max_s
-        self._failures = 0
+        self._failures: dict[int, int] = {}  # by rank, in a row
         self._retry_at = 0.0
 
     @property
     def closed(self) -> bool:
         return self.state is Circuit.CLOSED
 
-    def observe(self, good: int, failed: int, now: float) -> None:
-        """Take in how many operations went well and how many failed or came late."""
+    def observe(self, good: int, failed: int, now: float, rank: int = 0) -> None:
+        """Take in how many operations of one rank went well and how many failed or came late.
+
+        Ranks are counted apart: a request needs its chunks from every rank, so that one broken
+        disk among many spoils as many hits as if all were broken.
+        """
         if self.state is Circuit.CLOSED:
             if good:
-                self._failures = failed if failed > good else 0
+                self._failures[rank] = failed if failed > good else 0
             else:
-                self._failures += failed
-            if self._failures >= self._failures_max:
+                self._failures[rank] = self._failures.get(rank, 0) + failed
+            if self._failures[rank] >= self._failures_max:
                 self.openings += 1
                 self._open(now, self._first_wait_s)
-        elif self.state is Circuit.HALF_OPEN:
-            if failed:
-                self._open(now, min(2 * self._wait_s, self._wait_max_s))
-            elif good:
-                self.state = Circuit.CLOSED
+        elif self.state is Circuit.HALF_OPEN and failed:
+            self._open(now, min(2 * self._wait_s, self._wait_max_s))
         # OPEN: it was begun before it opened; what counts now is the probe
+
+    def judge(self, now: float, *, good: bool) -> None:
+        """A probe has been answered by every rank; only that closes the breaker."""
+        if self.state is Circuit.HALF_OPEN:
+            if good:
+                self.state = Circuit.CLOSED
+            else:
+                self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
         """The wait may be over."""
@@ -62,4 +71,4 @@ class Breaker:
         self.state = Circuit.OPEN
         self._wait_s = wait_s
         self._retry_at = now + wait_s
-        self._failures = 0
+        self._failures.clear()

@@ -71,17 +71,28 @@ class DemotionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def _room(self) -> int:
+        """How many chunks may wait, and stay pinned, for this tier: as long as its breaker has not
+        closed again no more than one batch, to see whether the tier works."""
+        if self._gate.writes.closed:
+            return self._max_waiting
+        if not self._gate.writable or self._flying:
+            return 0
+        return min(self._batch, self._max_waiting)
+
     def offer(self, keys: Sequence[bytes], cpu: TierIndex, groups: Mapping[int, _Group]) -> None:
         """Queue chunks that were just committed; pins them in the CPU tier."""
         if self.closed:
             return
-        if not self._gate.writable:
+        room = self._room
+        if not room:
             self.skipped += len(keys)
             return
         for key in keys:
             if not self._index.is_absent(key) or not self._admits(key, groups):
                 continue
-            if len(self._waiting) >= self._max_waiting:
+            if len(self._waiting) >= room:
                 self.skipped += 1
                 continue
             cpu.pin((key,))

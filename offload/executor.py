@@ -85,7 +85,9 @@ class Executor:
         *,
         staging: Sequence[int] = (),
         limits: ExecutorLimits | None = None,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.limits = limits or ExecutorLimits()
         self.stats = WorkerStats()
         self.degraded = ""
@@ -173,7 +175,8 @@ class Executor:
             self._sources.pop(job, None)
             out.report.results[job] = result
         while self._seen:
-            out.report.see(*self._seen.popleft())
+            tier, seen = self._seen.popleft()
+            out.report.see(tier, self.rank, seen)
         return out
 
     # -- the loop ----------------------------------------------------------------------------

@@ -58,10 +58,15 @@ class TierGate:
             self.reads.closed and self.pace.probe_due(now)
         )
 
-    def observe(self, seen: Observed, now: float) -> None:
-        """What the ranks saw of this tier."""
-        self.reads.observe(seen.reads_good, seen.reads_failed, now)
-        self.writes.observe(seen.writes_good, seen.writes_failed, now)
+    def observe(self, rank: int, seen: Observed, now: float) -> None:
+        """What one rank saw of this tier."""
+        self.reads.observe(seen.reads_good, seen.reads_failed, now, rank)
+        self.writes.observe(seen.writes_good, seen.writes_failed, now, rank)
+        self._log()
+
+    def written(self, now: float, *, good: bool) -> None:
+        """A write has been answered by every rank."""
+        self.writes.judge(now, good=good)
         self._log()
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
@@ -70,11 +75,10 @@ class TierGate:
         self._log()
 
     def probed(self, tokens: int, seconds: float, now: float, *, good: bool) -> None:
-        """The probe has ended."""
+        """The probe has been answered by every rank; ``tokens`` is what it brought."""
         self.probe = None
-        self.reads.observe(int(good), int(not good), now)
-        if good:
-            self.pace.observe_probe(tokens, seconds, now)
+        self.reads.judge(now, good=good)
+        self.pace.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
     def _state(self) -> tuple[Circuit, Circuit, bool]:

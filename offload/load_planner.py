@@ -23,8 +23,8 @@ class LoadPlanner:
     """Plans loads over the CPU tier and the lower tiers.
 
     ``promoting`` are the chunks that some load is reading into the CPU tier, with its job;
-    ``loading`` counts the chunks of all open loads and ``holding`` the GPU blocks that they fill,
-    at most ``max_chunks`` and ``max_blocks`` but for one load.
+    ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
+    that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class LoadPlanner:
         self._max_chunks = max_chunks
         self._max_blocks = max_blocks
         self._planned: list[LoadJob] = []
+        self._waited_for: dict[str, Job] = {}
 
     def __len__(self) -> int:
         """Loads that were planned and not sent."""
@@ -61,10 +62,18 @@ class LoadPlanner:
 
     def ended(self, job: Job) -> None:
         """A load has been answered by every rank."""
-        self.loading -= job.chunks
-        self.holding -= job.holds
+        if self._waited_for.get(job.request) is job:
+            self.request_ended(job.request)
         for key in job.fills:
             self.promoting.pop(key, None)
+
+    def request_ended(self, request: str) -> None:
+        """A request does not wait for its load any more. A read that hangs may go on, but it
+        holds no GPU block and must not use up the budgets of loads from other tiers."""
+        job = self._waited_for.pop(request, None)
+        if job is not None:
+            self.loading -= job.chunks
+            self.holding -= job.holds
 
     def plan(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
         """Plan to restore these chunks for a request.
@@ -98,6 +107,8 @@ class LoadPlanner:
         )
         self._ledger.open(opened)
         self._planned.append(LoadJob(job, request, items))
+        self.request_ended(request)
+        self._waited_for[request] = opened
         self.loading += opened.chunks
         self.holding += opened.holds
         return tokens
@@ -139,9 +150,19 @@ class LoadPlanner:
         in_slab: list[Wanted] = []
         below: list[Wanted] = []
         for chunk in chunks:
-            here = chunk.key in self._cpu or chunk.key in self.promoting
+            here = chunk.key in self._cpu or self._joins(chunk.key)
             (in_slab if here else below).append(chunk)
         return in_slab, below
+
+    def _joins(self, key: bytes) -> bool:
+        """Whether to wait for the read of another load: not if that may come from a tier that is
+        shut out while another one has the chunk."""
+        if key not in self.promoting:
+            return False
+        if all(gate.readable for gate in self._gates):
+            return True
+        source = self._source(key)
+        return source == IN_SLAB or not self._gates[source].readable
 
     def _source(self, key: bytes) -> int:
         """The highest lower tier that holds the key, if possible one that may be read;

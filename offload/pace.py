@@ -46,7 +46,8 @@ class BreakEven:
     """Whether one tier gives tokens faster than they are computed.
 
     It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
-    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double.
+    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double
+    until loads, which meet more traffic than probes do, have shown that it pays.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True) -> None:
@@ -66,18 +67,19 @@ class BreakEven:
         if mine < STOP_BELOW * prefill:
             self.pays = False
             self._retry_at = now + self._wait_s
+        else:
+            self._wait_s = RETRY_S
 
     def observe_probe(self, tokens: int, seconds: float, now: float) -> None:
         """A probe has ended; it alone decides whether loads are worth trying again."""
         if self.pays:
             return
+        self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)
         prefill = self._prefill.value()
-        if prefill is None or tokens / max(seconds, 1e-9) > RESUME_ABOVE * prefill:
+        if tokens and (prefill is None or tokens / max(seconds, 1e-9) > RESUME_ABOVE * prefill):
             self.pays = True
             self.rate.clear()
-            self._wait_s = RETRY_S
         else:
-            self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)
             self._retry_at = now + self._wait_s
 
     def probe_due(self, now: float) -> bool:

@@ -236,6 +236,10 @@ class Planner:
         plan = StepPlan(
             stores=tuple(self._stores),
             loads=self._loads.take(),
+    def request_ended(self, request: str) -> None:
+        """A request does not wait for its load any more, even if the load's job goes on."""
+        self._loads.request_ended(request)
+
             demotes=tuple(demotes),
             deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
             touches={tier: tuple(keys) for tier, keys in self._touches.items()},
@@ -261,8 +265,8 @@ class Planner:
             JobKind.DEMOTE: self._demoted,
             JobKind.PROBE: self._probed,
         }
-        for tier, seen in report.tiers.items():
-            self.gates.tiers[tier].observe(seen, self._now)
+        for (tier, rank), seen in report.tiers.items():
+            self.gates.tiers[tier].observe(rank, seen, self._now)
         errors: list[Exception] = []
         for job_id, result in report.results.items():
             try:
@@ -304,9 +308,13 @@ class Planner:
         result = _result(job)
         for tier, keys in job.pins:
             self.lower[tier].unpin(keys)
-            tokens = (job.tokens_by_tier or {}).get(tier, 0)
-            good = not result.failed and not result.bad
-            self.gates.tiers[tier].probed(tokens, result.seconds, self._now, good=good)
+            gate = self.gates.tiers[tier]
+            if job.distrusted:  # a reset came between: it says nothing of the tier
+                gate.probe = None
+                continue
+            brought = 0 if result.failed else len(keys) - len(result.bad)
+            tokens = (job.tokens_by_tier or {}).get(tier, 0) * brought // len(keys)
+            gate.probed(tokens, result.seconds, self._now, good=brought > 0)
         self.forget(result.lost)
 
     def _demoted(self, job: Job) -> None:
@@ -366,6 +374,7 @@ class Planner:
         again only after ``begin_epochs``.
         """
         for store in list(self._stores):
+        self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
             self._cancel_store(store.job)
         for queue in self._demotions:
             queue.clear(self.cpu)
@@ -397,3 +406,4 @@ def _result(job: Job) -> JobResult:
     if job.result is None:
         raise InvariantError(f"planner: job {job.job} ended without an answer")
     return job.result
+        self._ledger.distrust(JobKind.PROBE)

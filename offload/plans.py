@@ -142,20 +142,20 @@ class JobResult:
 @dataclass(slots=True)
 class StepReport:
     """What happened since the last report: the jobs that ended, by job id, and how the lower
-    tiers were, by their number."""
+    tiers were, by their number and the rank that saw it."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
-    tiers: dict[int, Observed] = field(default_factory=dict)
+    tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing in it."""
         return not self.results and not self.tiers
 
-    def see(self, tier: int, seen: Observed) -> None:
-        """Add what was seen of a tier."""
-        mine = self.tiers.get(tier)
-        self.tiers[tier] = mine.merge(seen) if mine else seen
+    def see(self, tier: int, rank: int, seen: Observed) -> None:
+        """Add what a rank has seen of a tier."""
+        mine = self.tiers.get((tier, rank))
+        self.tiers[tier, rank] = mine.merge(seen) if mine else seen
 
     def merge(self, other: StepReport) -> StepReport:
         """The sum of two ranks' reports; used to aggregate over ranks."""
@@ -164,6 +164,6 @@ class StepReport:
             mine = merged.get(job)
             merged[job] = mine.merge(result) if mine else result
         report = StepReport(merged, dict(self.tiers))
-        for tier, seen in other.tiers.items():
-            report.see(tier, seen)
+        for (tier, rank), seen in other.tiers.items():
+            report.see(tier, rank, seen)
         return report

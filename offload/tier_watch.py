@@ -2,7 +2,7 @@
 
 An operation that is late is not given up, because it may still use its buffers: it counts as a
 failure for every ``timeout_s`` that it is late, which opens the tier's breaker on the scheduler
-side.
+side. One that never ends falls silent some time, so that the tier may be tried without it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from tiers.base import ReadOutcome, WriteOutcome
 
 T = TypeVar("T")
 
+LATE_REPORTS_MAX = 12
+"""How often one operation is reported as late."""
+
 
 class TierWatch:
     """``report`` takes what was seen, on the loop's thread."""
@@ -28,7 +31,8 @@ class TierWatch:
         """A read. A tier that is busy, or does not have the keys, says nothing of its health."""
         outcomes, late = await self._finish(operation, Observed(reads_failed=1))
         if ReadOutcome.OK in outcomes:
-            self._report(Observed(reads_good=int(not late)))
+            if not late:
+                self._report(Observed(reads_good=1))
         elif ReadOutcome.CORRUPT in outcomes:
             self._report(Observed(reads_failed=1))
         return outcomes
@@ -37,7 +41,8 @@ class TierWatch:
         """A write; it failed if nothing of it was taken."""
         outcomes, late = await self._finish(operation, Observed(writes_failed=1))
         if WriteOutcome.OK in outcomes:
-            self._report(Observed(writes_good=int(not late)))
+            if not late:
+                self._report(Observed(writes_good=1))
         else:
             self._report(Observed(writes_failed=1))
         return outcomes
@@ -49,14 +54,15 @@ class TierWatch:
     async def _finish(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
         """Wait for the end, however late; whether it was late."""
         task = asyncio.ensure_future(operation)
-        late = False
+        late = 0
         try:
             while not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
-                late = True
-                self._report(failure)
+                late += 1
+                if late <= LATE_REPORTS_MAX:
+                    self._report(failure)
         except asyncio.CancelledError:
             task.cancel()
             raise
         if task.exception() is not None:
             self._report(failure)
-        return task.result(), late
+        return task.result(), late > 0

@@ -341,6 +341,7 @@ class SchedulerSide:
             self.planner.touch(keys[: tokens // group.chunk_tokens])
 
     def _tracker(self, request: Request) -> RequestTracker:
+            self.planner.request_ended(request_id)
         self.on_new_request(request)
         return self._trackers[request.request_id]
 

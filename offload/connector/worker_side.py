@@ -136,7 +136,9 @@ class WorkerSide:
                 undo.push_async_callback(tier.aclose)
                 states.append(await _open_tier(tier, spec, groups))
             undo.pop_all()
-        self._executor = Executor(self._slab, engine, groups, tiers, staging=staging, limits=limits)
+        self._executor = Executor(
+            self._slab, engine, groups, tiers, staging=staging, limits=limits, rank=self._rank
+        )
         self._executor.start()
         return states
 
