@@ -1,0 +1,76 @@
+"""A disk that hangs, fails, fills up or crawls under the LMDB tier of a running engine.
+
+The system calls on the payload file are replaced behind the tier's back; everything above them,
+threads, index, executor, planner, is real. Each function runs in every worker process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tests.vllm.faults import executor
+from tiers.base import Buffer
+from tiers.direct_io import DiskIo
+
+SLOW_S = 0.3
+
+
+class SickIo(DiskIo):
+    """Every call is counted, then does what ``state`` says."""
+
+    def __init__(self) -> None:
+        self.state = "well"
+        self.calls = 0
+        self.gate = threading.Event()
+
+    def _suffer(self) -> None:
+        self.calls += 1
+        if self.state == "hangs":
+            self.gate.wait()
+        elif self.state == "fails":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        elif self.state == "crawls":
+            time.sleep(SLOW_S)
+
+    def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self._suffer()
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self._suffer()
+        if self.state == "is full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, views, offset)
+
+
+def _tiers(worker: Any) -> Any:
+    return executor(worker)._tiers
+
+
+def infect(worker: Any, state: str) -> None:
+    """From now on the disk of this rank is in this state."""
+    for tier in _tiers(worker):
+        io = tier._store.file._io
+        if not isinstance(io, SickIo):
+            io = tier._store.file._io = SickIo()
+        io.state = state
+        if state == "well":
+            io.gate.set()
+            tier._store.file._io = SickIo()  # later calls have a gate of their own
+
+
+def disk_calls(worker: Any) -> int:
+    """How often the disk was asked since it is in its state."""
+    return sum(tier._store.file._io.calls for tier in _tiers(worker))
+
+
+def unplug(worker: Any) -> None:
+    """Remove the folders under the open tiers."""
+    for tier in _tiers(worker):
+        shutil.rmtree(tier._folder)

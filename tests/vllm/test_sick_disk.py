@@ -1,0 +1,114 @@
+"""Whatever happens to the disk, every request is answered with the right tokens; the tier is shut
+out after a few failures, costs nothing while it is, and is used again when the disk is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import faults, sick_disk
+from tests.vllm.engine import Engine
+from tests.vllm.probes import check, connector, totals
+from tests.vllm.restored import (
+    HASH,
+    Reference,
+    ask_and_compare,
+    compare,
+    config,
+    prompts,
+    settle,
+)
+
+FAILURES = 3
+ROUNDS_MAX = 40
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference.record(llama, tmp_path_factory.mktemp("ref") / "log", prompts(4))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    llama: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """A CPU tier that holds one prompt at a time, so that most hits come from the disk."""
+    folder = tmp_path_factory.mktemp("sick")
+    limits = {"load_timeout_s": 2.0, "tier_timeout_s": 0.3, "breaker_failures": FAILURES}
+    offload = config(folder / "kv", cpu="1MiB", **limits)
+    with Engine(llama, log=folder / "log", connector=offload, **HASH) as found:
+        answers = [found.generate_one(prompt) for prompt in reference.prompts]
+        assert compare(found, reference, answers) > 0
+        settle(found)
+        yield found
+
+
+def gate_state(llm: Any) -> tuple[bool, bool, float]:
+    """Whether the disk is read, whether it is written, and how often it was shut out."""
+    gate = connector(llm)._scheduler.planner.gates.tiers[0]
+    return gate.readable, gate.writes.closed, gate.reads.openings + gate.writes.openings
+
+
+def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
+    return engine.call(faults.on_workers, function, *args)
+
+
+def ask_all(engine: Engine, reference: Reference, seed: int) -> None:
+    """Everything again, and something new to store; answers and bytes must be right."""
+    assert engine.reset_prefix_cache()
+    answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+    assert compare(engine, reference, answers) > 0
+    for prompt in prompts(2, seed=1000 + seed):
+        engine.generate_one(prompt)
+    engine.call(check)
+
+
+def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -> None:
+    """Ask everything again and again until the disk is read and written as wanted."""
+    for turn in range(ROUNDS_MAX):
+        if engine.call(gate_state)[:2] == wanted:
+            return
+        ask_all(engine, reference, turn)
+    raise AssertionError(f"still {engine.call(gate_state)}, not {wanted}")
+
+
+@pytest.mark.parametrize(
+    ("state", "shut"),
+    [
+        ("hangs", (False, False)),
+        ("fails", (False, False)),
+        ("is full", (True, False)),
+        ("crawls", (False, True)),
+    ],
+)
+def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
+    engine: Engine, reference: Reference, state: str, shut: tuple[bool, bool]
+) -> None:
+    assert engine.call(gate_state)[:2] == (True, True)
+    before = engine.call(gate_state)[2]
+    on_disk(engine, sick_disk.infect, state)
+    for turn in range(ROUNDS_MAX):
+        ask_all(engine, reference, turn)
+        readable, writable, openings = engine.call(gate_state)
+        if (readable <= shut[0], writable <= shut[1]) == (True, True):
+            break
+    else:
+        raise AssertionError(f"the tier was never shut out: {engine.call(gate_state)}")
+    assert openings > before or state == "crawls"
+    assert on_disk(engine, sick_disk.disk_calls)[0] > 0, "the fault was never met"
+    on_disk(engine, sick_disk.infect, "well")
+    ask_until(engine, reference, (True, True))
+    settle(engine)
+    ask_and_compare(engine, reference, "lmdb")
+
+
+def test_an_unplugged_disk_costs_hits_only(engine: Engine, reference: Reference) -> None:
+    """Last, because the tier stays shut out until the next start."""
+    on_disk(engine, sick_disk.unplug)
+    for turn in range(6):
+        ask_all(engine, reference, turn)
+    assert engine.call(totals)["breaker_openings:lmdb"] > 0
+    assert not engine.call(gate_state)[1]
