@@ -1,13 +1,17 @@
 """The installed vLLM as the oracle: our longest hit equals its ``find_longest_cache_hit``.
 
 Both are given the same block hashes and the same cached blocks; vLLM's are put into its own block
-pool under its own keys, which are ours too. Two things of vLLM 0.32 with draft heads and sliding
-windows are not copied; these cases are compared with the definition alone:
+pool under its own keys, which are ours too. With a start above 0, all before it is in vLLM's pool
+alone (the GPU's own cache, which our lookup goes on from). With chunks of several blocks, whole
+chunks are cached, and vLLM is told to align its hits as ours are. Some things of vLLM 0.32 are not
+copied or cannot be asked; these cases are compared with the definition alone:
 
 * with two draft groups of windows it checks only one of them for the block that it drops, and
   answers more than both have;
 * a draft window with blocks smaller than the hits' alignment is rounded down twice at the
-  beginning of a prefix, and answers less than it has.
+  beginning of a prefix, and answers less than it has;
+* hits of a lone group, and those of chunked local attention, cannot be aligned to more than a
+  block (those of a lone full group are rounded down here).
 
 Windows of one token are not generated (they read nothing before them), nor chunked local attention
 whose span is no multiple of the block (vLLM cuts it in the middle of a span).
@@ -16,15 +20,22 @@ whose span is no multiple of the block (vLLM cuts it in the middle of a span).
 import math
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from offload.connector.vllm_layout import model_layout
 from offload.coordinator import Coordinator
 from offload.keys import chunk_keys
+from offload.layout import FULL, ModelLayout
 from tests.connector.vllm_configs import (
     chunked,
     config_of,
@@ -41,9 +52,10 @@ from tests.offload.layout_oracle import brute_force
 CASES_PER_SEED = 50
 
 
-def theirs(config, cached: set[bytes], hashes: list[bytes], limit: int, use_eagle: bool):
+def theirs(
+    config, cached: set[bytes], hashes: list[bytes], limit: int, use_eagle: bool, align: int
+):
     """vLLM's longest hit with these blocks cached, and the positions of the blocks it uses."""
-    sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=100_000,
@@ -53,7 +65,7 @@ def theirs(config, cached: set[bytes], hashes: list[bytes], limit: int, use_eagl
         enable_kv_cache_events=False,
         dcp_world_size=1,
         pcp_world_size=1,
-        scheduler_block_size=math.lcm(*sizes),
+        scheduler_block_size=align,
         hash_block_size=config.hash_block_size,
         allow_partial_hash_hits=False,
     )
@@ -94,68 +106,125 @@ def is_chunked(spec) -> bool:
     return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
-def random_case(rng: random.Random):
+@dataclass(frozen=True)
+class Case:
+    """``cached`` are the keys in the tiers; ``before`` those of the GPU's own cache, all that end
+    up to ``start``. ``keys`` are those of our chunks."""
+
+    config: KVCacheConfig
+    layout: ModelLayout
+    hashes: list[bytes]
+    keys: list[list[bytes]]
+    cached: set[bytes]
+    before: set[bytes]
+    start: int
+    limit: int
+    use_eagle: bool
+
+    @property
+    def excepted(self) -> bool:
+        """Whether one of vLLM's oddities can show (see the module's head)."""
+        groups = self.config.kv_cache_groups
+        block = groups[0].kv_cache_spec.block_size
+        if self.layout.alignment_tokens != block:
+            if any(is_chunked(group.kv_cache_spec) for group in groups):
+                return True
+            if len(groups) == 1 and self.layout.groups[0].kind != FULL:
+                return True
+        marked = [g.kv_cache_spec for g in groups if g.is_eagle_group]
+        if self.use_eagle and not marked:
+            marked = [group.kv_cache_spec for group in groups]
+        windows = {spec for spec in marked if isinstance(spec, SlidingWindowSpec)}
+        align = self.layout.alignment_tokens
+        return len(windows) > 1 or any(spec.block_size != align for spec in windows)
+
+
+def random_case(rng: random.Random, chunk_blocks: int = 1, started: bool = False) -> Case:
     specs = random_specs(rng)
     use_eagle = rng.random() < 0.4 and not any(map(is_chunked, specs))
     drafts = {i for i in range(len(specs)) if rng.random() < 0.5} if use_eagle else set()
+    if len(specs) == 1 and chunk_blocks > 1:
+        use_eagle, drafts = False, set()
     config = config_of(groups_of(*specs, drafts=drafts))
-    hash_tokens = config.hash_block_size
+    layout = model_layout(config, vllm_config(draft_head=use_eagle), chunk_blocks)
     alignment = math.lcm(*(spec.block_size for spec in specs))
-    tokens = rng.randint(0, alignment * rng.randint(1, 12))
-    hashes = [b"%016d" % i for i in range(tokens // hash_tokens)]
-    cached = random_presence(rng, config, hashes)
-    return config, hashes, cached, max(0, tokens - 1), use_eagle
-
-
-def random_presence(rng: random.Random, config, hashes: list[bytes]) -> set[bytes]:
-    """Cached blocks: of every group a run with holes, so that hits are neither all nor none."""
-    cached = set()
-    share = rng.choice([0.5, 0.8, 0.95, 1.0])
-    for group, spec in enumerate(config.kv_cache_groups):
-        step = spec.kv_cache_spec.block_size // config.hash_block_size
-        ends = hashes[step - 1 :: step]
-        upto = len(ends) if rng.random() < 0.5 else rng.randint(0, len(ends))
-        cached |= {
-            make_block_hash_with_group_id(end, group) for end in ends[:upto] if rng.random() < share
-        }
-    return cached
-
-
-def layout_and_keys(config, hashes: list[bytes], use_eagle: bool):
-    layout = model_layout(config, vllm_config(draft_head=use_eagle), chunk_blocks=1)
+    tokens = rng.randint(0, max(alignment, layout.alignment_tokens) * rng.randint(1, 12))
+    hashes = [b"%016d" % i for i in range(tokens // config.hash_block_size)]
+    limit = max(0, tokens - 1)
+    start = rng.randint(0, limit // alignment) * alignment if started else 0
     keys = [
         chunk_keys(hashes, group.group, group.chunk_tokens // config.hash_block_size)
         for group in layout.groups
     ]
-    return layout, keys
+    cached = random_presence(rng, config, layout, hashes)
+    before = {
+        key
+        for group, spec in enumerate(config.kv_cache_groups)
+        for key in block_keys(config, group, hashes)[: start // spec.kv_cache_spec.block_size]
+    }
+    return Case(config, layout, hashes, keys, cached, before, start, limit, use_eagle)
 
 
-def is_excepted(config, use_eagle: bool) -> bool:
-    """Whether one of vLLM's two oddities can show (see the module's head)."""
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    marked = [g.kv_cache_spec for g in config.kv_cache_groups if g.is_eagle_group]
-    if use_eagle and not marked:
-        marked = specs
-    windows = {spec for spec in marked if isinstance(spec, SlidingWindowSpec)}
-    alignment = math.lcm(*(spec.block_size for spec in specs))
-    return len(windows) > 1 or any(spec.block_size != alignment for spec in windows)
+def block_keys(config, group: int, hashes: list[bytes]) -> list[bytes]:
+    """vLLM's keys of the blocks of one group."""
+    step = config.kv_cache_groups[group].kv_cache_spec.block_size // config.hash_block_size
+    return [make_block_hash_with_group_id(end, group) for end in hashes[step - 1 :: step]]
+
+
+def random_presence(rng: random.Random, config, layout, hashes: list[bytes]) -> set[bytes]:
+    """Cached blocks: of every group a run of chunks with holes, so that hits are neither all nor
+    none."""
+    cached = set()
+    share = rng.choice([0.5, 0.8, 0.95, 1.0])
+    for group in layout.groups:
+        blocks, size = block_keys(config, group.group, hashes), group.chunk_blocks
+        chunks = [blocks[i : i + size] for i in range(0, len(blocks) // size * size, size)]
+        upto = len(chunks) if rng.random() < 0.5 else rng.randint(0, len(chunks))
+        for chunk in chunks[:upto]:
+            if rng.random() < share:
+                cached.update(chunk)
+    return cached
+
+
+def our_hit(case: Case) -> int:
+    return Coordinator(case.layout).longest_hit(case.keys, case.cached, case.start, case.limit)
+
+
+def compare(case: Case, facts: object) -> None:
+    """Raises ``AssertionError`` if our answer is not the right one."""
+    found = our_hit(case)
+    if case.excepted:
+        everything = case.layout, case.keys, case.cached, case.start, case.limit
+        assert found == brute_force(*everything), facts
+        return
+    align = case.layout.alignment_tokens
+    union = case.cached | case.before
+    expected, used = theirs(case.config, union, case.hashes, case.limit, case.use_eagle, align)
+    rounded = expected // align * align
+    assert found == max(case.start, rounded), facts
+    if found > case.start and expected == rounded:
+        ranges = Coordinator(case.layout).block_ranges(case.start, found)
+        sizes = [group.block_tokens for group in case.layout.groups]
+        new = [
+            [i for i in u if i * size >= case.start] for u, size in zip(used, sizes, strict=True)
+        ]
+        assert new == [list(r) for r in ranges], facts
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_longest_hit_and_its_blocks_equal_vllm(seed):
     rng = random.Random(seed)
-    for case in range(CASES_PER_SEED):
-        config, hashes, cached, limit, use_eagle = random_case(rng)
-        expected, used = theirs(config, cached, hashes, limit, use_eagle)
-        layout, keys = layout_and_keys(config, hashes, use_eagle)
-        coordinator = Coordinator(layout)
-        found = coordinator.longest_hit(keys, cached, 0, limit)
-        facts = (seed, case, config.kv_cache_groups, sorted(cached), limit, use_eagle)
-        if is_excepted(config, use_eagle):
-            assert found == brute_force(layout, keys, cached, 0, limit), facts
-        else:
-            assert found == expected, facts
-            assert used == [list(r) for r in coordinator.block_ranges(0, found)], facts
+    for number in range(CASES_PER_SEED):
+        case = random_case(rng)
+        compare(case, (seed, number, case))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_lookups_that_go_on_from_the_gpus_own_cache_and_in_chunks(seed):
+    rng = random.Random(f"started {seed}")
+    for number in range(CASES_PER_SEED):
+        case = random_case(rng, chunk_blocks=rng.choice([1, 1, 2, 3, 4]), started=True)
+        compare(case, (seed, number, case))
 
 
 def test_generated_cases_are_worth_it():
@@ -163,18 +232,36 @@ def test_generated_cases_are_worth_it():
     rng = random.Random(1)
     seen: Counter[str] = Counter()
     for _ in range(1500):
-        config, hashes, cached, limit, use_eagle = random_case(rng)
-        layout, keys = layout_and_keys(config, hashes, use_eagle)
-        hit = Coordinator(layout).longest_hit(keys, cached, 0, limit)
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        seen["zero" if hit == 0 else "part" if hit < limit // 2 else "most"] += 1
+        case = random_case(rng)
+        hit = our_hit(case)
+        specs = [group.kv_cache_spec for group in case.config.kv_cache_groups]
+        seen["zero" if hit == 0 else "part" if hit < case.limit // 2 else "most"] += 1
         seen["mixed blocks"] += len({spec.block_size for spec in specs}) > 1
-        seen["draft and hit"] += use_eagle and hit > 0
+        seen["draft and hit"] += case.use_eagle and hit > 0
         seen["state and hit"] += hit > 0 and any(isinstance(s, MambaSpec) for s in specs)
         for spec in specs:
             seen[type(spec).__name__] += 1
-        seen["excepted"] += is_excepted(config, use_eagle)
+        seen["excepted"] += case.excepted
     assert all(seen[name] > 60 for name in ("zero", "part", "most", "draft and hit")), seen
     assert all(seen[name] > 60 for name in ("mixed blocks", "state and hit")), seen
     assert len([name for name in seen if name.endswith("Spec")]) == 6, seen
     assert seen["excepted"] < 200, seen
+
+
+def test_started_cases_are_worth_it():
+    """Lookups go on past the start, also from the middle of a chunk, in all kinds of groups."""
+    rng = random.Random(1)
+    seen: Counter[str] = Counter()
+    for _ in range(3000):
+        case = random_case(rng, chunk_blocks=rng.choice([1, 1, 2, 3, 4]), started=True)
+        if not 0 < case.start < our_hit(case) or case.excepted:
+            continue
+        groups = case.layout.groups
+        seen["further"] += 1
+        seen["several groups in chunks"] += len(groups) > 1 and groups[0].chunk_blocks > 1
+        seen["draft"] += case.use_eagle
+        for kind in {group.kind for group in groups}:
+            seen[kind] += 1
+        seen["within a chunk"] += any(case.start % group.chunk_tokens for group in groups)
+    assert len(seen) == 7, seen
+    assert min(seen.values()) > 30, seen
