@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.hints import NO_HINTS, RequestHints
+from offload.layout import FULL
 from policies.base import EntryInfo
+
+PAIR_TOKENS = 30_000.0
+"""At about this depth a token costs twice of what the first one costs, because it attends to all
+before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes of a
+dense model of 8 billion parameters. A policy only compares costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The request that a chunk comes from, as far as policies may know it: a digest of the
+    tenant's cache salt, and hints."""
+
+    salt: bytes = b""
+    hints: RequestHints = NO_HINTS
+
+
+UNKNOWN = Origin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +34,7 @@ class Wanted:
     group: int
     blocks: tuple[int, ...]
     depth_tokens: int
+    origin: Origin = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +46,12 @@ class GroupInfo:
     chunk_tokens: int
     footprints: tuple[int, ...]
 
-    def entry(self, depth_tokens: int, size: int, group: int) -> EntryInfo:
-        """What policies are told of a chunk of this group that takes ``size`` of a tier."""
-        return EntryInfo(group, self.kind, depth_tokens, size)
+    def entry(self, chunk: Wanted, size: int) -> EntryInfo:
+        """What policies are told of a chunk of this group that takes ``size`` of a tier. The cost
+        of computing it again is in units of a prompt's first token."""
+        depth, origin = chunk.depth_tokens, chunk.origin
+        cost = float(self.chunk_tokens)
+        if self.kind == FULL:  # the others look back at a window, or at a state
+            cost *= 1.0 + max(0.0, depth - self.chunk_tokens / 2) / PAIR_TOKENS
+        hints = origin.hints.of_chunk(depth)
+        return EntryInfo(chunk.group, self.kind, depth, size, cost, origin.salt, hints)

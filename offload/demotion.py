@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from offload.gates import Gates, TierGate
@@ -18,6 +18,8 @@ from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import DemoteJob
 from policies.base import AdmissionPolicy, EntryInfo
+
+_NOTHING: Mapping[bytes, EntryInfo] = {}
 
 
 class _Group(Protocol):
@@ -66,6 +68,7 @@ class DemotionQueue:
         self._max_flying = max_flying
         self._batch = batch
         self._waiting: deque[bytes] = deque()
+        self._told: dict[bytes, EntryInfo] = {}
         self._flying = 0
 
     def __len__(self) -> int:
@@ -81,8 +84,15 @@ class DemotionQueue:
             return 0
         return min(self._batch, self._max_waiting)
 
-    def offer(self, keys: Sequence[bytes], cpu: TierIndex, groups: Mapping[int, _Group]) -> None:
-        """Queue chunks that were just committed; pins them in the CPU tier."""
+    def offer(
+        self,
+        keys: Sequence[bytes],
+        cpu: TierIndex,
+        groups: Mapping[int, _Group],
+        told: Mapping[bytes, EntryInfo] = _NOTHING,
+    ) -> None:
+        """Queue chunks that were just committed; pins them in the CPU tier. ``told`` is what is
+        known of them, for the tier's policies."""
         if self.closed:
             return
         room = self._room
@@ -90,20 +100,27 @@ class DemotionQueue:
             self.skipped += len(keys)
             return
         for key in keys:
-            if not self._index.is_absent(key) or not self._admits(key, groups):
+            if not self._index.is_absent(key):
+                continue
+            info = self._info(key, groups, told)
+            if not all(admission.admit(key, info) for admission in self._admissions):
                 continue
             if len(self._waiting) >= room:
                 self.skipped += 1
                 continue
             cpu.pin((key,))
             self._waiting.append(key)
+            self._told[key] = info
 
-    def _admits(self, key: bytes, groups: Mapping[int, _Group]) -> bool:
-        if not self._admissions:
-            return True
+    def _info(
+        self, key: bytes, groups: Mapping[int, _Group], told: Mapping[bytes, EntryInfo]
+    ) -> EntryInfo:
         group = group_of(key)
-        info = EntryInfo(group, groups[group].kind, size_bytes=groups[group].footprints[self.tier])
-        return all(admission.admit(key, info) for admission in self._admissions)
+        size = groups[group].footprints[self.tier]
+        above = told.get(key)
+        if above is None:
+            return EntryInfo(group, groups[group].kind, size_bytes=size)
+        return replace(above, size_bytes=size)
 
     def due(
         self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
@@ -128,9 +145,8 @@ class DemotionQueue:
         if not keys:
             return None
         group = group_of(keys[0])
-        size = groups[group].footprints[self.tier]
-        info = EntryInfo(group, groups[group].kind, 0, size)
-        grant = self._index.reserve(keys, [info] * len(keys))
+        infos = [self._told.pop(key) for key in keys]
+        grant = self._index.reserve(keys, infos)
         granted = tuple(keys[: len(grant.places)])
         refused = keys[len(granted) :]
         self.skipped += len(refused)
@@ -156,6 +172,8 @@ class DemotionQueue:
                 keys.append(key)
             else:
                 cpu.unpin((key,))
+                if key not in keys:
+                    self._told.pop(key, None)
         return keys
 
     def ended(self, job: Job) -> None:
@@ -166,3 +184,4 @@ class DemotionQueue:
         """Forget what waits; what flies is left to its jobs."""
         cpu.unpin(self._waiting)
         self._waiting.clear()
+        self._told.clear()

@@ -87,6 +87,10 @@ class TierIndex:
         found = self._resident.get(key)
         return self._filling[key] if found is None else found
 
+    def infos(self, keys: Iterable[bytes]) -> dict[bytes, EntryInfo]:
+        """What was told of chunks that are being written; of others nothing is kept."""
+        return {key: self._infos[key] for key in keys if key in self._infos}
+
     def state(self, key: bytes) -> ChunkState:
         """The chunk's state."""
         if key in self._doomed:

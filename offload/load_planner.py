@@ -178,7 +178,7 @@ class LoadPlanner:
     def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
         free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
         keys = [chunk.key for chunk in free]
-        infos = [self._groups[c.group].entry(c.depth_tokens, 1, c.group) for c in free]
+        infos = [self._groups[c.group].entry(c, 1) for c in free]
         grant = self._cpu.reserve(keys, infos)
         self._stats.evicted(CPU, len(grant.evicted))
         promoted = dict(zip(keys, grant.places, strict=False))

@@ -7,6 +7,8 @@ GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from offload.chunks import GroupInfo, Wanted
 from offload.demotion import DemotionQueue
@@ -19,6 +21,19 @@ from offload.load_planner import LoadPlanner
 from offload.plans import JobResult, StepPlan, StepReport, StoreJob
 from offload.stats import PlannerStats
 from policies.base import AdmissionPolicy, EntryInfo
+
+USES_MOST = 256
+"""Ended requests whose last chunks are still being stored; further ones are noted at once."""
+_NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(slots=True)
+class _Use:
+    """A request that has ended while ``missing`` of its keys were being stored."""
+
+    missing: set[bytes]
+    keys: tuple[bytes, ...]
+    hints: Mapping[str, Any]
 
 
 class Planner:
@@ -67,6 +82,7 @@ class Planner:
         self._fence: set[int] = set()
         self._deletes: dict[int, list[bytes]] = {}
         self._touches: dict[int, list[bytes]] = {}
+        self._uses: list[_Use] = []
         self._reset = False
         self._epochs: tuple[int, ...] = ()
         if demotions is None:
@@ -96,6 +112,33 @@ class Planner:
         if len(holders) == 1:
             return holders[0].__contains__
         return lambda key: any(key in holder for holder in holders)
+
+    def used(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NOTHING) -> None:
+        """Note that a request has ended that used these keys of one group (prefix order), and
+        what it is known to be followed by. Waits for those of its chunks that are still being
+        stored, so that policies see them before their use."""
+        missing = {key for key in keys if self.cpu.is_filling(key)}
+        if missing and len(self._uses) < USES_MOST:
+            self._uses.append(_Use(missing, tuple(keys), hints))
+        else:
+            self._note_use(keys, hints)
+
+    def _note_use(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
+        self.touch(keys)
+        if hints:
+            for index in (self.cpu, *self.lower):
+                index.policy.advise(keys, hints)
+
+    def _note_late_uses(self, stored: Iterable[bytes]) -> None:
+        """A job that filled these keys has ended, well or not."""
+        if not self._uses:
+            return
+        for use in self._uses:
+            use.missing.difference_update(stored)
+        ready = [use for use in self._uses if not use.missing]
+        self._uses = [use for use in self._uses if use.missing]
+        for use in ready:
+            self._note_use(use.keys, use.hints)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note one request's use of these keys (prefix order) in every tier."""
@@ -181,6 +224,7 @@ class Planner:
         self._storing -= len(job.fills)
         self._stores = [store for store in self._stores if store.job != job_id]
         self.stats.stores_cancelled += 1
+        self._note_late_uses(job.fills)
 
     # -- load --------------------------------------------------------------------------------
 
@@ -192,12 +236,16 @@ class Planner:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
         self._loads.plan_failed(request)
 
+    def request_ended(self, request: str) -> None:
+        """A request does not wait for its load any more, even if the load's job goes on."""
+        self._loads.request_ended(request)
+
     def can_load(self, chunks: int, blocks: int) -> bool:
         """Whether the load budgets have room. One load is always allowed, however large."""
         return self._loads.can_load(chunks, blocks)
 
     def _entry(self, chunk: Wanted) -> EntryInfo:
-        return self._groups[chunk.group].entry(chunk.depth_tokens, 1, chunk.group)
+        return self._groups[chunk.group].entry(chunk, 1)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -236,10 +284,6 @@ class Planner:
         plan = StepPlan(
             stores=tuple(self._stores),
             loads=self._loads.take(),
-    def request_ended(self, request: str) -> None:
-        """A request does not wait for its load any more, even if the load's job goes on."""
-        self._loads.request_ended(request)
-
             demotes=tuple(demotes),
             deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
             touches={tier: tuple(keys) for tier, keys in self._touches.items()},
@@ -282,16 +326,19 @@ class Planner:
         self._storing -= len(job.fills)
         good, bad = self._verdict(job)
         self.cpu.abort(bad)
+        told = self.cpu.infos(good) if self._demotions else {}
         kept = self.cpu.commit(good)
         self.stats.stored(CPU, len(kept), len(bad))
         for queue in self._demotions:
-            queue.offer(kept, self.cpu, self._groups)
+            queue.offer(kept, self.cpu, self._groups, told)
+        self._note_late_uses(job.fills)
 
     def _loaded(self, job: Job) -> None:
         good, bad = self._verdict(job)
         self._loads.ended(job)
         self.cpu.abort(bad)
         self.cpu.commit(good)
+        self._note_late_uses(job.fills)
         for tier, keys in job.pins:
             index = self.cpu if tier == CPU else self.lower[tier]
             index.unpin(keys)
@@ -327,6 +374,7 @@ class Planner:
                 raise InvariantError(f"planner: demotion {job.job} pins tier {tier}")
             self.cpu.unpin(keys)
         self._demotions[job.fill_tier].ended(job)
+        self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
         self.stats.stored(job.fill_tier, len(kept), len(bad))
         if bad:
             # Another rank may have written its part; it must not come back after a restart.
@@ -374,7 +422,6 @@ class Planner:
         again only after ``begin_epochs``.
         """
         for store in list(self._stores):
-        self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
             self._cancel_store(store.job)
         for queue in self._demotions:
             queue.clear(self.cpu)
@@ -382,7 +429,9 @@ class Planner:
         for index in (self.cpu, *self.lower):
             index.clear()
         self._loads.promoting.clear()
+        self._uses.clear()
         self._deletes, self._touches = {}, {}
+        self._ledger.distrust(JobKind.PROBE)
         self._reset, self._epochs = True, ()
         self.stats.resets += 1
 
@@ -406,4 +455,3 @@ def _result(job: Job) -> JobResult:
     if job.result is None:
         raise InvariantError(f"planner: job {job.job} ended without an answer")
     return job.result
-        self._ledger.distrust(JobKind.PROBE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offload.chunks import UNKNOWN, Origin
 from offload.keys import chunk_keys
 from offload.layout import ModelLayout
 
@@ -17,7 +18,8 @@ class RequestTracker:
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
     need no more attention. ``lookup_start`` is where the last lookup began (tokens);
     ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
-    stored; ``sources`` are the tokens of the last load by tier.
+    stored; ``sources`` are the tokens of the last load by tier; ``origin`` is what policies may
+    know of the request.
     """
 
     __slots__ = (
@@ -31,6 +33,7 @@ class RequestTracker:
         "next_chunk",
         "no_load",
         "no_store",
+        "origin",
         "request",
         "sources",
         "stale",
@@ -40,6 +43,7 @@ class RequestTracker:
     def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
         self.request = request
         self.identity = identity
+        self.origin: Origin = UNKNOWN
         self.keys: list[list[bytes]] = [[] for _ in range(groups)]
         self.next_chunk = [0] * groups
         self.lookup_start = 0

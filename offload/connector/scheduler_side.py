@@ -6,16 +6,18 @@ workers have said what they have (``attach``) everything is a miss.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from offload.chunks import Wanted
+from offload.chunks import Origin, Wanted
 from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
 from offload.coordinator import Coordinator, present_in
+from offload.hints import parse_hints
 from offload.layout import STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
 from offload.planner import Planner
@@ -51,6 +53,7 @@ class SchedulerSide:
         self._require_salt = require_salt
         self._coordinator = Coordinator(layout)
         self._tables = BlockTables(layout)
+        self._hints_warned = False
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
         # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
@@ -70,8 +73,24 @@ class SchedulerSide:
             identity = self._identity_of(request)
             tracker = RequestTracker(request.request_id, groups, identity)
             tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
+            tracker.origin = self._origin(request)
             self._trackers[request.request_id] = tracker
             self._requests[request.request_id] = request
+
+    def _origin(self, request: Request) -> Origin:
+        """What policies may know of a request. A wrong hint is logged once for all."""
+        hints, wrong = parse_hints(getattr(request, "kv_transfer_params", None))
+        if wrong and not self._hints_warned:
+            self._hints_warned = True
+            logger.warning(
+                "kvtiers: hints of request %s in kv_transfer_params are ignored: %s. Further wrong "
+                "hints are ignored silently",
+                request.request_id,
+                "; ".join(wrong[:4]),
+            )
+        salt = request.cache_salt
+        digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
+        return Origin(digest, hints)
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
@@ -129,7 +148,6 @@ class SchedulerSide:
         wanted = self._wanted_for_load(tracker, block_ids, start, start + external_tokens)
         tracker.sources = self.planner.plan_load(tracker.request, wanted)
         tracker.loading = True
-        self._touch(tracker, start + external_tokens)
         self._moved_at = time.monotonic()
 
     def _wanted_for_load(
@@ -161,7 +179,7 @@ class SchedulerSide:
         blocks: tuple[int, ...],
     ) -> Wanted:
         depth = (chunk + 1) * group.chunk_tokens
-        return Wanted(tracker.keys[index][chunk], group.group, blocks, depth)
+        return Wanted(tracker.keys[index][chunk], group.group, blocks, depth, tracker.origin)
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """The request ends and its blocks are about to be freed: store what is still missing."""
@@ -173,7 +191,7 @@ class SchedulerSide:
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
             self._store_ready(tracker, request, limit, block_ids, ended=True)
-            self._touch(tracker, limit)
+            self._note_use(tracker, limit)
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """How many of the loaded tokens come from the CPU tier and from lower tiers."""
@@ -323,6 +341,7 @@ class SchedulerSide:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 tracker.loading = False
+            self.planner.request_ended(request_id)
         for request_id in failed:
             logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)
             tracker = self._trackers.get(request_id)
@@ -333,15 +352,16 @@ class SchedulerSide:
                 self._moved_at = time.monotonic()
             self.planner.complete(report)
 
-    def _touch(self, tracker: RequestTracker, tokens: int) -> None:
-        """One use of the request's chunks, group by group in prefix order."""
+    def _note_use(self, tracker: RequestTracker, tokens: int) -> None:
+        """One use of the request's chunks, group by group in prefix order. Once per request, at
+        its end, so that a policy that counts or times uses sees requests."""
         if self.planner is None:
             return
+        hints = tracker.origin.hints.ended
         for keys, group in zip(tracker.keys, self.layout.groups, strict=True):
-            self.planner.touch(keys[: tokens // group.chunk_tokens])
+            self.planner.used(keys[: tokens // group.chunk_tokens], hints)
 
     def _tracker(self, request: Request) -> RequestTracker:
-            self.planner.request_ended(request_id)
         self.on_new_request(request)
         return self._trackers[request.request_id]
 

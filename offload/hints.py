@@ -1,0 +1,110 @@
+"""Hints of clients: what ``kv_transfer_params`` of a request says about its future.
+
+    "kv_transfer_params": {"kvtiers": {"session": "c-17", "session_end": true}}
+
+Pure. Names and meanings are those of ``policies.hints``. Nothing a client sends here may raise or
+change an answer: what cannot be read is left out and described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies import hints as names
+
+FIELD = "kvtiers"
+"""Under this name in ``kv_transfer_params``, which other connectors use as well."""
+SESSION_MOST = 256
+"""Characters of a session's name."""
+RETURN_MOST_S = 7 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a client told of one request. ``stored`` goes with its chunks, ``ended`` is told when
+    it ends; the first ``pinned_tokens`` are to be kept as long as possible."""
+
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    ended: Mapping[str, Any] = field(default_factory=dict)
+    pinned_tokens: float = 0.0
+
+    def of_chunk(self, depth_tokens: int) -> Mapping[str, Any]:
+        """The hints of a chunk that ends at this depth."""
+        if depth_tokens <= self.pinned_tokens:
+            return {**self.stored, names.PINNED: True}
+        return self.stored
+
+
+NO_HINTS = RequestHints()
+
+
+def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
+    """The hints in a request's ``kv_transfer_params``, and what was wrong with others.
+
+    ``session`` is a text or a number; ``session_end``, ``one_shot`` and ``tool_call`` are true or
+    false; ``return_s`` is seconds from now, with ``tool_call``; ``pinned`` is true for the whole
+    prompt, or the number of its first tokens, as those of a system prompt.
+    """
+    told = params.get(FIELD) if isinstance(params, Mapping) else None
+    if told is None:
+        return NO_HINTS, []
+    if not isinstance(told, Mapping):
+        return NO_HINTS, [f'"{FIELD}" must be an object of hints']
+    good: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, value in told.items():
+        expected = _EXPECTED.get(name) if isinstance(name, str) else None
+        if expected is None:
+            wrong.append(f"there is no hint {_show(name)} (hints: {', '.join(names.NAMES)})")
+        elif _is_valid(name, value):
+            good[name] = value
+        else:
+            wrong.append(f"{name} must be {expected} (got {_show(value)})")
+    return _sorted_out(good), wrong
+
+
+_EXPECTED = {
+    names.SESSION: f"a text of at most {SESSION_MOST} characters or a whole number",
+    names.ONE_SHOT: "true or false",
+    names.PINNED: "true, false or a number of tokens",
+    names.SESSION_END: "true or false",
+    names.TOOL_CALL: "true or false",
+    names.RETURN_S: f"seconds from 0 to {RETURN_MOST_S:.0f}",
+}
+
+
+def _is_valid(name: str, value: object) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if name == names.SESSION:
+        return whole or (isinstance(value, str) and 0 < len(value) <= SESSION_MOST)
+    if name == names.RETURN_S:
+        number = whole or isinstance(value, float)
+        return number and 0 <= value <= RETURN_MOST_S  # type: ignore[operator]  # not a number: False
+    if name == names.PINNED and whole:
+        return value >= 0  # type: ignore[operator]  # a whole number
+    return isinstance(value, bool)
+
+
+def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
+    pinned = good.get(names.PINNED, 0)
+    pinned_tokens = float("inf") if pinned is True else float(pinned)
+    stored = {name: good[name] for name in (names.SESSION, names.ONE_SHOT) if good.get(name)}
+    ended = {
+        name: good[name]
+        for name in (names.SESSION_END, names.TOOL_CALL, names.RETURN_S)
+        if good.get(name)
+    }
+    if pinned is True:
+        ended[names.PINNED] = True
+    if names.SESSION in good:  # also the session 0
+        stored[names.SESSION] = good[names.SESSION]
+    if not (stored or ended or pinned_tokens):
+        return NO_HINTS
+    return RequestHints(stored, ended, pinned_tokens)
+
+
+def _show(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else text[:37] + "..."
