@@ -1,0 +1,83 @@
+"""An asyncio loop whose time jumps to the next timer, so that hours pass in milliseconds.
+
+``loop.time()`` starts at 0 and moves only when nothing is ready to run. Where real threads work
+for the loop (a real disk tier) time stands still until they have answered: see ``outside``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+WATCHDOG_S = 60.0
+"""Real seconds that a real thread may take for one answer."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Instead of sleeping it moves the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.outside = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.outside:
+            ready = super().select(0.0 if timeout == 0.0 else WATCHDOG_S)
+            if not ready and timeout != 0.0:
+                raise AssertionError(f"no answer from a thread for {WATCHDOG_S} real seconds")
+            return ready
+        if timeout is None:
+            raise AssertionError("deadlock: nothing is ready and no timer is set")
+        self.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The loop; runs on the thread that made it."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        self._thread = threading.get_ident()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        """From the loop's own thread without a write to its pipe."""
+        if threading.get_ident() == self._thread:
+            return self.call_soon(callback, *args, context=context)
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While real threads work for us: time stands still and the loop really waits."""
+        self._jumping.outside += 1
+        try:
+            yield
+        finally:
+            self._jumping.outside -= 1
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` in virtual time. Whatever is still running at the end is cancelled."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(_cancel_all())
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
