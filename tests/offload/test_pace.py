@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from offload.pace import (
@@ -133,7 +135,7 @@ def test_a_tier_that_pays_only_when_nobody_uses_it_is_tried_ever_less_often() ->
             resumed.append(now)
         now += 1.0
     assert len(resumed) < 16, f"once a minute in the end, not every five seconds: {resumed}"
-    gaps = [after - before for before, after in zip(resumed, resumed[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(resumed)]
     assert gaps[-1] >= RETRY_MAX_S
 
 
