@@ -1,0 +1,118 @@
+"""Minutes of load over a disk that falls sick again and again: right tokens all along, and no
+growth of memory, threads or open files.
+
+``KVTIERS_SOAK_S=3600 KVTIERS_SEED=7 python -m pytest tests/vllm/test_soak.py`` runs an hour.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import faults, sick_disk
+from tests.vllm.engine import Engine
+from tests.vllm.probes import check, is_idle, totals
+from tests.vllm.restored import HASH, Reference, config, prompts
+
+SOAK_S = float(os.environ.get("KVTIERS_SOAK_S", "300"))
+SEED = int(os.environ.get("KVTIERS_SEED", "5"))
+STATES = ("hangs", "fails", "is full", "crawls")
+GROWTH_MAX_BYTES = 24 << 20
+"""Between the medians of the second and the last quarter; the CPU tier holds 1 MiB."""
+
+
+def resident_bytes(worker: Any) -> int:
+    """Memory of the worker's process."""
+    import gc
+
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Soak:
+    """One engine under random load. ``samples`` are bytes, open files and threads at rest."""
+
+    def __init__(self, engine: Engine, reference: Reference) -> None:
+        self.engine = engine
+        self.reference = reference
+        self.random = random.Random(SEED)
+        self.samples: list[tuple[int, int, int]] = []
+        self.turns = self.checked = 0
+
+    def turn(self) -> None:
+        """A few requests, known ones checked, with something going wrong now and then."""
+        self.turns += 1
+        what = self.random.random()
+        if what < 0.15:
+            self.infect(self.random.choice(STATES))
+        elif what < 0.40:
+            self.infect("well")
+        elif what < 0.50:
+            self.abort_some()
+        elif what < 0.55:
+            assert self.engine.reset_prefix_cache(connector=True)
+        elif what < 0.75:
+            assert self.engine.reset_prefix_cache()
+        known = self.random.sample(range(len(self.reference.prompts)), 2)
+        new = prompts(2, tokens=self.random.randrange(40, 600), seed=self.random.randrange(10**9))
+        asked = [self.reference.prompts[number] for number in known]
+        answers = self.engine.generate([*asked, *new])
+        for number, answer in zip(known, answers, strict=False):
+            assert answer.tokens == self.reference.answers[number].tokens, f"prompt {number}"
+            self.checked += 1
+        self.engine.call(check)
+
+    def infect(self, state: str) -> None:
+        self.engine.call(faults.on_workers, sick_disk.infect, state)
+
+    def abort_some(self) -> None:
+        """Requests that go away while they compute or load."""
+        names = [f"gone-{self.turns}-{number}" for number in range(3)]
+        for number, name in enumerate(names):
+            self.engine.submit(name, self.reference.prompts[number], max_tokens=30)
+        self.engine.step(self.random.randrange(1, 6))
+        self.engine.abort(*names)
+
+    def sample(self) -> None:
+        """Measure at rest, with a disk that is well."""
+        self.infect("well")
+        self.engine.step_until(is_idle)
+        files, threads = self.engine.call(faults.on_workers, faults.open_files)[0]
+        memory = self.engine.call(faults.on_workers, resident_bytes)[0]
+        self.samples.append((memory, files, threads))
+
+
+@pytest.mark.timeout(SOAK_S + 900)
+def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
+    reference = Reference.record(llama, tmp_path / "ref.log", prompts(6))
+    limits = {"load_timeout_s": 1.0, "tier_timeout_s": 0.2}
+    offload = config(tmp_path / "kv", cpu="1MiB", **limits)
+    with Engine(llama, log=tmp_path / "log", connector=offload, **HASH) as engine:
+        soak = Soak(engine, reference)
+        end = time.monotonic() + SOAK_S
+        while time.monotonic() < end:
+            for _ in range(8):
+                soak.turn()
+            soak.sample()
+        found = engine.call(totals)
+    print(f"seed {SEED}: {soak.turns} turns, {soak.checked} answers checked, {found}")
+    assert found["loaded_tokens:lmdb"] > 0
+    assert found["breaker_openings:lmdb"] > 0, "the faults were never met"
+    quarter = len(soak.samples) // 4
+    assert quarter, "too short to see growth: raise KVTIERS_SOAK_S"
+    early, late = soak.samples[quarter : 2 * quarter], soak.samples[-quarter:]
+    memory, files, threads = (
+        statistics.median(row[column] for row in late)
+        - statistics.median(row[column] for row in early)
+        for column in range(3)
+    )
+    assert files <= 0, f"seed {SEED}: {files} more open files: {soak.samples}"
+    assert threads <= 0, f"seed {SEED}: {threads} more threads: {soak.samples}"
+    assert memory <= GROWTH_MAX_BYTES, f"seed {SEED}: {memory} more bytes: {soak.samples}"
