@@ -188,6 +188,15 @@ TOP_FIELDS = (
         False,
         "Offload only requests with a `cache_salt`, so that no unsalted prompt is ever shared.",
     ),
+    Field(
+        "record_trace",
+        path(),
+        None,
+        "File to record the prompts of this server to, for `kvtiers simulate`: which of them share "
+        "blocks, and when, but no content. Replaced at each start; `.gz` is packed. With several "
+        "data-parallel replicas the number of each is added to the name.",
+        "off",
+    ),
 )
 
 

@@ -85,3 +85,9 @@ class ModelLayout:
     def token_bytes(self) -> float:
         """Bytes of one token in the groups that keep every token."""
         return sum(g.block_bytes / g.block_tokens for g in self.groups if g.kind == FULL)
+
+
+def recorded_group(layout: ModelLayout) -> GroupLayout:
+    """The group whose chunks stand for a prompt in a trace: one that keeps every token, if there
+    is one."""
+    return next((group for group in layout.groups if group.kind == FULL), layout.groups[0])

@@ -121,6 +121,9 @@ class BlockNumbers:
     def __init__(self) -> None:
         self._ids: dict[Hashable, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._ids)
+
     def runs(self, keys: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
         """The runs of one prompt's keys."""
         ids = self._ids
@@ -187,6 +190,15 @@ class TraceWriter:
     def write(self, request: Request) -> None:
         """Append one request whose blocks are numbered already."""
         self._line(request_row(request))
+
+    @property
+    def different_blocks(self) -> int:
+        """How many blocks have a number."""
+        return len(self._numbers)
+
+    def flush(self) -> None:
+        """Let others read what was written so far."""
+        self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""

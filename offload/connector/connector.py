@@ -74,6 +74,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._setup.identity_of,
                 self.faults,
                 require_salt=self._setup.config.require_salt,
+                recorder=self._setup.recorder(),
             )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
@@ -293,6 +294,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:

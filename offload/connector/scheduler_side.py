@@ -18,10 +18,11 @@ from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
 from offload.coordinator import Coordinator, present_in
 from offload.hints import parse_hints
-from offload.layout import STATE, GroupLayout, ModelLayout
+from offload.layout import STATE, GroupLayout, ModelLayout, recorded_group
 from offload.ledger import CPU
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
+from offload.recorder import Seen, TraceRecorder
 from offload.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class SchedulerSide:
         faults: Faults,
         *,
         require_salt: bool = False,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
@@ -53,6 +55,8 @@ class SchedulerSide:
         self._require_salt = require_salt
         self._coordinator = Coordinator(layout)
         self._tables = BlockTables(layout)
+        self._recorder = recorder
+        self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
         self._hints_warned = False
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
@@ -76,6 +80,8 @@ class SchedulerSide:
             tracker.origin = self._origin(request)
             self._trackers[request.request_id] = tracker
             self._requests[request.request_id] = request
+            if self._recorder is not None:
+                self._record(tracker, request)
 
     def _origin(self, request: Request) -> Origin:
         """What policies may know of a request. A wrong hint is logged once for all."""
@@ -91,6 +97,22 @@ class SchedulerSide:
         salt = request.cache_salt
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
         return Origin(digest, hints)
+
+    def _record(self, tracker: RequestTracker, request: Request) -> None:
+        assert self._recorder is not None
+        tracker.extend(request.block_hashes, self.layout)
+        size = self.layout.groups[self._recorded].chunk_tokens
+        keys = tuple(tracker.keys[self._recorded][: request.num_prompt_tokens // size])
+        hints = tracker.origin.hints
+        pinned = min(len(keys), int(min(hints.pinned_tokens, request.num_prompt_tokens) // size))
+        told = {**hints.stored, **hints.ended}
+        seen = Seen(time.monotonic(), keys, request.num_prompt_tokens, told, pinned)
+        self._recorder.record(seen)
+
+    def close(self) -> None:
+        """The server stops: finish the recording, if there is one."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No

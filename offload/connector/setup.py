@@ -22,7 +22,7 @@ from offload.connector.identity import (
 )
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError
-from offload.layout import ModelLayout
+from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
 from offload.namespace_folders import (
     Place,
@@ -32,6 +32,7 @@ from offload.namespace_folders import (
     open_place,
     replica_folder,
 )
+from offload.recorder import TraceRecorder
 from offload.registry import LayerTensors, Registration, as_list
 from offload.tier_factory import TierSpec, tier_names
 
@@ -163,6 +164,16 @@ class Setup:
             bump_epoch(replica_folder(tier.path, self.namespace, self.replica))
             for tier in self.config.tiers
         ]
+
+    def recorder(self) -> TraceRecorder | None:
+        """What records this server's prompts, if that is wanted."""
+        path = self.config.record_trace
+        if path is None:
+            return None
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            stem, dot, rest = path.rpartition(".jsonl")
+            path = f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
+        return TraceRecorder(path, recorded_group(self.layout).chunk_tokens)
 
     def identity_of(self, request: Request) -> bytes:
         """What vLLM's block hashes do not know of a request: its adapter's content."""
