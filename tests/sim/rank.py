@@ -1,0 +1,136 @@
+"""One worker of the simulated world: the real executor over a simulated device and real tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from offload.executor import Drained, Executor, ExecutorLimits
+from offload.plans import StepPlan
+from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
+from tests.sim.device import Device
+from tests.sim.weather import DelayedTier, Weather, under
+from tiers.base import ReadOutcome, Tier
+from tiers.slab import HostSlab
+
+STAGING = 3
+LIMITS = ExecutorLimits(load_timeout_s=10.0, fence_timeout_s=0.0, tier_timeout_s=5.0, read_batch=4)
+FENCE_S = 0.05
+
+
+@dataclass(slots=True)
+class Rank:
+    """A worker process: everything but its media dies with it."""
+
+    number: int
+    device: Device
+    slab: HostSlab
+    executor: Executor
+    tiers: list[Tier]
+    delayed: list[DelayedTier]
+    finished: dict[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    async def start(
+        cls,
+        number: int,
+        rng: random.Random,
+        media: Sequence[Tier],
+        weathers: Sequence[Weather],
+        *,
+        slots: int,
+        blocks: int,
+        copy_failures: float,
+        lying: bool = False,
+    ) -> Rank:
+        """A fresh worker over media that may hold something already."""
+        slab = HostSlab(SLOT_BYTES, STAGING + slots, background=False)
+        device = Device(rng, slab, blocks, copy_failures)
+        stacks = [under(w, m, lying=lying) for w, m in zip(weathers, media, strict=True)]
+        tiers = [tier for tier, _ in stacks]
+        for tier in tiers:
+            await tier.open()
+        executor = Executor(
+            slab, device, REGIONS, tiers, staging=range(STAGING), limits=LIMITS, rank=number
+        )
+        executor.start()
+        return cls(number, device, slab, executor, tiers, [delayed for _, delayed in stacks])
+
+    async def fence(self, plan: StepPlan, patient: bool) -> None:
+        """Wait for the fenced stores as the driver's thread would, in virtual time; an impatient
+        driver runs into the fence's timeout at once."""
+        jobs = [self.executor._sources.get(job) for job in plan.fence]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FENCE_S
+        while patient and any(j is not None and not j.done() for j in jobs):
+            if loop.time() > deadline:
+                break
+            await asyncio.sleep(0.001)
+        self.executor.fence(plan.fence)
+
+    def compute(self, key: bytes, group: int, blocks: tuple[int, ...], epoch: int) -> None:
+        """Launch the forward pass that fills a chunk's blocks."""
+        pages = [
+            (self.device.page(layer, block), page(key, epoch, self.number, layer, at))
+            for at, block in enumerate(blocks)
+            for layer in LAYERS[group]
+        ]
+
+        def kernel() -> None:
+            for target, content in pages:
+                target[:] = content
+
+        self.device.launch(kernel)
+
+    def wrong_pages(
+        self, key: bytes, group: int, blocks: tuple[int, ...], epochs: Sequence[int]
+    ) -> list[str]:
+        """Pages that do not hold the chunk's content under one and the same of ``epochs``."""
+        held = [
+            (layer, at, block, bytes(self.device.page(layer, block)))
+            for at, block in enumerate(blocks)
+            for layer in LAYERS[group]
+        ]
+        for epoch in epochs:
+            wrong = [
+                f"rank {self.number} block {block} layer {layer}"
+                for layer, at, block, content in held
+                if content != page(key, epoch, self.number, layer, at)
+            ]
+            if not wrong:
+                return []
+        return wrong
+
+    def launch_check(self, check: Callable[[], None]) -> None:
+        """Launch a kernel that reads."""
+        self.device.launch(check)
+
+    def slot_is_right(self, key: bytes, slot: int, epoch: int) -> bool:
+        """Whether a slot holds a chunk, byte for byte."""
+        content = chunk(key, epoch, self.number)
+        return self.device.slot_bytes(slot, len(content)) == content
+
+    async def record_is_right(self, tier: int, key: bytes, epoch: int) -> bool:
+        """Whether a tier's record holds a chunk, byte for byte."""
+        into = np.zeros(SLOT_BYTES, np.uint8)
+        outcomes = await self.tiers[tier].read([key], [into])
+        content = chunk(key, epoch, self.number)
+        return outcomes == [ReadOutcome.OK] and into[: len(content)].tobytes() == content
+
+    def drain(self) -> Drained:
+        """What ended since the last call; no request may end twice."""
+        drained = self.executor.drain()
+        for request in drained.finished:
+            assert request not in self.finished, f"rank {self.number}: {request} ended twice"
+            self.finished[request] = request in drained.failed
+        return drained
+
+    async def stop(self, timeout_s: float) -> None:
+        """The end of the process, in an orderly way if it is given time."""
+        await self.executor.aclose(timeout_s)
+        await asyncio.sleep(0)
+        self.device.close()
