@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SMALL_FILES_BYTES = 64 << 10
+"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
+
 
 @dataclass
 class Setup:
@@ -136,7 +139,7 @@ class Setup:
             name,
             config,
             place.folder,
-            capacity // self.shares,
+            max(0, capacity // self.shares - SMALL_FILES_BYTES),
             hashlib.blake2b(self.namespace.digest + self._form, digest_size=16).digest(),
             self.rank,
             place.epoch,
