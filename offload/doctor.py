@@ -5,14 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .config import OffloadConfig, check_capacity, slot_counts
 from .coordinator import Coordinator
 from .layout import GroupLayout, ModelLayout
-from .layout_checks import GroupInput, LayoutInput, find_misfits, helping_hints, unchecked_layout
+from .layout_checks import (
+    GroupInput,
+    Hint,
+    LayoutInput,
+    Misfit,
+    find_misfits,
+    helping_hints,
+    hint_lines,
+    unchecked_layout,
+)
 from .sizes import KIB, format_size
 
 SLOT_ALIGNMENT = 4 * KIB
@@ -88,11 +97,26 @@ def refusal(model: str, reason: str, fixes: Sequence[str] = ()) -> Report:
     return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), ())
 
 
-def examine(facts: Facts, config: OffloadConfig, problems: Sequence[str] = ()) -> Report:
-    """Check the geometry and the tiers' sizes. ``problems`` are those of the configuration."""
+AskAgain = Callable[[Sequence[str]], LayoutInput | None]
+"""What vLLM makes of the model with more flags; ``None`` if it refuses them."""
+
+
+def examine(
+    facts: Facts,
+    config: OffloadConfig,
+    problems: Sequence[str] = (),
+    ask_again: AskAgain | None = None,
+) -> Report:
+    """Check the geometry and the tiers' sizes. ``problems`` are those of the configuration.
+
+    With ``ask_again`` a hint that changes vLLM's flags is only given if the checks pass on what
+    vLLM itself makes of them.
+    """
     given = replace(facts.given, chunk_blocks=config.chunk_blocks)
-    refused = [misfit.text for misfit in find_misfits(given)]
-    fixes = helping_hints(given) if refused else []
+    misfits = find_misfits(given)
+    hints = [hint for hint in helping_hints(given) if _helps(hint, ask_again)] if misfits else []
+    refused = [misfit.text for misfit in _causes(misfits, hints)]
+    fixes = hint_lines(hints)
     layout = unchecked_layout(given)
     tiers: tuple[TierReport, ...] = ()
     if not refused:
@@ -113,6 +137,21 @@ def examine(facts: Facts, config: OffloadConfig, problems: Sequence[str] = ()) -
         fixes=tuple(fixes),
         notes=(*facts.notes, *_block_notes(facts)),
     )
+
+
+def _helps(hint: Hint, ask_again: AskAgain | None) -> bool:
+    if ask_again is None or not hint.flags:
+        return True
+    answer = ask_again(hint.flags)
+    chunk_blocks = hint.changed.chunk_blocks
+    return answer is not None and not find_misfits(replace(answer, chunk_blocks=chunk_blocks))
+
+
+def _causes(misfits: Sequence[Misfit], hints: Sequence[Hint]) -> Sequence[Misfit]:
+    """Without the misfits that only follow from others: those that are gone with their cause."""
+    cured = {hint.cures for hint in hints if hint.cures}
+    causes = [misfit for misfit in misfits if misfit.cause in cured]
+    return causes or misfits
 
 
 def _group_report(group: GroupInput, facts: Facts, chunk_tokens: int) -> GroupReport:

@@ -9,12 +9,15 @@ input; hints that help only together are tried together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from .errors import AlignmentError, UnsupportedSpecError
 from .layout import STATE, WINDOW, GroupLayout, ModelLayout
+
+START_WITH = "start vLLM with "
+UNALIGNED = "states that are not kept at block boundaries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +145,27 @@ def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One offender: ``unsupported`` kinds cannot be offloaded, others do not fit together."""
+    """One offender: ``unsupported`` kinds cannot be offloaded, others do not fit together.
+    ``cause`` is set where other misfits may follow from this one (see ``Hint.cures``)."""
 
     text: str
     unsupported: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Words for the user, and the input that following them leads to."""
+    """Words for the user, and the input that following them leads to.
+
+    ``flags`` are what the words add to vLLM's command line. ``changed`` is what these checks take
+    vLLM to make of them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the one cause that is
+    taken away.
+    """
 
     text: str
     changed: LayoutInput
+    flags: tuple[str, ...] = ()
+    cures: str = ""
 
 
 def raise_if_bad(given: LayoutInput) -> None:
@@ -162,7 +174,7 @@ def raise_if_bad(given: LayoutInput) -> None:
     if not misfits:
         return
     lines = [f"  {misfit.text}" for misfit in misfits]
-    lines += [f"  To fix it: {text}" for text in helping_hints(given)]
+    lines += [f"  To fix it: {text}" for text in hint_lines(helping_hints(given))]
     noun = "problem" if len(misfits) == 1 else "problems"
     message = f"kvtiers cannot offload this model, {len(misfits)} {noun}:\n" + "\n".join(lines)
     if any(misfit.unsupported for misfit in misfits):
@@ -182,16 +194,26 @@ def find_misfits(given: LayoutInput) -> list[Misfit]:
     return misfits
 
 
-def helping_hints(given: LayoutInput) -> list[str]:
-    """The texts of the smallest set of hints after which all checks pass; empty if none is."""
+def helping_hints(given: LayoutInput) -> list[Hint]:
+    """The hints after any one of which all checks pass; where none is enough, those two that are
+    together, as one; empty if none is."""
     hints = [hint for hint in _single_hints(given) if not find_misfits(hint.changed)]
     if hints:
-        return [" or ".join(hint.text for hint in hints)]
+        return hints
     for first, second in combinations(_single_hints(given), 2):
         for both in _single_hints(first.changed):
             if both.text == second.text and not find_misfits(both.changed):
-                return [f"{first.text} and {second.text}"]
+                text, flags = f"{first.text} and {second.text}", (*first.flags, *second.flags)
+                return [Hint(text, both.changed, flags)]
     return []
+
+
+def hint_lines(hints: Sequence[Hint]) -> list[str]:
+    """One line that names all of them; none without hints."""
+    texts = [hint.text for hint in hints]
+    if texts and all(text.startswith(START_WITH) for text in texts):
+        return [START_WITH + " or ".join(text.removeprefix(START_WITH) for text in texts)]
+    return [" or ".join(texts)] if texts else []
 
 
 def _kind_misfits(group: GroupInput) -> list[Misfit]:
@@ -206,7 +228,7 @@ def _kind_misfits(group: GroupInput) -> list[Misfit]:
             f"its states are not kept at block boundaries (block size {group.block_tokens}, "
             'mamba_cache_mode is not "align"), so no prefix could be restored'
         )
-        return [Misfit(f"{group.name}: {what}", unsupported=True)]
+        return [Misfit(f"{group.name}: {what}", unsupported=True, cause=UNALIGNED)]
     if group.per_token_scales:
         what = (
             "KV quantised with one scale per token and head does not repeat exactly even with "
@@ -276,8 +298,13 @@ def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
 def _single_hints(given: LayoutInput) -> list[Hint]:
     """Every single change that could help; whether it does is for the caller to try."""
     hints = [_aligned_states(given), _finer_hash(given), _smaller_chunk(given)]
-    hints += [_no_context_parallel(given), _no_pipeline(given), _no_token_scales(given)]
+    hints += [_no_context_parallel(given), _no_pipeline(given)]
+    hints += [_no_token_scales(given, dtype) for dtype in ("auto", "fp8")]
     return [hint for hint in hints if hint is not None]
+
+
+def _with_flags(flags: str, changed: LayoutInput, more: str = "", cures: str = "") -> Hint:
+    return Hint(START_WITH + flags + more, changed, tuple(flags.split()), cures)
 
 
 def _aligned_states(given: LayoutInput) -> Hint | None:
@@ -294,14 +321,14 @@ def _aligned_states(given: LayoutInput) -> Hint | None:
     )
     changed = _with_block_sizes(replace(given, groups=groups, prefix_caching=True))
     flags = "" if given.prefix_caching else "--enable-prefix-caching "
-    return Hint(f"start vLLM with {flags}--mamba-cache-mode align", changed)
+    return _with_flags(f"{flags}--mamba-cache-mode align", changed, cures=UNALIGNED)
 
 
 def _finer_hash(given: LayoutInput) -> Hint | None:
     if all(group.block_tokens % given.hash_tokens == 0 for group in given.taking_part):
         return None
     changed = _with_block_sizes(given)
-    return Hint(f"start vLLM with --prefix-match-unit {changed.hash_tokens}", changed)
+    return _with_flags(f"--prefix-match-unit {changed.hash_tokens}", changed)
 
 
 def _with_block_sizes(given: LayoutInput) -> LayoutInput:
@@ -324,20 +351,19 @@ def _smaller_chunk(given: LayoutInput) -> Hint | None:
 def _no_context_parallel(given: LayoutInput) -> Hint | None:
     if given.context_parallel <= 1:
         return None
-    text = "start vLLM with --decode-context-parallel-size 1 --prefill-context-parallel-size 1"
-    return Hint(text, replace(given, context_parallel=1))
+    flags = "--decode-context-parallel-size 1 --prefill-context-parallel-size 1"
+    return _with_flags(flags, replace(given, context_parallel=1))
 
 
 def _no_pipeline(given: LayoutInput) -> Hint | None:
     if given.pipeline_parallel <= 1:
         return None
-    text = "start vLLM with --pipeline-parallel-size 1 (and more tensor parallelism)"
-    return Hint(text, replace(given, pipeline_parallel=1))
+    changed = replace(given, pipeline_parallel=1)
+    return _with_flags("--pipeline-parallel-size 1", changed, " (and more tensor parallelism)")
 
 
-def _no_token_scales(given: LayoutInput) -> Hint | None:
+def _no_token_scales(given: LayoutInput, dtype: str) -> Hint | None:
     if not any(group.per_token_scales for group in given.taking_part):
         return None
     groups = tuple(replace(group, per_token_scales=False) for group in given.groups)
-    text = "start vLLM with --kv-cache-dtype auto or --kv-cache-dtype fp8"
-    return Hint(text, replace(given, groups=groups))
+    return _with_flags(f"--kv-cache-dtype {dtype}", replace(given, groups=groups))

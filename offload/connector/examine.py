@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
@@ -15,21 +17,41 @@ from offload.connector.probe import Probe, probe
 from offload.connector.vllm_layout import layer_page_bytes, layout_input
 from offload.doctor import Facts, Report, examine, refusal
 from offload.errors import ConfigError
+from offload.layout_checks import LayoutInput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+PLAIN = {
+    "kv_connector": NAME,
+    "kv_connector_module_path": "offload.connector",
+    "kv_role": "kv_both",
+}
+"""Our connector with nothing configured."""
 
 
 def examine_model(model: str, flags: Sequence[str]) -> Report:
     """The report for one model. What vLLM refuses itself is reported in its own words."""
     try:
         found = probe(model, flags)
+    except ConfigError as error:  # vLLM has asked the connector which layout it wants
+        report = examine_model(model, [*flags, "--kv-transfer-config", json.dumps(PLAIN)])
+        problems = [str(problem) for problem in error.problems]
+        return replace(report, refused=(*problems, *report.refused))
     except SystemExit as error:  # argparse has said on stderr what it does not understand
         return refusal(model, f"vLLM does not understand these flags (exit code {error.code})")
     except Exception as error:  # any model, any flags: vLLM's reasons are as many as its checks
         return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
     config, notes, problems = _configuration(found.vllm_config)
-    return examine(_facts(model, found, notes), config, problems)
+
+    def ask_again(more: Sequence[str]) -> LayoutInput | None:
+        try:
+            again = probe(model, [*flags, *more])
+        except (SystemExit, Exception):  # as above; why does not matter for a hint
+            return None
+        return layout_input(again.kv_cache_config, again.vllm_config, 1)
+
+    return examine(_facts(model, found, notes), config, problems, ask_again)
 
 
 def _first_words(error: Exception) -> str:

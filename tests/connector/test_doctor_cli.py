@@ -26,6 +26,22 @@ KINDS = {
 NOT_THE_DOCTORS = {"load_format", "kv_cache_memory_bytes"}
 
 
+ALIGNED = ["--enable-prefix-caching", "--mamba-cache-mode", "align"]
+
+
+def transfer(extra: dict) -> dict:
+    """A ``--kv-transfer-config`` of this project's connector."""
+    return {
+        "kv_connector": "OffloadConnector",
+        "kv_connector_module_path": "offload.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+CHUNKS_OF_9 = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": 9}))]
+
+
 def flags_of(family, folder) -> list[str]:
     """The family's engine arguments as flags of ``vllm serve``, over those of test engines."""
     kwargs = {"block_size": 32, "max_model_len": 2048} | family.kwargs(folder)
@@ -66,15 +82,53 @@ def test_wider_draft_model_shows_both_pages(tmp_path):
     assert len(group["layers"]) == 5
 
 
+HYBRID_WITHOUT_CACHE = ["--no-enable-prefix-caching", "--max-model-len", "4096"]
+
+
 def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
-    """The flags of the hint, given to the doctor, make it say yes."""
+    """The flags of the hint, added to the command line, make the doctor say yes; what only follows
+    from the unaligned states is not listed."""
     family = FAMILIES["qwen3_next"]
     folder = family.make(tmp_path / "model")
-    code, report = ask(folder, "--no-enable-prefix-caching", "--max-model-len", "4096")
+    code, report = ask(folder, *HYBRID_WITHOUT_CACHE)
     assert code == 1
     assert report["fixes"] == ["start vLLM with --enable-prefix-caching --mamba-cache-mode align"]
+    assert all("states are not kept at block boundaries" in text for text in report["refused"])
+    assert len(report["refused"]) == 3, "one for each group of states"
     fixed = report["fixes"][0].removeprefix("start vLLM with ").split()
-    assert ask(folder, *fixed, "--max-model-len", "4096")[0] == 0
+    assert ask(folder, *HYBRID_WITHOUT_CACHE, *fixed)[0] == 0
+
+
+def test_a_hint_that_vllm_does_not_make_true_is_not_given(tmp_path):
+    """With aligned states vLLM's blocks are longer than this context, so nothing could be hit."""
+    folder = FAMILIES["qwen3_next"].make(tmp_path / "model")
+    flags = ["--no-enable-prefix-caching", "--max-model-len", "512"]
+    code, report = ask(folder, *flags)
+    assert (code, report["fixes"]) == (1, [])
+    assert ask(folder, *flags, *ALIGNED)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-cache-dtype", "int8_per_token_head", "--block-size", "32"],
+        ["--pipeline-parallel-size", "2"],
+        ["--max-model-len", "256", *CHUNKS_OF_9],
+    ],
+)
+def test_every_hint_that_is_printed_helps(flags, tmp_path, monkeypatch):
+    """Each alternative, applied, makes the doctor say yes."""
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, *flags)
+    assert code == 1
+    (fix,) = report["fixes"]
+    for way in fix.removeprefix("start vLLM with ").split(" or "):
+        more = way.split(" (")[0].split()
+        if way.startswith("set"):
+            blocks = int(way.split()[-1])
+            more = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": blocks}))]
+        assert ask(folder, *flags, *more)[0] == 0, way
 
 
 def test_tensor_parallel_size_halves_the_pages(tmp_path, monkeypatch):
@@ -116,15 +170,9 @@ def test_encoder_decoder_is_refused(tmp_path):
 
 
 def test_every_problem_of_the_configuration_is_listed(tmp_path):
-    extra = {"chunk_blocks": 0, "tires": []}
-    transfer = {
-        "kv_connector": "OffloadConnector",
-        "kv_connector_module_path": "offload.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    wrong = json.dumps(transfer({"chunk_blocks": 0, "tires": []}))
     folder = FAMILIES["llama"].make(tmp_path / "llama")
-    code, report = ask(folder, "--kv-transfer-config", json.dumps(transfer))
+    code, report = ask(folder, "--kv-transfer-config", wrong)
     assert code == 1
     assert len(report["refused"]) >= 2
     assert report["groups"], "the geometry is shown all the same"
