@@ -155,7 +155,7 @@ _ALL = (
         _config_only(configs.QWEN3_NEXT_SMALL),
         (*_states(3, 160), ("FullAttentionSpec", 160)),
         RANDOM,
-        speculative=NGRAM | {"prompt_lookup_min": 1, "num_speculative_tokens": 2},
+        speculative=NGRAM | {"prompt_lookup_min": 1, "num_speculative_tokens": 1},
         prompt_tokens=477,
         notes="a state for each draft makes the blocks larger; the answer crosses the end of one",
     ),

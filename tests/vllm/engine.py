@@ -37,6 +37,7 @@ BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # exact repeats
     "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
+    "NUMBA_THREADING_LAYER": "workqueue",  # n-gram drafts; its OpenMP threads would slow torch's
     "TRITON_INTERPRET": "1",  # for tests.vllm.interpreted; nothing else uses Triton on a CPU
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

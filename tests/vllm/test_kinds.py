@@ -28,7 +28,6 @@ KINDS = {
     "qwen3_next": Kind("qwen3_next"),
     "qwen3_next_ngram": Kind("qwen3_next_ngram", goes_on=True),
     "qwen3_next_mtp": Kind("qwen3_next_mtp"),
-    "qwen3_next_chunks": Kind("qwen3_next", chunk_blocks=2),
     "falcon_h1": Kind("falcon_h1"),
     "nemotron_h": Kind("nemotron_h"),
     "granite_hybrid": Kind("granite_hybrid"),
