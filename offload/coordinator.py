@@ -34,14 +34,15 @@ def present_in(*containers: Container[bytes]) -> PresentBatch:
 
 
 def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], bool]]) -> bytes:
-    """Ask each container only for what those before it do not have."""
-    flags = bytearray(len(keys))
+    """Ask one container after the other, until all keys are found. Whole batches, joined as
+    numbers: that is C speed, and asking key by key for what is missing is not."""
+    everything = int.from_bytes(b"\1" * len(keys))
+    found = 0
     for contains in tests:
-        missing = flags.find(0)
-        while missing >= 0:
-            flags[missing] = contains(keys[missing])
-            missing = flags.find(0, missing + 1)
-    return bytes(flags)
+        found |= int.from_bytes(bytes(map(contains, keys)))
+        if found == everything:
+            break
+    return found.to_bytes(len(keys))
 
 
 class Coordinator:
