@@ -33,7 +33,7 @@ PLAIN = {
 def examine_model(model: str, flags: Sequence[str]) -> Report:
     """The report for one model. What vLLM refuses itself is reported in its own words."""
     try:
-        found = probe(model, flags)
+        found, given = _ask(model, flags)
     except ConfigError as error:  # vLLM has asked the connector which layout it wants
         report = examine_model(model, [*flags, "--kv-transfer-config", json.dumps(PLAIN)])
         problems = [str(problem) for problem in error.problems]
@@ -46,12 +46,16 @@ def examine_model(model: str, flags: Sequence[str]) -> Report:
 
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
         try:
-            again = probe(model, [*flags, *more])
+            return _ask(model, [*flags, *more])[1]
         except (SystemExit, Exception):  # as above; why does not matter for a hint
             return None
-        return layout_input(again.kv_cache_config, again.vllm_config, 1)
 
-    return examine(_facts(model, found, notes), config, problems, ask_again)
+    return examine(_facts(model, found, given, notes), config, problems, ask_again)
+
+
+def _ask(model: str, flags: Sequence[str]) -> tuple[Probe, LayoutInput]:
+    found = probe(model, flags)
+    return found, layout_input(found.kv_cache_config, found.vllm_config, 1)
 
 
 def _first_words(error: Exception) -> str:
@@ -62,8 +66,7 @@ def _first_words(error: Exception) -> str:
     return text.split(" [type=")[0] or type(error).__name__
 
 
-def _facts(model: str, found: Probe, notes: Sequence[str]) -> Facts:
-    given = layout_input(found.kv_cache_config, found.vllm_config, 1)
+def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -> Facts:
     ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
         found.ignored
     )
