@@ -19,6 +19,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -110,7 +111,7 @@ class Executor:
         self._ended: deque[tuple[str, bool]] = deque()
         self._sources: dict[int, Future[None]] = {}
         self._poisoned: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: Callable[[], None] = lambda: None
 
@@ -268,6 +269,8 @@ class Executor:
     async def _run_load(self, task: LoadTask) -> None:
         """Answer the request by the deadline, the job when nobody writes into its slots."""
         body = asyncio.ensure_future(task.run())
+        self._tasks.add(body)
+        body.add_done_callback(self._tasks.discard)
         done, _ = await asyncio.wait({body}, timeout=self.limits.load_timeout_s)
         if not done:
             task.give_up()
@@ -325,16 +328,17 @@ class Executor:
 
     async def aclose(self, timeout_s: float = 2.0) -> None:
         """Give what flies ``timeout_s`` seconds, then let go of tiers and engine."""
-        pending = [*self._tasks, *(writer.finish() for writer in self._writers)]
+        pending = {*self._tasks, *(asyncio.ensure_future(w.finish()) for w in self._writers)}
         if pending:
-            await asyncio.wait([asyncio.ensure_future(p) for p in pending], timeout=timeout_s)
+            pending = (await asyncio.wait(pending, timeout=timeout_s))[1]
         for tier in self._tiers:
             try:
                 await asyncio.wait_for(tier.aclose(), timeout_s)
             except Exception as error:  # closing goes on whatever one tier does
                 logger.warning("kvtiers: a tier did not close: %r", error)
-        for task in list(self._tasks):
+        for task in {*pending, *self._tasks}:
             task.cancel()
         for writer in self._writers:
             writer.stop()
+        await asyncio.sleep(0)  # they begin to end while the loop still runs
         self._engine.close()

@@ -2,6 +2,10 @@
 
 Deletes and resets are barriers: a write planned after a delete may need its space, and a record
 planned before a reset must not carry the new epoch. Writes between barriers overlap.
+
+What failed is done before the next write. A reset above all: until it is done the tier holds what
+was stored under other weights, and says OK to a write of a key that it has, so every write fails.
+And deletions: nobody above counts the space of their keys any more.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ class TierWriter:
         self._answer: Answer = lambda _job, _result: None
         self._task: asyncio.Task[None] | None = None
         self._reported = False
+        self._undeleted: dict[bytes, None] = {}
+        self._epoch_due: int | None = None
 
     def start(self, answer: Answer) -> None:
         """Begin to work; ``answer`` takes each demotion's result."""
@@ -73,7 +79,7 @@ class TierWriter:
     def delete(self, keys: Sequence[bytes]) -> None:
         """Queue a deletion; a barrier for later writes."""
         if keys:
-            self._queue.put_nowait(lambda: self._watch.change(self._tier.delete(keys)))
+            self._queue.put_nowait(lambda: self._delete(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queue a note of use."""
@@ -96,11 +102,36 @@ class TierWriter:
             finally:
                 self._queue.task_done()
 
+    async def _delete(self, keys: Sequence[bytes]) -> None:
+        self._undeleted.update(dict.fromkeys(keys))
+        if self._undeleted:
+            await self._watch.change(self._tier.delete(tuple(self._undeleted)))
+            self._undeleted.clear()
+
     async def _reset(self, epoch: int) -> None:
+        self._epoch_due = epoch
         await self._drain_writes()
-        await self._watch.change(self._tier.reset(epoch))
+        await self._begin_epoch()
+
+    async def _begin_epoch(self) -> None:
+        if self._epoch_due is not None:
+            await self._watch.change(self._tier.reset(self._epoch_due))
+            self._epoch_due = None
+            self._undeleted.clear()
 
     async def _start_write(self, job: DemoteJob) -> None:
+        try:
+            await self._begin_epoch()
+        except Exception as error:  # the job must be answered whatever the tier does
+            self._report(error)
+            self._answer(job.job, JobResult(failed=True))
+            return
+        try:
+            await self._delete(())
+        except Exception as error:  # the write is tried all the same
+            self._report(error)
+            for key in job.keys:
+                self._undeleted.pop(key, None)
         await self._slots.acquire()
         task = asyncio.ensure_future(self._write(job))
         self._writing.add(task)

@@ -8,8 +8,10 @@ import pytest
 
 from offload.breaker import Circuit
 from offload.chunks import GroupInfo, Wanted
+from offload.demotion import DemotionQueue
 from offload.gates import GateLimits, Gates, TierGate
 from offload.index import TierIndex
+from offload.ledger import Ledger
 from offload.pace import SAMPLES_MIN
 from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadJob, Observed, StepPlan, StepReport
@@ -228,6 +230,8 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     assert step(planner, WAIT_S).demotes == (), "the tier is full of pinned chunks"
     answer(planner, probe.job)
     assert found(planner, 63)
+    store(planner, 200)
+    assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be again"
 
 
 def test_the_other_tier_goes_on() -> None:
@@ -334,6 +338,19 @@ def test_a_hung_first_write_pins_no_more_than_itself() -> None:
         store(planner, *range(start, start + 10), now=WAIT_S)
     assert planner.plan_store(wanted(*range(200, 360))) == 160
     assert len(demote.keys) == 32
+
+
+def test_the_first_write_is_one_job_also_with_two_groups() -> None:
+    planner = make()
+    break_writes(planner)
+    planner.tick(WAIT_S)
+    info = EntryInfo(GROUP, size_bytes=100)
+    keys = [key_of(1), (1).to_bytes(12, "big")]
+    groups = {GROUP: GroupInfo("full", TOKENS, (100,)), 1: GroupInfo("full", TOKENS, (100,))}
+    assert planner.cpu.recover(keys, [info] * 2) == []
+    queue = DemotionQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
+    queue.offer(keys, planner.cpu, groups)
+    assert len(queue.due(planner.cpu, Ledger(1), groups)) == 1
 
 
 def test_deletes_wait_while_open_and_are_delivered_later() -> None:

@@ -140,6 +140,6 @@ def test_cancelling_the_watch_cancels_the_operation() -> None:
         reading.cancel()
         await asyncio.wait({reading})
         await asyncio.sleep(0)
+        assert ended == [True]
 
     run_virtually(cancel())
-    assert ended == [True]

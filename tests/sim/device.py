@@ -72,6 +72,8 @@ class Device(CopyEngine):
             self._later(KERNEL_S, self._run_kernel)
 
     def _run_kernel(self) -> None:
+        if not self._kernels:
+            return  # the process has ended
         self._kernels[0]()
         self._kernels.popleft()
         self._done += 1
@@ -127,6 +129,8 @@ class Device(CopyEngine):
         self._later(COPY_S, lambda: self._moved(lane))
 
     def _moved(self, lane: str) -> None:
+        if not self._lanes[lane]:
+            return  # the process has ended
         copy = self._lanes[lane].popleft()
         for target, source in copy.moves[1::2]:
             target[:] = bytes([JUNK]) * len(target) if copy.fails else source

@@ -22,6 +22,10 @@ LIMITS = ExecutorLimits(load_timeout_s=10.0, fence_timeout_s=0.0, tier_timeout_s
 FENCE_S = 0.05
 
 
+Computed = tuple[bytes, int, tuple[int, ...], int]
+"""A chunk as the forward pass makes it: key, group, blocks, epoch of the weights."""
+
+
 @dataclass(slots=True)
 class Rank:
     """A worker process: everything but its media dies with it."""
@@ -72,10 +76,11 @@ class Rank:
             await asyncio.sleep(0.001)
         self.executor.fence(plan.fence)
 
-    def compute(self, key: bytes, group: int, blocks: tuple[int, ...], epoch: int) -> None:
-        """Launch the forward pass that fills a chunk's blocks."""
+    def forward(self, writes: Sequence[Computed], check: Callable[[], None] | None) -> None:
+        """Launch a forward pass: it fills chunks' blocks, and it may look at what it reads."""
         pages = [
             (self.device.page(layer, block), page(key, epoch, self.number, layer, at))
+            for key, group, blocks, epoch in writes
             for at, block in enumerate(blocks)
             for layer in LAYERS[group]
         ]
@@ -83,31 +88,19 @@ class Rank:
         def kernel() -> None:
             for target, content in pages:
                 target[:] = content
+            if check is not None:
+                check()
 
         self.device.launch(kernel)
 
-    def wrong_pages(
-        self, key: bytes, group: int, blocks: tuple[int, ...], epochs: Sequence[int]
-    ) -> list[str]:
-        """Pages that do not hold the chunk's content under one and the same of ``epochs``."""
-        held = [
-            (layer, at, block, bytes(self.device.page(layer, block)))
+    def wrong_pages(self, key: bytes, group: int, blocks: tuple[int, ...], epoch: int) -> list[str]:
+        """Where the pages of a chunk do not hold its content."""
+        return [
+            f"block {block} of layer {layer} on rank {self.number}"
             for at, block in enumerate(blocks)
             for layer in LAYERS[group]
+            if self.device.page(layer, block) != page(key, epoch, self.number, layer, at)
         ]
-        for epoch in epochs:
-            wrong = [
-                f"rank {self.number} block {block} layer {layer}"
-                for layer, at, block, content in held
-                if content != page(key, epoch, self.number, layer, at)
-            ]
-            if not wrong:
-                return []
-        return wrong
-
-    def launch_check(self, check: Callable[[], None]) -> None:
-        """Launch a kernel that reads."""
-        self.device.launch(check)
 
     def slot_is_right(self, key: bytes, slot: int, epoch: int) -> bool:
         """Whether a slot holds a chunk, byte for byte."""
