@@ -79,7 +79,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
             self._worker = WorkerSide(
-                self._setup.config, self._setup.rank, self._setup.shares, self._setup.namespace.name
+                self._setup.config,
+                self._setup.rank,
+                self._setup.shares,
+                self._setup.namespace.name,
+                fence_is_late=self._setup.fence_is_late,
             )
 
     # -- what vLLM asks of the class -----------------------------------------------------------

@@ -94,6 +94,17 @@ class Setup:
             parallel.data_parallel_index,
         )
 
+    @property
+    def fence_is_late(self) -> bool:
+        """Whether blocks are overwritten before ``handle_preemptions`` is called.
+
+        Model Runner V2 (vLLM's choice wherever Triton works) zeroes fresh blocks and copies
+        recurrent states (``update_requests``, ``preprocess_state``) before that hook, V1 after
+        it. Only models that need zeroing, all with recurrent states among them, have either.
+        """
+        runner, cache = self.vllm_config, self.kv_cache_config
+        return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
+
     @staticmethod
     def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
         """Read the configuration and check it against this machine; say what was chosen.

@@ -36,13 +36,22 @@ result leaves the core to the copies and the disk. A new request waits at most t
 
 class WorkerSide:
     """One rank's slab, copy engine, tiers and executor; ``shares`` of its kind divide the
-    configured capacities."""
+    configured capacities. ``fence_is_late``: see `offload.connector.setup`."""
 
-    def __init__(self, config: OffloadConfig, rank: int, shares: int, namespace: str) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        rank: int,
+        shares: int,
+        namespace: str,
+        *,
+        fence_is_late: bool = False,
+    ) -> None:
         self._config = config
         self._rank = rank
         self._shares = shares
         self._namespace = namespace
+        self._fence_is_late = fence_is_late
         self._handshake: OffloadHandshake | None = None
         self._loop: OffloadLoop | None = None
         self._executor: Executor | None = None
@@ -172,13 +181,17 @@ class WorkerSide:
     # -- a step ------------------------------------------------------------------------------
 
     def fence(self, plan: StepPlan) -> None:
-        """Before anything is overwritten: let the fenced stores finish reading."""
+        """Before anything is overwritten: let the fenced stores finish reading. Where the fence
+        comes late they may have read what is there now, and fail unless ``drain`` has seen
+        them end, which was before this step began."""
         if plan.fence and self._executor is not None:
             try:
                 self._executor.fence(plan.fence)
             except Exception:
                 self._executor.poison(plan.fence)
                 raise
+            if self._fence_is_late:
+                self._executor.poison(plan.fence)
 
     def post(self, plan: StepPlan) -> None:
         """After the step's forward pass was submitted: start the step's jobs."""

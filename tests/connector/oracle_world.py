@@ -57,7 +57,8 @@ MAX_TOKENS = 152
 @dataclass(frozen=True)
 class Conditions:
     """What a world is like. ``slots`` of the CPU tier; ``tier``: whether there is a lower tier;
-    ``fault_rate`` of its reads; ``late``: most turns that copies get per step."""
+    ``fault_rate`` of its reads; ``late``: most turns that copies get per step; ``runner``: the
+    model runner whose order of hooks and kernels is played."""
 
     slots: int = 24
     tier: bool = True
@@ -66,6 +67,7 @@ class Conditions:
     asynchronous: bool = False
     batched_tokens: int = 32
     chunk_blocks: int = 1
+    runner: int = 1
 
 
 class PumpedLoop:
@@ -247,6 +249,8 @@ class World:
             patch.setattr(worker_side, "_make_engine", engine)
             patch.setattr(worker_side, "make_tier", tier)
             patch.setattr(worker_side, "IDLE_WAIT_S", 0.0)
+            runner = self._conditions.runner == 2
+            patch.setattr(VllmConfig, "use_v2_model_runner", runner)
             yield
 
     # -- what clients do ---------------------------------------------------------------------
@@ -367,13 +371,17 @@ class World:
         meta = scheduled.kv_connector_metadata
         self._preempted += len(scheduled.preempted_req_ids or ())
         self._fenced += len(meta.plan.fence)
-        self.worker.handle_preemptions(meta)
+        if self._conditions.runner == 1:
+            self.worker.handle_preemptions(meta)
         self._update_tables(scheduled)
         launch = self.engine.compute.launch
         if scheduled.new_block_ids_to_zero:
             launch(partial(self._memory.zero, list(scheduled.new_block_ids_to_zero)))
         for copy in scheduled.kv_cache_block_copies or ():
             launch(partial(self._memory.copy, copy.src_block_id, copy.dst_block_id))
+        if self._conditions.runner == 2:
+            self._turn()  # the GPU may be as far as that by now
+            self.worker.handle_preemptions(meta)
         sampled, drafts = self._forward(scheduled, launch)
         output = self._connector_hooks(meta, scheduled, launch)
         names = list(scheduled.num_scheduled_tokens)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from offload.connector.scheduler_side import SchedulerSide
+from offload.connector.setup import Setup
 from offload.executor import Executor
 from offload.layout import WINDOW, GroupLayout
 from offload.load_task import LoadTask
@@ -79,6 +81,18 @@ def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
             for what, count in world.events().items():
                 seen[what] += count
     assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["mamba1_full", "full"])
+def test_blocks_written_before_the_fence_leave_no_wrong_record(
+    name: str, seed: int, tmp_path: Path
+) -> None:
+    """Model Runner V2 zeroes and copies blocks before it calls the hook that fences."""
+    conditions = dataclasses.replace(conditions_of(name, seed), runner=2)
+    with World(MODELS[name], conditions, tmp_path, seed) as world:
+        live(world)
+        assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
 
 # -- planted faults ------------------------------------------------------------------------------
@@ -171,6 +185,10 @@ def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerSide, "lookup", forgetful)
 
 
+def _waits_at_a_late_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Setup, "fence_is_late", False)
+
+
 READS_WRONG = r"seed \d+: \['request r\d+ reads "
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
@@ -184,14 +202,15 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_no_reset, "full", READS_WRONG),
     (_bad_reads_are_good, "full", READS_WRONG),
     (_answered_before_the_copy, "full", READS_WRONG),
+    (_waits_at_a_late_fence, "mamba1_full", READS_WRONG),
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and what the first failure must say."""
 
 
-def first_failure(model: str, folder: Path, seed: int) -> str:
+def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
     """Live under the conditions of planted faults; what was seen to be wrong, or nothing."""
-    conditions = Conditions(slots=60, fault_rate=0.2, late=2)
+    conditions = Conditions(slots=60, fault_rate=0.2, late=2, runner=runner)
     with World(MODELS[model], conditions, folder, seed) as world:
         try:
             live(world)
@@ -207,12 +226,13 @@ def first_failure(model: str, folder: Path, seed: int) -> str:
 )
 def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
     """As themselves; and the same world without the fault is right."""
+    runner = 2 if mutant is _waits_at_a_late_fence else 1
     for seed in range(10):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
-            failure = first_failure(model, tmp_path / f"fault {seed}", seed)
+            failure = first_failure(model, tmp_path / f"fault {seed}", seed, runner)
         if failure:
             assert re.match(seen, failure), failure
-            assert first_failure(model, tmp_path / "control", seed) == ""
+            assert first_failure(model, tmp_path / "control", seed, runner) == ""
             return
     raise AssertionError("went unseen")
