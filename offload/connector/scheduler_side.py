@@ -18,7 +18,7 @@ from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
 from offload.coordinator import Coordinator, present_in
 from offload.hints import parse_hints
-from offload.layout import STATE, GroupLayout, ModelLayout, recorded_group
+from offload.layout import FULL, STATE, GroupLayout, ModelLayout, recorded_group
 from offload.ledger import CPU
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
@@ -212,8 +212,21 @@ class SchedulerSide:
             return
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
+            self._look_again(tracker)
             self._store_ready(tracker, request, limit, block_ids, ended=True)
             self._note_use(tracker, limit)
+
+    def _look_again(self, tracker: RequestTracker) -> None:
+        """Chunks may have been evicted while their request ran, which counts as their use only
+        now. Store them again from the GPU: what comes behind a hole can never be hit."""
+        assert self.planner is not None
+        present = present_in(*self.planner.holders)
+        for index, group in enumerate(self.layout.groups):
+            done = tracker.next_chunk[index]
+            if group.kind == FULL and done:
+                hole = present(tracker.keys[index][:done]).find(0)
+                if hole >= 0:
+                    tracker.next_chunk[index] = hole
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """How many of the loaded tokens come from the CPU tier and from lower tiers."""

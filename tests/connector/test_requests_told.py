@@ -42,16 +42,21 @@ class Spy(LruPolicy):
         self.advice.append((list(keys), hints))
 
 
-def _serve(world: World, name: str, prompt: list[int], told: Any, salt: str | None = None) -> None:
+def _request(
+    world: World, name: str, prompt: list[int], told: Any, salt: str | None = None
+) -> Request:
     sampling = SamplingParams(
         max_tokens=4,
         ignore_eos=True,
         temperature=0.0,
         extra_args={"kv_transfer_params": told} if told is not None else None,
     )
-    request = Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=world._hasher)
     world._salts[name] = salt
-    world.scheduler.add_request(request)
+    return Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=world._hasher)
+
+
+def _serve(world: World, name: str, prompt: list[int], told: Any, salt: str | None = None) -> None:
+    world.scheduler.add_request(_request(world, name, prompt, told, salt))
     world.drain()
     world.check()
 
@@ -67,7 +72,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return config, kv_cache_config
 
     monkeypatch.setattr(oracle_world, "make_config", recording)
-    with World(MODELS["full"], Conditions(slots=80), tmp_path, 1) as made:
+    with World(MODELS["full"], Conditions(slots=80, tier=False), tmp_path, 1) as made:
         made.trace = trace  # type: ignore[attr-defined]  # for the test alone
         yield made
 
@@ -94,6 +99,22 @@ def test_hints_of_a_served_request_reach_the_policy(
     assert len(spy.advice) == 1
     assert len(spy.uses) == 3
     assert sum("hints of request" in record.message for record in caplog.records) == 1
+
+
+def test_what_was_evicted_under_a_running_request_is_stored_again(world: World) -> None:
+    prompt = list(range(64))
+    _serve(world, "a", prompt, None)
+    keys = list(world.planner.cpu.resident)
+    request = _request(world, "b", [*prompt, *range(40)], None)
+    world.scheduler.add_request(request)
+    while not request.num_output_tokens:
+        world.step()
+    gone = world.planner.cpu.drop(keys[-3:])
+    assert gone
+    assert not all(key in world.planner.cpu for key in keys)
+    world.drain()
+    world.check()
+    assert all(key in world.planner.cpu for key in keys)
 
 
 def test_the_recorded_trace_can_be_simulated(world: World) -> None:
