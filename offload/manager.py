@@ -356,14 +356,17 @@ def _make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> H
         return HostSlab(slot_bytes, slots)
     from tiers.cuda_copy import gpu_node
 
-    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=gpu_node())
+    node = gpu_node(device.index)
+    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=node)
 
 
 def _make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:
     if device.type == "cuda":
         from tiers.cuda_copy import CudaCopyEngine
 
-        return CudaCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
+        return CudaCopyEngine(
+            registration.groups, slab, device=device.index, num_blocks=registration.num_blocks
+        )
     return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
 
 

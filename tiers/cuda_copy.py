@@ -137,7 +137,10 @@ class CudaCopyEngine(CopyEngine):
             self._undo = undo.pop_all()
 
     def record_event(self) -> object | None:
-        return self._events.record(self._compute_stream())
+        stream = self._compute_stream()
+        # Whatever device the caller has made current: an event, and stream 0, are of a context.
+        with self._driver.within(self._context):
+            return self._events.record(stream)
 
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         return self._submit(self._store, batches, after)

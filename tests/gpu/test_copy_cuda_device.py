@@ -159,9 +159,10 @@ def values_read_before_a_load(device: Device, after: object | None) -> tuple[set
     what the blocks hold at the end."""
     device.fill([3, 4], 1)
     device.slot(1)[:] = 7
+    seen = torch.empty_like(device.tensor)  # now: an allocation may wait for the long kernel
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
-    seen = device.tensor.clone()
+    seen.copy_(device.tensor)
     if after is EVENT:
         after = device.engine.record_event()
     wait(device.engine.submit_load(device.job([1], [[3, 4]]), after))

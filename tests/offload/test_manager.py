@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import offload.manager
+import tiers.cuda_copy
 from offload.errors import ConfigError, TierUnavailableError
 from offload.manager import OffloadManager
 from tests.offload.small_model import (
@@ -321,3 +323,19 @@ async def test_tiers_in_the_configuration_are_refused() -> None:
     lmdb = {"type": "lmdb", "path": "/nonexistent/kv", "capacity": "1GiB"}
     with pytest.raises(ConfigError, match="Pass tier objects"):
         await OffloadManager.open(kv_config(), kv_caches(), {"tiers": [lmdb]})
+
+
+def test_the_gpu_is_that_of_the_caches_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def remember(*arguments: Any, **options: Any) -> None:
+        asked.append(options.get("device", arguments[0] if arguments else None))
+
+    monkeypatch.setattr(tiers.cuda_copy, "CudaCopyEngine", remember)
+    monkeypatch.setattr(tiers.cuda_copy, "gpu_node", remember)
+    monkeypatch.setattr(offload.manager, "HostSlab", lambda *_, **__: None)
+    registration: Any = SimpleNamespace(groups=(), num_blocks=3)
+    device = torch.device("cuda", 1)
+    slab = offload.manager._make_slab(4096, 2, device, "prefer")
+    offload.manager._make_engine(registration, slab, device)
+    assert asked == [1, 1]

@@ -50,14 +50,15 @@ NEEDS_NO_CONTEXT = {
 
 class FakeCuda:
     """The library object for ``Driver``. ``fail[name] = code`` makes every call of that name fail,
-    ``fail_nth[name] = n, code`` the n-th from then on, alone."""
+    ``fail_nth[name] = n, code`` the n-th from then on, alone. ``modes``: the capture modes that
+    each thread was in when it called something that may break a graph being captured."""
 
     def __init__(self, seed: int = 0, *, batch: bool = True) -> None:
         self.errors: list[str] = []
         self.fail: dict[str, int] = {}
         self.fail_nth: dict[str, tuple[int, int]] = {}
         self.calls: list[str] = []
-        self.modes: list[int] = []
+        self.modes: dict[str, set[int]] = {}
         self.registered: dict[int, int] = {}
         self.retained = 0
         self.streams: dict[int, SimulatedStream] = {0: SimulatedStream("default")}
@@ -142,6 +143,9 @@ class FakeCuda:
                 if name not in NEEDS_NO_CONTEXT and (not stack or stack[-1] != CONTEXT):
                     self.errors.append(f"{name} without a current context")
                     return INVALID_CONTEXT
+                if name not in {*NEEDS_NO_CONTEXT, "cuCtxPopCurrent_v2"}:
+                    mode = getattr(self._local, "mode", 0)
+                    self.modes.setdefault(threading.current_thread().name, set()).add(mode)
                 if name in self.fail and name != "cuMemcpyBatchAsync":
                     return self.fail[name]
                 if name in self.fail_nth:
@@ -216,7 +220,6 @@ class FakeCuda:
         value = ctypes.c_int.from_address(mode)
         previous = getattr(self._local, "mode", 0)
         self._local.mode = value.value
-        self.modes.append(value.value)
         value.value = previous
 
     def _cuMemHostRegister_v2(self, address: int, nbytes: int, flags: int) -> int:

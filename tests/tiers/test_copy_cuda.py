@@ -215,6 +215,15 @@ async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
     world.cuda.event_failure = 0
 
 
+async def test_the_event_is_of_the_caches_device_whatever_the_caller_has_made_current(
+    world: World,
+) -> None:
+    """In this thread no context is current, as on one whose model runs on another device."""
+    after = await asyncio.to_thread(world.engine.record_event)
+    await world.engine.submit_store([batch([0], [[0, 1]])], after).completed()
+    np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
+
+
 async def test_an_event_of_something_else_is_refused(world: World) -> None:
     with pytest.raises(TypeError, match="not an event of this engine"):
         world.engine.submit_store([], object())
@@ -282,7 +291,10 @@ async def test_events_are_reused(world: World) -> None:
 
 async def test_threads_keep_out_of_the_way_of_graph_capture(world: World) -> None:
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
-    assert world.cuda.modes.count(2) >= 4  # two threads for each lane
+    await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
+    ours = {name: modes for name, modes in world.cuda.modes.items() if name.startswith("kvtiers")}
+    lanes = {"kvtiers-store", "kvtiers-store-wait", "kvtiers-load", "kvtiers-load-wait"}
+    assert ours == {name: {2} for name in (*lanes, "kvtiers-slab")}
     assert getattr(world.cuda._local, "mode", 0) == 0, "the caller's own mode is restored"
 
 
