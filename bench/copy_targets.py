@@ -36,13 +36,23 @@ def missed(report: Mapping[str, Any]) -> list[str]:
     return short
 
 
+def untried(report: Mapping[str, Any]) -> list[str]:
+    """The targets about which the report says nothing, in words."""
+    cases = [case.split(", ") for case, *_ in shares(report)]
+    tried = {(layout, way) for layout, size, way in cases if size.endswith(" MiB")}
+    wanted = [(layout, way) for layout in TARGETS for way in ("store", "load")]
+    return [
+        f"{layout}, {way}: not measured" for layout, way in wanted if (layout, way) not in tried
+    ]
+
+
 def main(path: str) -> int:
-    """Print and return the exit status. A report without a single case of ours is a failure."""
+    """Print and return the exit status. A target that was not measured is not met."""
     report = json.loads(Path(path).read_text())
     found = list(shares(report))
     for case, series, rate, share in found:
         print(f"{case:32} {series:20} {rate:7.1f} GB/s {share:.3f}")
-    short = missed(report) if found else ["the report has no case of ours"]
+    short = missed(report) + untried(report)
     print("\n".join(short) or "every target is met")
     return int(bool(short))
 

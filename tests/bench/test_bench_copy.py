@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from bench import copy, copy_beds
 from bench.copy_beds import LAYOUTS, MLA_LAYERS, MLA_PAGE_BYTES, layout
-from bench.copy_targets import main, missed, shares
+from bench.copy_targets import main, missed, shares, untried
 
 
 def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +83,15 @@ def test_the_targets_are_those_of_large_chunks_in_one_direction(tmp_path: Path) 
         "contiguous, 2 MiB, load: 0.949 of the large copy, not 0.95",
         "separate, 1 MiB, store: 0.899 of the large copy, not 0.9",
     ]
-    empty = tmp_path / "empty.json"
-    empty.write_text(json.dumps({"rows": []}))
-    assert main(str(empty)) == 1
+    assert untried(report(**good)) == [
+        "contiguous, load: not measured",
+        "separate, store: not measured",
+    ]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report(**good)))
+    assert main(str(path)) == 1
+    path.write_text(json.dumps(report(**good, **dict.fromkeys(bad, 0.95))))
+    assert main(str(path)) == 0
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
