@@ -23,8 +23,6 @@ class RequestTracker:
     """
 
     __slots__ = (
-        "computed_before",
-        "computing_since",
         "failures",
         "identity",
         "keys",
@@ -37,7 +35,6 @@ class RequestTracker:
         "request",
         "sources",
         "stale",
-        "timed",
     )
 
     def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
@@ -53,9 +50,6 @@ class RequestTracker:
         self.no_store = False
         self.stale = False
         self.sources: Mapping[int, int] = {}
-        self.computing_since: float | None = None
-        self.computed_before = 0
-        self.timed = False
 
     def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:
         """Make the keys of chunks that were completed since the last call."""

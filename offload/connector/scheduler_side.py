@@ -6,23 +6,23 @@ workers have said what they have (``attach``) everything is a miss.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from offload.chunks import Origin, Wanted
+from offload.chunks import Wanted
 from offload.connector.block_tables import BlockTables
 from offload.connector.guard import Faults
+from offload.connector.intake import Intake
+from offload.connector.prefill_clock import PrefillClock
 from offload.coordinator import Coordinator, present_in
-from offload.hints import parse_hints
-from offload.layout import FULL, STATE, GroupLayout, ModelLayout, recorded_group
+from offload.layout import FULL, STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
-from offload.recorder import Seen, TraceRecorder
+from offload.recorder import TraceRecorder
 from offload.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -50,19 +50,16 @@ class SchedulerSide:
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
-        self._identity_of = identity_of
         self._faults = faults
-        self._require_salt = require_salt
+        self._intake = Intake(layout, identity_of, require_salt=require_salt, recorder=recorder)
         self._coordinator = Coordinator(layout)
         self._tables = BlockTables(layout)
-        self._recorder = recorder
-        self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
-        self._hints_warned = False
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
         # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
         self._unseen: set[str] = set()
         self._moved_at = time.monotonic()
+        self._clock = PrefillClock(self._computed)
 
     def attach(self, planner: Planner) -> None:
         """The workers are ready: start to plan."""
@@ -73,46 +70,12 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request was added (also called again for a resumed session)."""
         if request.request_id not in self._trackers:
-            groups = len(self.layout.groups)
-            identity = self._identity_of(request)
-            tracker = RequestTracker(request.request_id, groups, identity)
-            tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
-            tracker.origin = self._origin(request)
-            self._trackers[request.request_id] = tracker
+            self._trackers[request.request_id] = self._intake.admit(request)
             self._requests[request.request_id] = request
-            if self._recorder is not None:
-                self._record(tracker, request)
-
-    def _origin(self, request: Request) -> Origin:
-        """What policies may know of a request. A wrong hint is logged once for all."""
-        hints, wrong = parse_hints(getattr(request, "kv_transfer_params", None))
-        if wrong and not self._hints_warned:
-            self._hints_warned = True
-            logger.warning(
-                "kvtiers: hints of request %s in kv_transfer_params are ignored: %s. Further wrong "
-                "hints are ignored silently",
-                request.request_id,
-                "; ".join(wrong[:4]),
-            )
-        salt = request.cache_salt
-        digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
-        return Origin(digest, hints)
-
-    def _record(self, tracker: RequestTracker, request: Request) -> None:
-        assert self._recorder is not None
-        tracker.extend(request.block_hashes, self.layout)
-        size = self.layout.groups[self._recorded].chunk_tokens
-        keys = tuple(tracker.keys[self._recorded][: request.num_prompt_tokens // size])
-        hints = tracker.origin.hints
-        pinned = min(len(keys), int(min(hints.pinned_tokens, request.num_prompt_tokens) // size))
-        told = {**hints.stored, **hints.ended}
-        seen = Seen(time.monotonic(), keys, request.num_prompt_tokens, told, pinned)
-        self._recorder.record(seen)
 
     def close(self) -> None:
-        """The server stops: finish the recording, if there is one."""
-        if self._recorder is not None:
-            self._recorder.close()
+        """The server stops."""
+        self._intake.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
@@ -208,6 +171,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._unseen.discard(request.request_id)
+        self._clock.ended(request, time.monotonic())
         if tracker is None or self.planner is None:
             return
         if not tracker.loading and block_ids:
@@ -263,33 +227,23 @@ class SchedulerSide:
         self.planner.fence(self._tables.rewritten(output))
         self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            self._time_prefill(request_id, now)
-            self._store_scheduled(output, request_id, scheduled)
+            tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
+            if tracker is not None and request is not None:
+                self._clock.scheduled(request, now)
+                self._store_scheduled(output, tracker, request, scheduled)
 
-    def _time_prefill(self, request_id: str, now: float) -> None:
-        """Measure how fast prompts are computed: from the step that first computes to the first
-        that finds an output token."""
-        tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
-        if tracker is None or request is None or self.planner is None or tracker.timed:
-            return
-        if request.num_output_tokens:
-            tracker.timed = True
-            if tracker.computing_since is not None:
-                tokens = request.num_prompt_tokens - tracker.computed_before
-                self.planner.computed(tokens, now - tracker.computing_since)
-        elif tracker.computing_since is None:
-            tracker.computing_since = now
-            tracker.computed_before = request.num_computed_tokens
+    def _computed(self, tokens: int, seconds: float) -> None:
+        if self.planner is not None:
+            self.planner.computed(tokens, seconds)
 
-    def _store_scheduled(self, output: SchedulerOutput, request_id: str, scheduled: int) -> None:
-        tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
-        if tracker is None or request is None:
-            return
+    def _store_scheduled(
+        self, output: SchedulerOutput, tracker: RequestTracker, request: Request, scheduled: int
+    ) -> None:
         # Known tokens only: what is sampled or drafted in this step may still be rejected.
         limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if self._has_ready(tracker, limit):
             state = output.kv_connector_block_state
-            table = state.get_block_ids(request_id) if state is not None else None
+            table = state.get_block_ids(request.request_id) if state is not None else None
             if table is not None:
                 self._store_ready(tracker, request, limit, table)
 

@@ -1,0 +1,32 @@
+"""How fast prompts are computed, as their requests see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class PrefillClock:
+    """Measures each request from the step that first computes it until its first output token is
+    there. ``observe(tokens, seconds)`` takes the tokens that were computed meanwhile."""
+
+    def __init__(self, observe: Callable[[int, float], None]) -> None:
+        self._observe = observe
+        self._running: dict[str, tuple[float, int]] = {}
+
+    def scheduled(self, request: Request, now: float) -> None:
+        """The request is part of the step that begins at ``now`` (monotonic seconds)."""
+        if request.num_output_tokens:
+            self.ended(request, now)
+        elif request.request_id not in self._running:
+            self._running[request.request_id] = (now, request.num_computed_tokens)
+
+    def ended(self, request: Request, now: float) -> None:
+        """The request has its first token, or will never have one."""
+        started = self._running.pop(request.request_id, None)
+        if started is not None and request.num_output_tokens:
+            since, computed = started
+            self._observe(request.num_prompt_tokens - computed, now - since)
