@@ -24,6 +24,8 @@ LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
 CLAIM_WAIT_S = 0.2
 """Longer than somebody who only asks whether a claim is held keeps it locked."""
+OWNER_WAIT_S = 1.0
+"""Longer than between taking a claim and writing into it who did."""
 _CLAIM = re.compile(r"rank-[0-9]+\.claim", re.ASCII)
 _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+", re.ASCII)
 
@@ -118,10 +120,23 @@ def holder(claim: Path) -> Owner | None:
         # A shared lock is enough to find out, and two that ask do not see each other as owners.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_owner(fd, claim)
+        return _settled_owner(fd, claim)
     finally:
         os.close(fd)
     return None
+
+
+def _settled_owner(fd: int, path: Path) -> Owner:
+    """The owner of a held claim. One that has just taken it (the ranks of a server start together)
+    has not written yet, and what a dead one wrote may still be there: wait for it."""
+    deadline = time.monotonic() + OWNER_WAIT_S
+    owner = _read_owner(fd, path)
+    while not (owner.pid and os.path.exists(f"/proc/{owner.pid}")):
+        if time.monotonic() > deadline:
+            break  # of another container, say
+        time.sleep(0.01)
+        owner = _read_owner(fd, path)
+    return owner
 
 
 def _read_owner(fd: int, path: Path) -> Owner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -153,6 +154,21 @@ def test_a_claim_names_its_owner_and_ends_with_kill_9(tmp_path: Path) -> None:
         process.wait()
         assert live_owners(tmp_path) == []
         place_of(tmp_path).close()
+
+
+@pytest.mark.parametrize("before", [b"", b'{"pid": 4194304999, "engine": "dead"}'])
+def test_an_owner_that_has_not_written_yet_is_waited_for(
+    before: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of one server start together: one finds a claim that another is just taking."""
+    path = tmp_path / "rank-0.claim"
+    path.write_bytes(before)
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    claim = f'{{"pid": {os.getpid()}, "engine": "mine"}}'
+    monkeypatch.setattr(claims.time, "sleep", lambda _: path.write_text(claim))
+    assert [owner.pid for owner in live_owners(tmp_path)] == [os.getpid()]
+    os.close(fd)
 
 
 def test_the_lock_of_a_tier_counts_as_a_claim(tmp_path: Path) -> None:
