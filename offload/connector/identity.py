@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
@@ -171,8 +172,10 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig, place: Path | None) ->
 def _instructions() -> list[str]:
     """What decides the kernels, and with them the bytes of a page, where vLLM chooses by itself:
     the CPU's vector and matrix extensions, or the GPU's compute capability."""
-    if torch.cuda.is_available():
-        return [f"sm{major}{minor}" for major, minor in [torch.cuda.get_device_capability()]]
+    # vLLM asks the management library: the engine process must not make a context on a GPU.
+    capability = current_platform.get_device_capability()
+    if capability is not None:
+        return [f"sm{capability.major}{capability.minor}"]
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_extensions()]
 
 
