@@ -7,7 +7,6 @@ GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from offload.chunks import GroupInfo, Wanted
@@ -20,20 +19,10 @@ from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import LoadPlanner
 from offload.plans import JobResult, StepPlan, StepReport, StoreJob
 from offload.stats import PlannerStats
+from offload.uses import Uses
 from policies.base import AdmissionPolicy, EntryInfo
 
-USES_MOST = 256
-"""Ended requests whose last chunks are still being stored; further ones are noted at once."""
 _NOTHING: Mapping[str, Any] = {}
-
-
-@dataclass(slots=True)
-class _Use:
-    """A request that has ended while ``missing`` of its keys were being stored."""
-
-    missing: set[bytes]
-    keys: tuple[bytes, ...]
-    hints: Mapping[str, Any]
 
 
 class Planner:
@@ -82,7 +71,7 @@ class Planner:
         self._fence: set[int] = set()
         self._deletes: dict[int, list[bytes]] = {}
         self._touches: dict[int, list[bytes]] = {}
-        self._uses: list[_Use] = []
+        self._uses = Uses(cpu, self.lower, self.touch)
         self._reset = False
         self._epochs: tuple[int, ...] = ()
         if demotions is None:
@@ -115,30 +104,8 @@ class Planner:
 
     def used(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NOTHING) -> None:
         """Note that a request has ended that used these keys of one group (prefix order), and
-        what it is known to be followed by. Waits for those of its chunks that are still being
-        stored, so that policies see them before their use."""
-        missing = {key for key in keys if self.cpu.is_filling(key)}
-        if missing and len(self._uses) < USES_MOST:
-            self._uses.append(_Use(missing, tuple(keys), hints))
-        else:
-            self._note_use(keys, hints)
-
-    def _note_use(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
-        self.touch(keys)
-        if hints:
-            for index in (self.cpu, *self.lower):
-                index.policy.advise(keys, hints)
-
-    def _note_late_uses(self, stored: Iterable[bytes]) -> None:
-        """A job that filled these keys has ended, well or not."""
-        if not self._uses:
-            return
-        for use in self._uses:
-            use.missing.difference_update(stored)
-        ready = [use for use in self._uses if not use.missing]
-        self._uses = [use for use in self._uses if use.missing]
-        for use in ready:
-            self._note_use(use.keys, use.hints)
+        what it is known to be followed by: see ``Uses``."""
+        self._uses.ended(keys, hints)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note one request's use of these keys (prefix order) in every tier."""
@@ -224,7 +191,7 @@ class Planner:
         self._storing -= len(job.fills)
         self._stores = [store for store in self._stores if store.job != job_id]
         self.stats.stores_cancelled += 1
-        self._note_late_uses(job.fills)
+        self._uses.filled(job.fills)
 
     # -- load --------------------------------------------------------------------------------
 
@@ -331,14 +298,14 @@ class Planner:
         self.stats.stored(CPU, len(kept), len(bad))
         for queue in self._demotions:
             queue.offer(kept, self.cpu, self._groups, told)
-        self._note_late_uses(job.fills)
+        self._uses.filled(job.fills)
 
     def _loaded(self, job: Job) -> None:
         good, bad = self._verdict(job)
         self._loads.ended(job)
         self.cpu.abort(bad)
         self.cpu.commit(good)
-        self._note_late_uses(job.fills)
+        self._uses.filled(job.fills)
         for tier, keys in job.pins:
             index = self.cpu if tier == CPU else self.lower[tier]
             index.unpin(keys)
