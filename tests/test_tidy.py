@@ -22,7 +22,7 @@ STILL_LONG = {
     "tiers/file_tier.py": 440,
     "tiers/lmdb_tier.py": 540,
     "tiers/testing.py": 420,
-    "tests/connector/oracle_world.py": 510,
+    "tests/connector/oracle_world.py": 464,
     "tests/connector/test_identity.py": 401,
     "tests/tiers/test_lmdb_recovery.py": 410,
 }

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -40,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from offload.connector import worker_side
 from offload.connector.connector import OffloadConnector
+from tests.connector.oracle_forward import VOCABULARY, ForwardPass, Running
 from tests.connector.oracle_memory import KvMemory, Prefix
 from tests.connector.oracle_models import OracleModel
 from tests.models.configs import QWEN3
@@ -50,7 +50,6 @@ from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
 
 HASH = "sha256_cbor"
-VOCABULARY = 97
 MAX_TOKENS = 152
 
 
@@ -109,21 +108,6 @@ class UnreliableTier(MemoryTier):
             self._random.choice(bad) if self._random.random() < self._rate else outcome
             for outcome in outcomes
         ]
-
-
-@dataclass
-class Running:
-    """What the model runner keeps of a request."""
-
-    tokens: list[int]
-    tables: list[list[int]]
-    prefix: Prefix
-    computed_at_start: int = 0
-    guesses: frozenset[int] = frozenset()
-    """Digests that the draft head's last slots may hold and that may come to nothing."""
-    state_column: int | None = None
-    accepted: int = 1
-    """Of states with drafts: where the running one begins, and which of its columns counts."""
 
 
 @dataclass
@@ -190,7 +174,6 @@ class World:
         self._model = model
         self._conditions = conditions
         self._runs: dict[str, Running] = {}
-        self._known: set[int] = set()
         self._prompts: list[list[int]] = []
         self._salts: dict[str, str | None] = {}
         self._queue: deque[Step] = deque()
@@ -205,6 +188,7 @@ class World:
             draft_head=model.draft_head,
             drafts=model.drafts,
         )
+        self._forward = ForwardPass(model, self._memory, self.random, self._runs, self.mismatches)
         self._start()
 
     def _start(self) -> None:
@@ -382,7 +366,7 @@ class World:
         if self._conditions.runner == 2:
             self._turn()  # the GPU may be as far as that by now
             self.worker.handle_preemptions(meta)
-        sampled, drafts = self._forward(scheduled, launch)
+        sampled, drafts = self._forward.run(scheduled, launch)
         output = self._connector_hooks(meta, scheduled, launch)
         names = list(scheduled.num_scheduled_tokens)
         index = {name: at for at, name in enumerate(names)}
@@ -423,7 +407,7 @@ class World:
             | cached.resumed_req_ids
         ):
             if name in self._runs:  # what it has guessed stays, here as in vLLM's own cache
-                self._known |= self._runs[name].guesses
+                self._forward.known |= self._runs[name].guesses
         for name in scheduled.finished_req_ids:
             self._runs.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
@@ -442,137 +426,6 @@ class World:
             elif new_blocks is not None:
                 for table, more in zip(run.tables, new_blocks, strict=True):
                     table.extend(more)
-
-    def _forward(
-        self, scheduled: SchedulerOutput, launch: Callable[..., None]
-    ) -> tuple[dict[str, list[int]], DraftTokenIds | None]:
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = {}
-        for name, count in scheduled.num_scheduled_tokens.items():
-            run, start = self._runs[name], computed[name]
-            drafted = scheduled.scheduled_spec_decode_tokens.get(name, [])
-            tokens = (run.tokens + drafted)[: start + count]
-            digests = run.prefix.digests(tokens).copy()
-            tables = [list(table) for table in run.tables]
-            self._move_states(run, tables, start, count, launch)
-            launch(partial(self._kernel, name, tables, digests, start))
-            sampled[name] = self._sample(run, drafted, start + count)
-            self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)
-        if not self._model.drafts:
-            return sampled, None
-        proposals = []
-        for name, found in sampled.items():
-            proposals.append(self._propose(self._runs[name]))
-            if self._model.draft_head:
-                end = computed[name] + scheduled.num_scheduled_tokens[name]
-                end = len(self._runs[name].tokens) - 1 if found else end
-                self._run_head(name, proposals[-1], computed[name], end, launch)
-        return sampled, DraftTokenIds(list(sampled), proposals)
-
-    def _run_head(
-        self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]
-    ) -> None:
-        """The draft head runs over the accepted tokens, and again over those whose slots looked at
-        guesses; what lies before this request's own tokens is not written."""
-        run = self._runs[name]
-        tables = [list(table) for table in run.tables]
-        digests = run.prefix.digests(run.tokens + guesses).copy()
-        self._known.update(digests[: len(run.tokens)].tolist())
-        run.guesses = frozenset(digests[len(run.tokens) :].tolist())
-        first = max(run.computed_at_start, start - self._model.drafts)
-
-        def kernel() -> None:
-            alive = set().union(*(other.guesses for other in self._runs.values()))
-            known = lambda digest: digest in self._known or digest in alive  # noqa: E731
-            wrong = self._memory.check_heads(tables, digests, first, known)
-            self.mismatches += [f"request {name} reads {what} wrong" for what in wrong]
-            self._memory.write_heads(tables, digests, first, end)
-
-        launch(kernel)
-
-    def _move_states(
-        self, run: Running, tables: list[list[int]], start: int, count: int, launch: Any
-    ) -> None:
-        """Before the forward pass, as ``preprocess_mamba``: the state that counts moves to the
-        column in which this step begins."""
-        if not self._model.drafts:
-            return
-        tokens = self._model.block_tokens
-        column = -(-(start + count) // tokens) - 1
-        before = run.state_column if run.state_column is not None else (start - 1) // tokens
-        if before not in (-1, column):
-            launch(partial(self._memory.copy_states, tables, before + run.accepted - 1, column))
-            run.accepted = 1
-        run.state_column = column
-
-    def _run_states(
-        self,
-        name: str,
-        tables: list[list[int]],
-        digests: np.ndarray,
-        start: int,
-        drafted: int,
-        sampled: int,
-        launch: Any,
-    ) -> None:
-        """The states after each drafted token, then, as ``postprocess_mamba_fused_kernel``, the one
-        at a block's end to the place where it is cached."""
-        if not self._model.drafts:
-            return
-        run = self._runs[name]
-        column, accepted = run.state_column, run.accepted
-        first = len(digests) - 1 - drafted
-
-        def kernel() -> None:
-            if start:
-                right = digests[start - 1 : start]
-                wrong = self._memory.check_states(tables, column + accepted - 1, right)
-                self.mismatches += [f"request {name} reads {what} wrong" for what in wrong]
-            self._memory.write_states(tables, column, digests[first:])
-
-        launch(kernel)
-        run.accepted = max(1, sampled)
-        tokens = self._model.block_tokens
-        aligned = (first + run.accepted) // tokens * tokens
-        if aligned > first:
-            source, target = column + aligned - first - 1, aligned // tokens - 1
-            if column == target:
-                run.accepted = 1
-            launch(partial(self._memory.copy_states, tables, source, target))
-
-    def _kernel(
-        self, name: str, tables: list[list[int]], digests: np.ndarray, computed: int
-    ) -> None:
-        wrong = self._memory.check(tables, digests, computed)
-        self.mismatches += [f"request {name} reads {what} wrong" for what in wrong]
-        self._memory.write(tables, digests, computed)
-
-    def _sample(self, run: Running, drafted: list[int], end: int) -> list[int]:
-        """The tokens that follow, drafted ones as long as they are right; none within a prompt."""
-        if end < len(run.tokens):
-            return []
-        found: list[int] = []
-        for draft in [*drafted, -1]:
-            found.append(self._next(run, found))
-            if found[-1] != draft:
-                break
-        run.tokens += found
-        return found
-
-    @staticmethod
-    def _next(run: Running, more: list[int]) -> int:
-        """The token that every run gives after these tokens."""
-        return int(run.prefix.digests(run.tokens + more)[-1] % VOCABULARY)
-
-    def _propose(self, run: Running) -> list[int]:
-        """Drafts, right more often than not."""
-        found: list[int] = []
-        for _ in range(self._model.drafts):
-            right = self._next(run, found)
-            found.append(right if self.random.random() < 0.7 else self.random.randrange(VOCABULARY))
-        return found
 
     # -- time --------------------------------------------------------------------------------
 
