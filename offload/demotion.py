@@ -22,6 +22,10 @@ from policies.base import AdmissionPolicy, EntryInfo
 _NOTHING: Mapping[bytes, EntryInfo] = {}
 
 
+FLYING_MOST = 128
+"""Chunks on their way to one tier."""
+
+
 class _Group(Protocol):
     """The part of ``offload.planner.GroupInfo`` that is needed here."""
 
@@ -43,7 +47,8 @@ class DueDemotion:
 class DemotionQueue:
     """Chunks waiting for one lower tier.
 
-    ``max_waiting`` and ``max_flying`` count chunks; ``batch`` is the most that one job carries.
+    ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MOST``);
+    ``batch`` is the most that one job carries.
     While ``closed`` nothing is taken in.
     """
 
@@ -55,7 +60,7 @@ class DemotionQueue:
         gate: TierGate | None = None,
         admissions: Sequence[AdmissionPolicy] = (),
         max_waiting: int = 1 << 30,
-        max_flying: int = 128,
+        max_flying: int = FLYING_MOST,
         batch: int = 32,
     ) -> None:
         self.tier = tier
@@ -65,8 +70,8 @@ class DemotionQueue:
         self._gate = gate or Gates([index.name]).tiers[0]
         self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
-        self._max_flying = max_flying
-        self._batch = batch
+        self._max_flying = min(max_flying, FLYING_MOST)
+        self._batch = min(batch, self._max_flying)
         self._waiting: deque[bytes] = deque()
         self._told: dict[bytes, EntryInfo] = {}
         self._flying = 0

@@ -283,6 +283,7 @@ class OffloadManager:
             await self._results.wait()
             self._results.clear()
             drained = self._executor.drain()
+            self.planner.tick(asyncio.get_running_loop().time())
             self.planner.complete(drained.report)
             for job, result in drained.report.results.items():
                 future = self._jobs.pop(job, None)

@@ -75,8 +75,9 @@ class Planner:
         self._reset = False
         self._epochs: tuple[int, ...] = ()
         if demotions is None:
+            flying = max(1, cpu.space.capacity // 4)  # what hangs keeps its slots
             demotions = [
-                DemotionQueue(tier, index, gate=self.gates.tiers[tier])
+                DemotionQueue(tier, index, gate=self.gates.tiers[tier], max_flying=flying)
                 for tier, index in enumerate(self.lower)
             ]
         self._demotions = tuple(demotions)
@@ -217,8 +218,8 @@ class Planner:
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Say what time it is (monotonic seconds), at least once before each ``step``. Tiers that
-        are shut out may be due for a probe."""
+        """Say what time it is (monotonic seconds), before each ``step`` and ``complete``. Tiers
+        that are shut out may be due for a probe."""
         self._now = now
         for tier, gate in enumerate(self.gates.tiers):
             if gate.tick(now):

@@ -63,6 +63,7 @@ def make_planner(
             gate=gates.tiers[tier],
             admissions=_tier_admissions(config.tiers[tier], len(ranks)),
             max_waiting=max(1, slots * 3 // 4),
+            max_flying=max(1, slots // 4),  # what hangs keeps its slots
         )
         for tier, index in enumerate(lower)
     ]

@@ -339,6 +339,7 @@ class SchedulerSide:
         if report is not None and not report.empty:
             if report.results:
                 self._moved_at = time.monotonic()
+            self.planner.tick(time.monotonic())
             self.planner.complete(report)
 
     def _note_use(self, tracker: RequestTracker, tokens: int) -> None:

@@ -25,9 +25,10 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.outside = 0
+        self.outside = self.turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.turns += 1
         if self.outside:
             ready = super().select(0.0 if timeout == 0.0 else WATCHDOG_S)
             if not ready and timeout != 0.0:
@@ -49,6 +50,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+    @property
+    def turns(self) -> int:
+        """How often the loop has turned."""
+        return self._jumping.turns
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         """From the loop's own thread without a write to its pipe."""
@@ -73,6 +79,8 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
         return loop.run_until_complete(coroutine)
     finally:
         loop.run_until_complete(_cancel_all())
+        with loop.outside():
+            loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 
 

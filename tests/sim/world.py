@@ -22,6 +22,7 @@ from offload.demotion import DemotionQueue
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.keys import group_of
+from offload.ledger import JobKind
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
 from offload.space import ByteSpace, SlotSpace
@@ -38,7 +39,7 @@ from tests.sim.content import (
     node,
 )
 from tests.sim.rank import FENCE_S, LIMITS, STAGING, Rank
-from tests.sim.virtual_time import run_virtually
+from tests.sim.virtual_time import VirtualLoop, run_virtually
 from tests.sim.weather import Sky, Weather
 from tiers.base import Tier
 from tiers.memory_tier import MemoryTier
@@ -62,6 +63,7 @@ class Setup:
     blocks: int = 90
     trouble: float = 0.02
     copy_failures: float = 0.0
+    patience: float = 0.9
     lying: bool = False
 
     @classmethod
@@ -73,7 +75,7 @@ class Setup:
             disk_chunks=rng.choice((24, 48, 120)),
             tiers=rng.choice((1, 1, 2)),
             blocks=rng.choice((60, 90, 150)),
-            trouble=rng.choice((0.0, 0.01, 0.03)),
+            trouble=rng.choice((0.0, 0.03, 0.08)),
             copy_failures=rng.choice((0.0, 0.0, 0.02)),
         )
 
@@ -91,6 +93,7 @@ class Request:
     hit: int = 0
     planned_at: float = 0.0
     planned_under: int = 0
+    must_fail: bool = False
     loading: bool = False
     aborted: bool = False
     failed: bool = False
@@ -98,7 +101,7 @@ class Request:
     decodes: int = 0
 
 
-class KeptMedium(MemoryTier):
+class Medium(MemoryTier):
     """A disk in memory: what is on it outlives the process."""
 
     async def aclose(self) -> None:
@@ -114,10 +117,10 @@ class World:
         self.setup = setup or Setup.drawn(self.rng)
         self.events: Counter[str] = Counter()
         self.hits: Counter[int] = Counter()
-        self.checked = self.steps = self.epoch = self._names = 0
+        self.checked = self.steps = self.turns = self.epoch = self._names = 0
         self.now: Callable[[], float] = lambda: 0.0
         self.weathers: list[list[Weather]] = []
-        self.media: list[list[Tier]] = []
+        self.media: list[list[Medium]] = []
         self.ranks: list[Rank] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -127,8 +130,8 @@ class World:
         self.wrong: list[str] = []
         self._unforgotten = False
 
-    async def run(self, steps: int) -> None:
-        """A whole life."""
+    async def run(self, steps: int) -> int:
+        """A whole life; returns how often the loop has turned."""
         await self._begin()
         for _ in range(steps):
             await self._chance()
@@ -136,12 +139,15 @@ class World:
         await self.rest()
         await self.audit()
         await self._end(2.0)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        return loop.turns
 
     # -- the server's life -------------------------------------------------------------------
 
-    def _make_medium(self, rank: int, tier: int) -> Tier:
+    def _make_medium(self, rank: int, tier: int) -> Medium:
         capacity = self.setup.disk_chunks * (tier + 1) * SLOT_BYTES
-        return KeptMedium(capacity, namespace=bytes(16), rank=rank)
+        return Medium(capacity, namespace=bytes(16), rank=rank)
 
     async def _begin(self) -> None:
         self.now = asyncio.get_running_loop().time
@@ -199,7 +205,9 @@ class World:
             await self._recover(tier)
 
     async def _recover(self, tier: int) -> None:
-        held = [await _keys(rank.tiers[tier], self.epoch) for rank in self.ranks]
+        for rank in self.ranks:
+            await self._open_under_epoch(rank, tier)
+        held = [await _keys(rank.tiers[tier]) for rank in self.ranks]
         everywhere = set(held[0]).intersection(*held)
         keys = [key for key in held[0] if key in everywhere]
         infos = [EntryInfo(group_of(key), size_bytes=SLOT_BYTES) for key in keys]
@@ -207,6 +215,12 @@ class World:
         known = set().union(*held)
         self.planner.delete(tier, [*sorted(known - set(keys)), *rejected])
         self.events["recovered"] += len(keys) - len(rejected)
+
+    async def _open_under_epoch(self, rank: Rank, tier: int) -> None:
+        """A tier that is opened under a later epoch than its own forgets what it holds."""
+        medium = self.media[rank.number][tier]
+        if medium.epoch < self.epoch:
+            await medium.reset(self.epoch)
 
     async def _end(self, timeout_s: float) -> None:
         for rank in self.ranks:
@@ -248,8 +262,8 @@ class World:
             await self._restart()
         if rng.random() < self.setup.trouble:
             weather = rng.choice(rng.choice(self.weathers))
-            weather.change(rng.choice(list(Sky)), self.now())
-        elif rng.random() < 2 * self.setup.trouble:
+            weather.change(rng.choice([*Sky, Sky.HANGING]), self.now())
+        elif rng.random() < self.setup.trouble / 2:
             rng.choice(rng.choice(self.weathers)).change(Sky.CALM, self.now())
 
     def _some_chain(self) -> list[bytes]:
@@ -327,10 +341,10 @@ class World:
         self._check()
 
     def _pause(self) -> float:
+        """Mostly milliseconds; sometimes long enough for deadlines and breakers."""
         kind = self.rng.random()
-        if kind < 0.85:
-            return self.rng.random() * 0.02
-        return self.rng.random() * (0.5 if kind < 0.97 else 4.0)
+        most_s = 0.02 if kind < 0.82 else 0.5 if kind < 0.92 else 4.0 if kind < 0.985 else 20.0
+        return self.rng.random() * most_s
 
     def _admit(self) -> None:
         while self.waiting:
@@ -410,7 +424,7 @@ class World:
 
     async def _send(self, plan: StepPlan, passes: list[tuple[Request, int, int]]) -> None:
         """Fence, launch the forward pass, post: on every rank, as the connector does."""
-        patient = self.rng.random() < 0.9
+        patient = self.rng.random() < self.setup.patience
         for rank in self.ranks:
             await rank.fence(plan, patient)
         computed = [
@@ -423,7 +437,16 @@ class World:
         for rank in self.ranks:
             if computed:
                 rank.forward(computed, self._reader(rank, reads))
+            if plan.reset:
+                self._cut_loads(rank)
             rank.executor.post(plan)
+
+    def _cut_loads(self, rank: Rank) -> None:
+        """A load that has not ended on a rank when the reset reaches it must fail."""
+        ended = {request for request, _ in rank.executor._ended} | set(rank.finished)
+        for request in self.loading.values():
+            if request.planned_under < self.epoch and request.name not in ended:
+                request.must_fail = True
 
     def _reader(self, rank: Rank, requests: Sequence[Request]) -> Callable[[], None]:
         """A forward pass reads every page of its requests, whenever it runs."""
@@ -455,6 +478,7 @@ class World:
             self.planner.request_ended(name)
             self._loaded(self.loading.pop(name), failed)
         if not report.empty:
+            self.planner.tick(self.now())
             self.planner.complete(report)
 
     def _loaded(self, request: Request, failed: bool) -> None:
@@ -465,9 +489,11 @@ class World:
             return
         if failed:
             request.failed = True
+            request.must_fail = False
             self._give_back(request)
             self.waiting.insert(0, request)
             return
+        assert not request.must_fail, f"{request.name} was given chunks of old weights"
         request.epochs = [request.planned_under] * request.hit
         request.stored = dict.fromkeys(GROUPS, request.hit)
         for rank in self.ranks:
@@ -518,6 +544,8 @@ class World:
             assert chunks <= self.max_load, f"{chunks} chunks in flight to requests"
             assert blocks <= self.setup.blocks // 2, f"{blocks} GPU blocks held by loads"
         assert planner._storing <= self.max_store
+        probes = planner._ledger.count(JobKind.PROBE)
+        assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
             assert len(queue) <= self.setup.slots * 3 // 4, f"{len(queue)} chunks wait for a tier"
         for rank in self.ranks:
@@ -543,6 +571,9 @@ class World:
             self._unforgotten = False
             self.planner.begin_epochs((self.epoch,) * self.setup.tiers)
         until = self.now() + seconds
+        for _ in range(3):  # something to write, so that what had failed is made good
+            self._names += 1
+            self._arrive([node(b"last", self._names)])
         while self._in_trouble() or self.waiting or self.running or self.loading:
             assert self.now() < until, f"no rest: {self._why_busy()}"
             if self._in_trouble() and not self.waiting:
@@ -573,16 +604,16 @@ class World:
         assert (planner._loads.loading, planner._loads.holding, planner._storing) == (0, 0, 0)
         for index in (planner.cpu, *planner.lower):
             index.check()
-            assert not index.filling_count
+            assert not index.filling_count, f"{index.name}: fills are left"
             assert not index._pins, f"{index.name}: pins are left: {index._pins}"
-            assert not index._doomed
+            assert not index._doomed, f"{index.name}: doomed chunks are left"
         for rank in self.ranks:
             executor = rank.executor
-            assert not executor._tasks
-            assert not executor._lane._open
-            assert executor._lane._staging.qsize() == STAGING
-            assert not executor._sources
-            assert not executor._poisoned
+            assert not executor._tasks, f"tasks are left: {executor._tasks}"
+            assert not executor._lane._open, f"loads are left: {executor._lane._open}"
+            assert executor._lane._staging.qsize() == STAGING, "staging buffers got lost"
+            assert not executor._sources, f"stores are left: {executor._sources}"
+            assert not executor._poisoned, f"poisoned stores are left: {executor._poisoned}"
             for key in planner.cpu._resident:
                 slot = planner.cpu.place(key)
                 assert rank.slot_is_right(key, slot, self.epoch), f"slot {slot} of {key.hex()}"
@@ -591,7 +622,7 @@ class World:
                 await self._audit_tier(rank, tier, index)
 
     async def _audit_tier(self, rank: Rank, tier: int, index: TierIndex) -> None:
-        held = set(await _keys(rank.tiers[tier], self.epoch))
+        held = set(await _keys(self.media[rank.number][tier]))
         assert held >= set(index._resident), f"rank {rank.number} has lost records of {index.name}"
         stray = held - set(index._resident)
         assert not stray, f"{len(stray)} records of {index.name} on rank {rank.number} are stray"
@@ -600,15 +631,9 @@ class World:
             self.checked += 1
 
 
-async def _keys(tier: Tier, epoch: int) -> list[bytes]:
-    """The keys of a tier that was opened under this epoch."""
-    medium: Tier = tier
-    while hasattr(medium, "inner"):
-        medium = medium.inner
-    if getattr(medium, "epoch", epoch) < epoch:
-        await medium.reset(epoch)
+async def _keys(tier: Tier) -> list[bytes]:
     found: list[bytes] = []
-    async for batch in medium.keys():
+    async for batch in tier.keys():
         found += [stored.key for stored in batch]
     return found
 
@@ -639,14 +664,8 @@ def live(world: World, steps: int) -> World:
     """Let a world live; a failure says how far it came."""
     with _virtual_clocks():
         try:
-            run_virtually(world.run(steps))
+            world.turns = run_virtually(world.run(steps))
         except BaseException as error:
             error.add_note(f"step {world.steps}, {world.setup}, {dict(world.events)}")
             raise
     return world
-
-
-def setups(seeds: Sequence[int]) -> Iterator[World]:
-    """One world per seed."""
-    for seed in seeds:
-        yield World(seed)

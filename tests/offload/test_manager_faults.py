@@ -1,0 +1,334 @@
+"""Pull any plug of a real disk tier below the in-process API: right bytes, bounded waits, a breaker
+that opens after at most the configured failures, costs nothing while open and closes again.
+
+Time is virtual but for what the disk's threads really do (``tests.sim.virtual_time``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload.manager
+from offload.breaker import Circuit
+from offload.gates import TierGate
+from offload.manager import OffloadManager
+from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
+from tests.sim.virtual_time import VirtualLoop, run_virtually
+from tiers.base import Buffer, Key, ReadOutcome, Tier, WriteOutcome
+from tiers.lmdb_tier import LmdbTier
+from tiers.simulated_copy import SimulatedCopyEngine
+from tiers.wrappers import (
+    CountingTier,
+    FailingTier,
+    FullTier,
+    HoldingTier,
+    SlowTier,
+    TierWrapper,
+)
+
+FAILURES = 3
+TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 10.0
+CHUNKS = 24
+"""Four times the CPU tier of 8 slots, 2 of them for staging."""
+
+
+class OnThreads(TierWrapper):
+    """Lets virtual time stand still while the disk's threads work."""
+
+    def _outside(self) -> Any:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        return loop.outside()
+
+    async def open(self) -> Any:
+        with self._outside():
+            return await self.inner.open()
+
+    async def write(self, names: Any, buffers: Any) -> list[WriteOutcome]:
+        with self._outside():
+            return await self.inner.write(names, buffers)
+
+    async def read(self, names: Any, into: Any) -> list[ReadOutcome]:
+        with self._outside():
+            return await self.inner.read(names, into)
+
+    async def delete(self, names: Any) -> None:
+        with self._outside():
+            await self.inner.delete(names)
+
+    async def touch(self, names: Any) -> None:
+        with self._outside():
+            await self.inner.touch(names)
+
+    async def reset(self, epoch: int) -> None:
+        with self._outside():
+            await self.inner.reset(epoch)
+
+    async def keys(self) -> AsyncIterator[Any]:
+        with self._outside():
+            async for batch in self.inner.keys():
+                yield batch
+
+    async def aclose(self) -> None:
+        with self._outside():
+            await self.inner.aclose()
+
+
+@pytest.fixture(autouse=True)
+def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(registration: Any, slab: Any, _device: torch.device) -> SimulatedCopyEngine:
+        blocks = registration.num_blocks
+        return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=1)
+
+    monkeypatch.setattr(offload.manager, "_make_engine", make)
+
+
+class Trouble:
+    """Whether the disk is in trouble now; ``when`` of the wrappers."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def __call__(self, _call: int) -> bool:
+        return self.now
+
+
+class World:
+    """A manager over CountingTier(fault(LmdbTier)), with content in all four corners."""
+
+    def __init__(self, folder: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
+        disk = LmdbTier(folder / "tier", 64 << 20, reserve_bytes=0)
+        self.trouble = Trouble()
+        self.below = CountingTier(OnThreads(disk))
+        self.fault = fault(self.below, self.trouble)
+        self.tier = CountingTier(self.fault)
+        self.caches = kv_caches()
+        self.manager: OffloadManager
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[World]:
+        self.manager = await open_manager(
+            self.caches,
+            [self.tier],
+            slots=8,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            tier_timeout_s=TIMEOUT_S,
+            breaker_failures=FAILURES,
+        )
+        try:
+            yield self
+        finally:
+            await self.manager.aclose(0.5)
+
+    @property
+    def gate(self) -> TierGate:
+        return self.manager.planner.gates.tiers[0]
+
+    async def store(self, count: int, first: int = 0, wait: bool = True) -> None:
+        """Offload chunks a few at a time."""
+        for start in range(first, first + count, 4):
+            names = keys(min(4, first + count - start), start)
+            compute(self.caches, names, range(len(names)))
+            await self.manager.offload(names, range(len(names)))
+            if wait:
+                await self.manager.flush()
+
+    async def restore(self, count: int, first: int = 0) -> int:
+        """Restore a prefix; what it says to have restored must be right, and soon."""
+        for cache in self.caches.values():
+            cache[30:] = 0xEE
+        names, blocks = keys(count, first), range(30, 30 + count)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        got = await self.manager.restore(names, blocks)
+        assert loop.time() - began <= LOAD_TIMEOUT_S + 0.1
+        assert wrong_blocks(self.caches, names[:got], blocks[:got]) == []
+        self.manager.planner.check()
+        return got
+
+
+def run(life: Coroutine[Any, Any, None]) -> None:
+    run_virtually(life)
+
+
+def failing(tier: Tier, trouble: Trouble) -> FailingTier:
+    return FailingTier(tier, trouble)
+
+
+def slow(tier: Tier, trouble: Trouble) -> SlowTier:
+    return SlowTier(tier, 6.0, when=trouble)
+
+
+class SlowWritesTier(SlowTier):
+    """Reads are quick, so that no time passes in them."""
+
+    async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
+        return await self.inner.read(keys, into)
+
+
+def slow_writes(tier: Tier, trouble: Trouble) -> SlowWritesTier:
+    return SlowWritesTier(tier, 6.0, when=trouble)
+
+
+class ReleasedTier(HoldingTier):
+    """A disk that hangs while there is trouble, and goes on when that is over."""
+
+    def __init__(self, inner: Tier, trouble: Trouble) -> None:
+        super().__init__(inner, trouble)
+
+    def over(self) -> None:
+        self._released.set()
+        self._released = asyncio.Event()
+
+
+def hanging(tier: Tier, trouble: Trouble) -> ReleasedTier:
+    return ReleasedTier(tier, trouble)
+
+
+KINDS = [failing, slow, hanging]
+
+
+def fair_again(world: World) -> None:
+    world.trouble.now = False
+    if isinstance(world.fault, ReleasedTier):
+        world.fault.over()
+
+
+@pytest.mark.parametrize("fault", KINDS)
+def test_reads_of_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
+    async def life() -> None:
+        async with World(tmp_path, fault).opened() as world:
+            await world.store(CHUNKS)
+            assert await world.restore(CHUNKS) == CHUNKS
+            world.trouble.now = True
+            tried = 0
+            while world.gate.reads.closed:
+                assert await world.restore(CHUNKS) < CHUNKS
+                await asyncio.sleep(0.1)
+                tried += 1
+                assert tried <= FAILURES
+            asked = world.tier.calls["read"]
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            for _ in range(20):
+                held = await world.restore(CHUNKS)
+                assert held < CHUNKS
+            assert world.tier.calls["read"] == asked, "while open the tier is not asked"
+            assert loop.time() - began < 0.1, "and costs no time"
+            assert world.fault.met > 0
+            fair_again(world)
+            await until(lambda: world.gate.reads.closed, world)
+            assert await world.restore(CHUNKS) > held
+
+    run(life())
+
+
+@pytest.mark.parametrize("fault", [failing, slow_writes, hanging, FullTier])
+def test_writes_to_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
+    async def life() -> None:
+        async with World(tmp_path, fault).opened() as world:
+            world.trouble.now = True
+            first = 0
+            while world.gate.writes.state is not Circuit.OPEN:
+                await world.store(4, first, wait=False)
+                await world.restore(4, first)  # what waits to be written is pinned until it opens
+                for _ in range(60):  # six seconds: more than an operation may take
+                    if world.gate.writes.closed:
+                        await asyncio.sleep(0.1)
+                first += 4
+                assert first < 40
+            asked = world.tier.calls["write"]
+            assert asked <= FAILURES + 1, "the last one was on its way"
+            for first in range(100, 140, 4):
+                await world.store(4, first, wait=False)
+                assert await world.restore(4, first) == 4, "the CPU tier goes on"
+            assert world.tier.calls["write"] == asked, "while open nothing is written"
+            assert world.fault.met > 0
+            fair_again(world)
+            first = 200
+            while not world.gate.writes.closed:
+                await world.store(2, first, wait=False)
+                await asyncio.sleep(6.0)
+                first += 2
+                assert first < 260
+            await world.store(CHUNKS, 300)
+            assert await world.restore(CHUNKS, 300) == CHUNKS
+
+    run(life())
+
+
+async def until(reached: Callable[[], bool], world: World) -> None:
+    """Requests come in now and then; a breaker waits a minute at most between two tries."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 200.0
+    while not reached():
+        assert loop.time() < end, (world.gate.reads.state, world.gate.probe)
+        await world.restore(CHUNKS)
+        await asyncio.sleep(1.0)
+
+
+def test_a_disk_that_hangs_for_ever_stays_out_and_the_end_is_bounded(tmp_path: Path) -> None:
+    async def life() -> None:
+        loop = asyncio.get_running_loop()
+        async with World(tmp_path, hanging).opened() as world:
+            await world.store(CHUNKS)
+            world.trouble.now = True
+            waited = 0
+            for _ in range(300):
+                began = loop.time()
+                await world.restore(CHUNKS)
+                waited += loop.time() - began > 1.0
+                await asyncio.sleep(3.0)
+            assert waited <= 2, "in a quarter of an hour two requests waited for it"
+            began = loop.time()
+        assert loop.time() - began < 3.0
+
+    run(life())
+
+
+def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
+    tmp_path: Path,
+) -> None:
+    """After a restart nothing is in the CPU tier: every byte comes from the disk, each once."""
+
+    class Bytes(TierWrapper):
+        """Counts the bytes that are read, by key."""
+
+        def __init__(self, inner: Tier) -> None:
+            super().__init__(inner)
+            self.seen: dict[Key, int] = {}
+
+        async def read(self, names: Any, into: list[Buffer]) -> list[ReadOutcome]:
+            for name, data in zip(names, into, strict=True):
+                self.seen[name] = self.seen.get(name, 0) + data.nbytes
+            return await super().read(names, into)
+
+    async def life() -> None:
+        async with World(tmp_path, lambda tier, _: Bytes(tier)).opened() as world:
+            await world.store(CHUNKS)
+        again = World(tmp_path, lambda tier, _: Bytes(tier))
+        async with again.opened():
+            assert len(again.manager.planner.cpu) == 0
+            assert 4 * again.manager.planner.cpu.space.capacity == CHUNKS
+            assert await again.restore(CHUNKS) == CHUNKS
+            names = {key + bytes(4) for key in keys(CHUNKS)}
+            assert set(again.fault.seen) == names
+            assert set(again.fault.seen.values()) == {8192}, "each byte once"
+
+    run(life())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before, [t.name for t in threading.enumerate()]

@@ -1,0 +1,258 @@
+"""Planted faults: a world without them lives, a world with one of them dies of it.
+
+Each fault is a small change of the product. Some world among the first few seeds must fail, and
+must name what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.breaker import Breaker
+from offload.errors import InvariantError
+from offload.executor import Executor
+from offload.gates import TierGate
+from offload.index import TierIndex
+from offload.ledger import Ledger
+from offload.load_planner import LoadPlanner
+from offload.load_task import LoadLane, LoadTask
+from offload.planner import Planner
+from offload.plans import JobResult
+from offload.tier_writer import TierWriter
+from tests.sim import rank as sim_rank
+from tests.sim.device import Device
+from tests.sim.world import Setup, World, live
+
+SEEDS = 60
+STEPS = 100
+WRONG_BYTES = r"was given|reads|slot \d+ of|record [0-9a-f]+"
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Instead of doing it."""
+
+
+def skip(owner: type, name: str) -> Patch:
+    """The method does nothing."""
+    return lambda patch: patch.setattr(owner, name, nothing)
+
+
+def no_pins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierIndex, "pin", nothing)
+    patch.setattr(TierIndex, "unpin", nothing)
+
+
+def failed_stores_are_good(patch: pytest.MonkeyPatch) -> None:
+    async def completed(self: Executor, job: int, ticket: Any, source: Any, nbytes: int) -> None:
+        await asyncio.wait({asyncio.ensure_future(ticket.completed())})
+        source.set_result(None)
+        self._answer(job, JobResult())
+
+    patch.setattr(Executor, "_await_store", completed)
+
+
+def lower_tiers_survive_a_reset(patch: pytest.MonkeyPatch) -> None:
+    clear = TierIndex.clear
+    patch.setattr(TierIndex, "clear", lambda self: clear(self) if self.name == "cpu" else None)
+
+
+def a_reset_is_tried_once(patch: pytest.MonkeyPatch) -> None:
+    begin = TierWriter._begin_epoch
+
+    async def once(self: TierWriter) -> None:
+        try:
+            await begin(self)
+        finally:
+            self._epoch_due = None
+
+    patch.setattr(TierWriter, "_begin_epoch", once)
+
+
+def a_deletion_is_tried_once(patch: pytest.MonkeyPatch) -> None:
+    delete = TierWriter._delete
+
+    async def once(self: TierWriter, keys: Sequence[bytes]) -> None:
+        try:
+            await delete(self, keys)
+        finally:
+            self._undeleted.clear()
+
+    patch.setattr(TierWriter, "_delete", once)
+
+
+def from_another_slot(patch: pytest.MonkeyPatch) -> None:
+    copy = LoadTask._copy
+
+    async def turned(self: LoadTask, items: Any, slots: Any = None) -> None:
+        slots = [item.slot for item in items] if slots is None else list(slots)
+        await copy(self, items, slots[1:] + slots[:1])
+
+    patch.setattr(LoadTask, "_copy", turned)
+
+
+def staging_is_shared(patch: pytest.MonkeyPatch) -> None:
+    async def take(_self: LoadLane, count: int) -> list[int]:
+        return list(range(count))
+
+    patch.setattr(LoadLane, "take_staging", take)
+    patch.setattr(LoadLane, "give_staging", nothing)
+
+
+def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
+    def answer(self: Ledger, job_id: int, result: JobResult) -> Any:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        job.result = result
+        return self.close(job_id)
+
+    patch.setattr(Ledger, "answer", answer)
+
+
+def slots_are_free_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    async def run(self: Executor, task: LoadTask) -> None:
+        body = asyncio.ensure_future(task.run())
+        self._tasks.add(body)
+        body.add_done_callback(self._tasks.discard)
+        done, _ = await asyncio.wait({body}, timeout=self.limits.load_timeout_s)
+        result = body.result() if done else JobResult(failed=True)
+        if not done:
+            task.give_up()
+        self._answer(task.job, result)
+        self._end_request(task.request, ok=not (result.failed or result.bad))
+
+    patch.setattr(Executor, "_run_load", run)
+
+
+def failed_reads_fill_slots(patch: pytest.MonkeyPatch) -> None:
+    filled = LoadLane.filled
+    patch.setattr(LoadLane, "filled", lambda self, slot, good: filled(self, slot, good=True))
+
+
+def failed_fills_are_committed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Planner, "_verdict", lambda _self, job: (list(job.fills), []))
+
+
+def no_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sim_rank, "LIMITS", replace(sim_rank.LIMITS, load_timeout_s=1e4))
+
+
+def any_number_of_probes(patch: pytest.MonkeyPatch) -> None:
+    tick = TierGate.tick
+
+    def again(self: TierGate, now: float) -> bool:
+        self.probe = None
+        return tick(self, now)
+
+    patch.setattr(TierGate, "tick", again)
+
+
+def shut_tiers_are_found(patch: pytest.MonkeyPatch) -> None:
+    def holders(self: Planner) -> Iterable[Any]:
+        lower = [index.resident for index in self.lower]
+        return (self.cpu.resident, *lower, self._loads.promoting)
+
+    patch.setattr(Planner, "holders", property(holders))
+
+
+def budgets_are_boundless(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadPlanner, "can_load", lambda *_: True)
+
+
+SMALL = Setup(slots=6, blocks=60, trouble=0.08)
+BROKEN_COPIES = Setup(copy_failures=0.1)
+MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
+    "fences are skipped": (skip(Planner, "fence"), SMALL, WRONG_BYTES),
+    "failed stores are committed": (failed_stores_are_good, BROKEN_COPIES, WRONG_BYTES),
+    "pins are forgotten": (no_pins, SMALL, WRONG_BYTES + "|index|KeyError"),
+    "a fence that timed out is forgotten": (
+        skip(Executor, "poison"),
+        replace(SMALL, patience=0.0),
+        WRONG_BYTES,
+    ),
+    "copies do not wait for the forward pass": (
+        lambda patch: patch.setattr(Device, "record_event", lambda _self: 0),
+        None,
+        WRONG_BYTES,
+    ),
+    "restored from another slot": (from_another_slot, None, WRONG_BYTES),
+    "staging buffers are shared": (staging_is_shared, SMALL, WRONG_BYTES),
+    "one rank is enough": (one_rank_is_enough, SMALL, WRONG_BYTES + "|has lost"),
+    "failed reads fill slots": (failed_reads_fill_slots, Setup(trouble=0.08), WRONG_BYTES),
+    "failed fills are committed": (
+        failed_fills_are_committed,
+        Setup(trouble=0.08),
+        WRONG_BYTES + "|has lost",
+    ),
+    "slots are free at the deadline": (
+        slots_are_free_at_the_deadline,
+        SMALL,
+        WRONG_BYTES + "|tasks are left",
+    ),
+    "workers ignore epochs": (skip(TierWriter, "reset"), None, WRONG_BYTES + "|stray"),
+    "a reset that failed is forgotten": (
+        a_reset_is_tried_once,
+        Setup(trouble=0.08, ranks=3),
+        WRONG_BYTES + "|stray",
+    ),
+    "lower tiers survive a reset": (lower_tiers_survive_a_reset, None, "lost records|was given"),
+    "loads go on over a reset": (skip(LoadLane, "cancel_all"), None, "old weights"),
+    "lost records stay known": (skip(Planner, "forget"), Setup(trouble=0.08), "has lost|rest"),
+    "deletions get lost": (skip(TierWriter, "delete"), None, "stray|no rest"),
+    "a deletion that failed is forgotten": (
+        a_deletion_is_tried_once,
+        Setup(disk_chunks=24, trouble=0.08),
+        "stray|no rest",
+    ),
+    "a breaker never opens": (skip(Breaker, "observe"), Setup(trouble=0.08), "hangs on rank"),
+    "a breaker never closes": (skip(Breaker, "judge"), Setup(trouble=0.08), "no rest"),
+    "a tier that is shut out is found": (
+        shut_tiers_are_found,
+        Setup(trouble=0.08),
+        "asks a tier that is shut out",
+    ),
+    "probes without end": (any_number_of_probes, Setup(trouble=0.08), "probes"),
+    "no deadline": (no_deadline, Setup(trouble=0.08), "has waited"),
+    "no budget for loads": (budgets_are_boundless, SMALL, "in flight to requests|held by loads"),
+}
+
+
+def first_failure(setup: Setup | None) -> tuple[int, BaseException] | None:
+    for seed in range(SEEDS):
+        try:
+            live(World(seed, setup), STEPS)
+        except (AssertionError, InvariantError, KeyError) as error:
+            return seed, error
+    return None
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, setup, expected = MUTANTS[fault]
+    plant(monkeypatch)
+    found = first_failure(setup)
+    assert found is not None, f"{SEEDS} worlds lived with it"
+    print(f"seed {found[0]}: {str(found[1])[:200]}")
+    text = f"{type(found[1]).__name__}: {found[1]}"
+    assert re.search(expected, text), text
+
+
+def test_a_tier_that_lies_is_seen() -> None:
+    """Damaged bytes that are returned as OK: no tier may do that, and this world would notice."""
+    found = first_failure(Setup(trouble=0.08, lying=True))
+    assert found is not None
+    assert "was given" in str(found[1]) or "slot" in str(found[1]), found[1]
+
+
+@pytest.mark.parametrize("setup", [SMALL, BROKEN_COPIES, Setup(trouble=0.08)])
+def test_without_planted_faults_these_worlds_live(setup: Setup) -> None:
+    for seed in range(5):
+        live(World(seed, setup), STEPS)

@@ -1,0 +1,118 @@
+"""Many simulated worlds, each from its seed, and proof that the worlds see faults.
+
+    python -m pytest tests/sim                          200 worlds
+    KVTIERS_SIM_SEEDS=5000 python -m pytest tests/sim   as many as you like
+    KVTIERS_SIM_SEED=123 python -m pytest tests/sim -k replay     one again, as a failure says
+
+One seed gives one life, to the last byte.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+import pytest
+
+from tests.sim.weather import Sky
+from tests.sim.world import World, live
+
+SEEDS = int(os.environ.get("KVTIERS_SIM_SEEDS", "200"))
+FIRST = int(os.environ.get("KVTIERS_SIM_FIRST", "0"))
+SEED = os.environ.get("KVTIERS_SIM_SEED")
+STEPS = int(os.environ.get("KVTIERS_SIM_STEPS", "100"))
+PARTS = 20
+
+
+class Totals:
+    """What all worlds of a run went through together."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+        self.hits: Counter[int] = Counter()
+        self.met: Counter[Sky] = Counter()
+        self.worlds = self.steps = self.turns = self.checked = 0
+        self.cpu_s = 0.0
+
+    def add(self, world: World) -> None:
+        """Count one life."""
+        self.events += world.events
+        self.hits += world.hits
+        self.met += world.met
+        self.worlds += 1
+        self.steps += world.steps
+        self.turns += world.turns
+        self.checked += world.checked
+
+    def __str__(self) -> str:
+        steps, turns = self.steps / self.cpu_s, self.turns / self.cpu_s
+        return (
+            f"{self.worlds} worlds; per CPU second {steps:.0f} scheduler steps and {turns:.0f} "
+            f"turns of the loop; {self.checked} chunks compared; {dict(self.events)}, "
+            f"hits {dict(self.hits)}"
+        )
+
+
+@pytest.fixture(scope="module")
+def totals() -> Totals:
+    return Totals()
+
+
+def live_through(seed: int) -> World:
+    """One world; a failure says how to see it again."""
+    world = World(seed)
+    try:
+        return live(world, STEPS)
+    except BaseException as error:
+        error.add_note(
+            f"KVTIERS_SIM_SEED={seed} KVTIERS_SIM_STEPS={STEPS} "
+            "python -m pytest tests/sim -k replay"
+        )
+        raise
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_world_goes_wrong(part: int, totals: Totals) -> None:
+    began = time.process_time()
+    for seed in range(FIRST + part, FIRST + SEEDS, PARTS):
+        totals.add(live_through(seed))
+    totals.cpu_s += time.process_time() - began
+
+
+def test_the_worlds_have_seen_everything(totals: Totals) -> None:
+    """A quiet world proves nothing: everything that can happen did happen in some of them."""
+    if totals.worlds < 200:
+        pytest.skip("says something only after 200 worlds in the same run")
+    print(totals)
+    events = (
+        "loaded",
+        "load failed",
+        "finished",
+        "preempted",
+        "aborted",
+        "reset",
+        "restart",
+        "recovered",
+        "refused",
+        "probes",
+        "read hung",
+        "write hung",
+    )
+    missing = [event for event in events if not totals.events[event]]
+    assert not missing
+    assert all(totals.hits[tier] > 1000 for tier in (-1, 0)), totals.hits
+    assert totals.hits[1] > 100, "there are worlds with two lower tiers"
+    assert set(totals.met) == set(Sky) - {Sky.CALM}, "every weather was met by some call"
+    assert totals.checked > 100 * totals.worlds
+
+
+def test_replay() -> None:
+    """One world again; without KVTIERS_SIM_SEED: twice the same, step by step."""
+    if SEED is not None:
+        world = live_through(int(SEED))
+        print(world.setup, dict(world.events), dict(world.hits))
+        return
+    first, second = (live(World(7), STEPS) for _ in range(2))
+    assert first.events == second.events
+    assert (first.steps, first.checked, first.hits) == (second.steps, second.checked, second.hits)
