@@ -21,8 +21,9 @@ from offload.breaker import Circuit
 from offload.gates import TierGate
 from offload.manager import OffloadManager
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
-from tests.sim.virtual_time import VirtualLoop, run_virtually
-from tiers.base import Buffer, Key, ReadOutcome, Tier, WriteOutcome
+from tests.sim.real_disk import OnThreads
+from tests.sim.virtual_time import run_virtually
+from tiers.base import Buffer, Key, ReadOutcome, Tier
 from tiers.lmdb_tier import LmdbTier
 from tiers.simulated_copy import SimulatedCopyEngine
 from tiers.wrappers import (
@@ -39,48 +40,6 @@ TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 10.0
 CHUNKS = 24
 """Four times the CPU tier of 8 slots, 2 of them for staging."""
-
-
-class OnThreads(TierWrapper):
-    """Lets virtual time stand still while the disk's threads work."""
-
-    def _outside(self) -> Any:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        return loop.outside()
-
-    async def open(self) -> Any:
-        with self._outside():
-            return await self.inner.open()
-
-    async def write(self, names: Any, buffers: Any) -> list[WriteOutcome]:
-        with self._outside():
-            return await self.inner.write(names, buffers)
-
-    async def read(self, names: Any, into: Any) -> list[ReadOutcome]:
-        with self._outside():
-            return await self.inner.read(names, into)
-
-    async def delete(self, names: Any) -> None:
-        with self._outside():
-            await self.inner.delete(names)
-
-    async def touch(self, names: Any) -> None:
-        with self._outside():
-            await self.inner.touch(names)
-
-    async def reset(self, epoch: int) -> None:
-        with self._outside():
-            await self.inner.reset(epoch)
-
-    async def keys(self) -> AsyncIterator[Any]:
-        with self._outside():
-            async for batch in self.inner.keys():
-                yield batch
-
-    async def aclose(self) -> None:
-        with self._outside():
-            await self.inner.aclose()
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from tests.sim.real_disk import DiskWorld
 from tests.sim.weather import Sky
 from tests.sim.world import World, live
 
@@ -23,6 +25,7 @@ FIRST = int(os.environ.get("KVTIERS_SIM_FIRST", "0"))
 SEED = os.environ.get("KVTIERS_SIM_SEED")
 STEPS = int(os.environ.get("KVTIERS_SIM_STEPS", "100"))
 PARTS = 20
+DISK_SEEDS = max(5, SEEDS // 40)
 
 
 class Totals:
@@ -105,6 +108,13 @@ def test_the_worlds_have_seen_everything(totals: Totals) -> None:
     assert totals.hits[1] > 100, "there are worlds with two lower tiers"
     assert set(totals.met) == set(Sky) - {Sky.CALM}, "every weather was met by some call"
     assert totals.checked > 100 * totals.worlds
+
+
+@pytest.mark.parametrize("seed", range(DISK_SEEDS))
+def test_worlds_on_real_disk_tiers(seed: int, tmp_path: Path) -> None:
+    """Fewer, because the disks are real; their threads decide some orders, so a seed may differ."""
+    world = live(DiskWorld(seed, tmp_path), STEPS // 2)
+    assert world.events["finished"]
 
 
 def test_replay() -> None:

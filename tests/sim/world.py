@@ -101,8 +101,17 @@ class Request:
     decodes: int = 0
 
 
-class Medium(MemoryTier):
-    """A disk in memory: what is on it outlives the process."""
+class Medium(Tier):
+    """What outlives the process."""
+
+    @property
+    def epoch(self) -> int:
+        """Of its records."""
+        raise NotImplementedError
+
+
+class KeptMedium(MemoryTier, Medium):
+    """A disk in memory."""
 
     async def aclose(self) -> None:
         self._open = False
@@ -147,7 +156,7 @@ class World:
 
     def _make_medium(self, rank: int, tier: int) -> Medium:
         capacity = self.setup.disk_chunks * (tier + 1) * SLOT_BYTES
-        return Medium(capacity, namespace=bytes(16), rank=rank)
+        return KeptMedium(capacity, namespace=bytes(16), rank=rank)
 
     async def _begin(self) -> None:
         self.now = asyncio.get_running_loop().time
