@@ -46,6 +46,13 @@ class Job:
     result: JobResult | None = None
     distrusted: bool = False
 
+    @property
+    def answer(self) -> JobResult:
+        """The answer of all ranks of a job that has ended."""
+        if self.result is None:
+            raise InvariantError(f"ledger: job {self.job} ended without an answer")
+        return self.result
+
 
 class Ledger:
     """Open jobs by id, and for every GPU block the stores that still read it."""

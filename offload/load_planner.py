@@ -60,8 +60,20 @@ class LoadPlanner:
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    def ended(self, job: Job) -> None:
+    def tick(self, now: float) -> None:
+        """Time passes: tiers that are shut out may be due for a probe."""
+        for tier, gate in enumerate(self._gates):
+            if gate.tick(now):
+                gate.probe = self.plan_probe(tier)
+
+    def ended(self, job: Job, now: float) -> None:
         """A load has been answered by every rank."""
+        failed = job.answer.failed or bool(job.answer.bad)
+        tokens = job.tokens_by_tier or {}
+        self._stats.loaded(tokens, failed=failed)
+        slowest = max(tokens, default=CPU)
+        if slowest != CPU and not failed:
+            self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
         if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
         for key in job.fills:
@@ -128,6 +140,18 @@ class LoadPlanner:
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
         self._planned.append(LoadJob(job, "", items))
         return job
+
+    def probed(self, job: Job, now: float) -> None:
+        """A probe has been answered by every rank."""
+        for tier, keys in job.pins:
+            self._lower[tier].unpin(keys)
+            gate = self._gates[tier]
+            if job.distrusted:  # a reset came between: it says nothing of the tier
+                gate.probe = None
+                continue
+            brought = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
+            tokens = (job.tokens_by_tier or {}).get(tier, 0) * brought // len(keys)
+            gate.probed(tokens, job.answer.seconds, now, good=brought > 0)
 
     def plan_failed(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""

@@ -17,7 +17,7 @@ from offload.index import TierIndex
 from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import LoadPlanner
-from offload.plans import JobResult, StepPlan, StepReport, StoreJob
+from offload.plans import StepPlan, StepReport, StoreJob
 from offload.stats import PlannerStats
 from offload.uses import Uses
 from policies.base import AdmissionPolicy, EntryInfo
@@ -218,12 +218,9 @@ class Planner:
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Say what time it is (monotonic seconds), before each ``step`` and ``complete``. Tiers
-        that are shut out may be due for a probe."""
+        """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
         self._now = now
-        for tier, gate in enumerate(self.gates.tiers):
-            if gate.tick(now):
-                gate.probe = self._loads.plan_probe(tier)
+        self._loads.tick(now)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A request's prompt was computed: so many tokens in the time to its first token."""
@@ -303,34 +300,18 @@ class Planner:
 
     def _loaded(self, job: Job) -> None:
         good, bad = self._verdict(job)
-        self._loads.ended(job)
+        self._loads.ended(job, self._now)
         self.cpu.abort(bad)
         self.cpu.commit(good)
         self._uses.filled(job.fills)
         for tier, keys in job.pins:
             index = self.cpu if tier == CPU else self.lower[tier]
             index.unpin(keys)
-        result = _result(job)
-        self.forget(result.lost)
-        failed = result.failed or bool(result.bad)
-        tokens = job.tokens_by_tier or {}
-        self.stats.loaded(tokens, failed=failed)
-        slowest = max(tokens, default=CPU)
-        if slowest != CPU and not failed:
-            self.gates.tiers[slowest].loaded(tokens[slowest], result.seconds, self._now)
+        self.forget(job.answer.lost)
 
     def _probed(self, job: Job) -> None:
-        result = _result(job)
-        for tier, keys in job.pins:
-            self.lower[tier].unpin(keys)
-            gate = self.gates.tiers[tier]
-            if job.distrusted:  # a reset came between: it says nothing of the tier
-                gate.probe = None
-                continue
-            brought = 0 if result.failed else len(keys) - len(result.bad)
-            tokens = (job.tokens_by_tier or {}).get(tier, 0) * brought // len(keys)
-            gate.probed(tokens, result.seconds, self._now, good=brought > 0)
-        self.forget(result.lost)
+        self._loads.probed(job, self._now)
+        self.forget(job.answer.lost)
 
     def _demoted(self, job: Job) -> None:
         good, bad = self._verdict(job)
@@ -350,7 +331,7 @@ class Planner:
 
     def _verdict(self, job: Job) -> tuple[list[bytes], list[bytes]]:
         """Which of the keys that a job filled may be committed, and which must not."""
-        result = _result(job)
+        result = job.answer
         if result.failed or job.distrusted:
             return [], list(job.fills)
         good = [key for key in job.fills if key not in result.bad]
@@ -417,9 +398,3 @@ class Planner:
             raise InvariantError(f"planner: {storing} chunks being stored, counted {self._storing}")
         if not len(self._ledger) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")
-
-
-def _result(job: Job) -> JobResult:
-    if job.result is None:
-        raise InvariantError(f"planner: job {job.job} ended without an answer")
-    return job.result

@@ -1,4 +1,4 @@
-"""Gates as the planner uses them: what a tier in trouble costs, and how it comes back."""
+"""Gates as the planner uses them: reading, break-even and the log."""
 
 from __future__ import annotations
 
@@ -7,85 +7,26 @@ import logging
 import pytest
 
 from offload.breaker import Circuit
-from offload.chunks import GroupInfo, Wanted
-from offload.demotion import DemotionQueue
-from offload.gates import GateLimits, Gates, TierGate
-from offload.index import TierIndex
-from offload.ledger import Ledger
 from offload.pace import SAMPLES_MIN
 from offload.planner import Planner
-from offload.plans import IN_SLAB, STAGED, JobResult, LoadJob, Observed, StepPlan, StepReport
-from offload.space import ByteSpace, SlotSpace
-from policies.base import EntryInfo
-from policies.lru import LruPolicy
-from tests.offload.planner_world import GROUP, key_of
-
-FAILURES = 3
-WAIT_S = 5.0
-TOKENS = 512
-"""Of one chunk: enough to count as a measurement."""
-
-
-def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Planner:
-    groups = {GROUP: GroupInfo("full", TOKENS, (100,) * tiers)}
-    cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-    lower = [TierIndex(f"disk{n}", ByteSpace(6400), LruPolicy()) for n in range(tiers)]
-    gates = Gates([index.name for index in lower], GateLimits(FAILURES))
-    return Planner(groups, cpu, lower, ranks=ranks, gates=gates, **limits)
-
-
-def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
-    """The tier was found with these chunks at start."""
-    info = EntryInfo(GROUP, size_bytes=100)
-    keys = [key_of(n) for n in numbers]
-    assert planner.lower[tier].recover(keys, [info] * len(keys)) == []
-
-
-def wanted(*numbers: int, block: int = 1) -> list[Wanted]:
-    return [Wanted(key_of(n), GROUP, (block + at,), 16) for at, n in enumerate(numbers)]
-
-
-def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: int) -> None:
-    report = StepReport()
-    report.see(tier, rank, Observed(**seen))
-    planner.complete(report)
-
-
-def answer(planner: Planner, job: int, result: JobResult | None = None) -> None:
-    planner.complete(StepReport({job: result or JobResult()}))
-
-
-def step(planner: Planner, now: float) -> StepPlan:
-    planner.tick(now)
-    plan = planner.step()
-    planner.check()
-    return plan
-
-
-def probe_of(plan: StepPlan) -> LoadJob:
-    (probe,) = plan.loads
-    assert probe.request == ""
-    return probe
-
-
-def break_reads(planner: Planner, tier: int = 0) -> TierGate:
-    see(planner, tier, reads_failed=FAILURES)
-    gate = planner.gates.tiers[tier]
-    assert gate.reads.state is Circuit.OPEN
-    return gate
-
-
-def break_writes(planner: Planner, tier: int = 0) -> TierGate:
-    see(planner, tier, writes_failed=FAILURES)
-    gate = planner.gates.tiers[tier]
-    assert gate.writes.state is Circuit.OPEN
-    return gate
-
-
-def found(planner: Planner, number: int) -> bool:
-    assert planner.present(key_of(number)) == any(key_of(number) in h for h in planner.holders)
-    return planner.present(key_of(number))
-
+from offload.plans import IN_SLAB, STAGED, JobResult
+from tests.offload.gate_helpers import (
+    FAILURES,
+    TOKENS,
+    WAIT_S,
+    answer,
+    break_reads,
+    break_writes,
+    found,
+    holding,
+    make,
+    probe_of,
+    see,
+    step,
+    store,
+    wanted,
+)
+from tests.offload.planner_world import key_of
 
 # -- reading -----------------------------------------------------------------------------------
 
@@ -284,117 +225,6 @@ def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
     assert not planner.can_load(3, 3), "the late answer of the hung load counts only once"
     answer(planner, next_job)
     assert planner.can_load(4, 4)
-
-
-# -- writing -----------------------------------------------------------------------------------
-
-
-def store(planner: Planner, *numbers: int, now: float = 0.0) -> StepPlan:
-    """Store chunks; the plan in which their write-through may go."""
-    planner.plan_store(wanted(*numbers))
-    answer(planner, step(planner, now).stores[0].job)
-    return step(planner, now)
-
-
-def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
-    planner = make(slots=4)
-    gate = break_writes(planner)
-    assert store(planner, 1, 2, 3, 4).demotes == ()
-    assert store(planner, 5, 6, 7, 8).demotes == (), "the CPU tier evicts freely"
-    assert not gate.writable
-    assert gate.readable, "reading may go on"
-    assert not planner.busy
-
-
-def test_what_waited_when_it_opened_is_let_go() -> None:
-    planner = make(slots=4)
-    planner.plan_store(wanted(1, 2, 3, 4))
-    answer(planner, step(planner, 0.0).stores[0].job)
-    break_writes(planner)
-    assert step(planner, 0.0).demotes == ()
-    assert planner.plan_store(wanted(5, 6, 7, 8)) == 4
-
-
-def test_the_first_write_after_the_wait_decides() -> None:
-    planner = make(slots=200)
-    gate = break_writes(planner)
-    (demote,) = store(planner, *range(50), now=WAIT_S).demotes
-    assert gate.writes.state is Circuit.HALF_OPEN
-    assert store(planner, *range(50, 100), now=WAIT_S).demotes == (), "one at a time"
-    bad = frozenset(demote.keys)
-    answer(planner, demote.job, JobResult(bad=bad))
-    assert gate.writes.state is Circuit.OPEN
-    (demote,) = store(planner, *range(100, 110), now=4 * WAIT_S).demotes
-    answer(planner, demote.job, JobResult(bad=frozenset(demote.keys[1:])))
-    assert gate.writes.closed
-    assert store(planner, *range(110, 115), now=4 * WAIT_S).demotes
-
-
-def test_a_hung_first_write_pins_no_more_than_itself() -> None:
-    planner = make(slots=200)
-    break_writes(planner)
-    (demote,) = store(planner, *range(50), now=WAIT_S).demotes
-    for start in range(50, 200, 10):
-        store(planner, *range(start, start + 10), now=WAIT_S)
-    assert planner.plan_store(wanted(*range(200, 360))) == 160
-    assert len(demote.keys) == 32
-
-
-def test_the_first_write_is_one_job_also_with_two_groups() -> None:
-    planner = make()
-    break_writes(planner)
-    planner.tick(WAIT_S)
-    info = EntryInfo(GROUP, size_bytes=100)
-    keys = [key_of(1), (1).to_bytes(12, "big")]
-    groups = {GROUP: GroupInfo("full", TOKENS, (100,)), 1: GroupInfo("full", TOKENS, (100,))}
-    assert planner.cpu.recover(keys, [info] * 2) == []
-    queue = DemotionQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
-    queue.offer(keys, planner.cpu, groups)
-    assert len(queue.due(planner.cpu, Ledger(1), groups)) == 1
-
-
-def test_deletes_wait_while_open_and_are_delivered_later() -> None:
-    planner = make()
-    break_writes(planner)
-    planner.delete(0, [key_of(1), key_of(2)])
-    assert step(planner, 0.0).deletes == {}
-    assert not planner.busy, "an idle engine does not step for them"
-    assert step(planner, WAIT_S).deletes == {0: (key_of(1), key_of(2))}
-    assert step(planner, WAIT_S).deletes == {}
-
-
-def test_a_deletion_is_delivered_before_the_key_is_written_again() -> None:
-    planner = make()
-    break_writes(planner)
-    planner.delete(0, [key_of(1)])
-    plan = store(planner, 1, now=0.0)
-    assert (plan.deletes, plan.demotes) == ({}, ())
-    planner.plan_store(wanted(2))
-    answer(planner, step(planner, 0.0).stores[0].job)
-    planner.tick(WAIT_S)
-    planner.plan_store(wanted(3))
-    first = step(planner, WAIT_S)
-    assert first.deletes == {0: (key_of(1),)}
-
-
-def test_resets_are_delivered_whatever_the_breakers_say() -> None:
-    planner = make()
-    break_reads(planner)
-    break_writes(planner)
-    planner.delete(0, [key_of(1)])
-    planner.reset((7,))
-    plan = step(planner, 0.0)
-    assert plan.reset
-    assert plan.epochs == (7,)
-    assert step(planner, WAIT_S).deletes == {}, "the reset has deleted everything"
-
-
-def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
-    planner = make()
-    holding(planner, 1)
-    break_writes(planner)
-    planner.touch([key_of(1)])
-    assert step(planner, 0.0).touches == {}
 
 
 # -- break-even --------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.sim.server import Medium, Setup
 from tests.sim.virtual_time import VirtualLoop
-from tests.sim.world import Medium, Setup, World
+from tests.sim.world import World
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.lmdb_tier import LmdbTier
 from tiers.wrappers import TierWrapper

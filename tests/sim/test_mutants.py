@@ -27,7 +27,8 @@ from offload.plans import JobResult
 from offload.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
 from tests.sim.device import Device
-from tests.sim.world import Setup, World, live
+from tests.sim.server import Setup
+from tests.sim.world import World, live
 
 SEEDS = 60
 STEPS = 100

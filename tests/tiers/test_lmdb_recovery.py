@@ -27,8 +27,8 @@ KEYS = [key_of(n) for n in range(30)]
 SEED = 20261121
 
 
-def tier_at(folder: Path, **options: object) -> LmdbTier:
-    return LmdbTier(folder / "tier", CAPACITY, **{"reserve_bytes": 0, **options})
+def tier_at(folder: Path, capacity: int = CAPACITY, **options: object) -> LmdbTier:
+    return LmdbTier(folder / "tier", capacity, **{"reserve_bytes": 0, **options})
 
 
 async def filled(folder: Path, **options: object) -> Path:
@@ -219,8 +219,7 @@ DAMAGE = [flip_bits, swap_records, zero_tails]
 
 
 async def put_all(tier: LmdbTier, keys: list[bytes]) -> None:
-    for start in range(0, len(keys), 1000):
-        part = keys[start : start + 1000]
+    for part in (keys[at : at + 1000] for at in range(0, len(keys), 1000)):
         assert await put(tier, part, SIZE) == [WriteOutcome.OK] * len(part)
 
 
@@ -229,12 +228,12 @@ async def damaged_outcomes(
 ) -> list[ReadOutcome]:
     keys = [key_of(n) for n in range(count)]
     capacity = max(CAPACITY, 6 * SIZE * count)  # the index has room for so many too
-    tier = LmdbTier(folder / "tier", capacity, reserve_bytes=0)
+    tier = tier_at(folder, capacity)
     await tier.open()
     await put_all(tier, keys)
     await tier.aclose()
     damage(folder / "tier" / PAYLOAD_NAME, count)
-    tier = LmdbTier(folder / "tier", capacity, reserve_bytes=0)
+    tier = tier_at(folder, capacity)
     assert (await tier.open()).record_count == count
     into = [np.zeros(SIZE, np.uint8) for _ in keys]
     outcomes = await tier.read(keys, into)

@@ -1,0 +1,245 @@
+"""The scheduler of a simulated world: requests, their GPU blocks, and what a step sends out.
+
+It does what the connector does inside vLLM, in the same order: admit and plan loads, fence,
+compute, plan stores, send; then take in what the ranks answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from offload.chunks import Wanted
+from offload.plans import StepPlan, StepReport
+from tests.sim.content import (
+    BLOCKS_PER_POSITION,
+    CHUNK_BLOCKS,
+    CHUNK_TOKENS,
+    LAYERS,
+    key_of,
+)
+from tests.sim.rank import Rank
+from tests.sim.server import Server, Setup
+
+GROUPS = tuple(LAYERS)
+
+
+@dataclass(eq=False)
+class Request:
+    """A chain of prefixes to compute, and how far it is. ``epochs`` are the weights under which
+    the content of each position was made."""
+
+    name: str
+    chain: list[bytes]
+    blocks: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    stored: dict[int, int] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0))
+    hit: int = 0
+    planned_at: float = 0.0
+    planned_under: int = 0
+    must_fail: bool = False
+    loading: bool = False
+    aborted: bool = False
+    failed: bool = False
+    stale: bool = False
+    decodes: int = 0
+
+
+class Engine(Server):
+    """Requests over a server."""
+
+    def __init__(self, seed: int, setup: Setup | None = None) -> None:
+        super().__init__(seed, setup)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.loading: dict[str, Request] = {}
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def _arrive(self, chain: list[bytes]) -> None:
+        self._names += 1
+        self.waiting.append(Request(f"r{self._names}", chain))
+
+    def _give_back(self, request: Request) -> None:
+        given = [b for at in request.blocks for blocks in at.values() for b in blocks]
+        request.blocks, request.epochs = [], []
+        request.stored = dict.fromkeys(GROUPS, 0)
+        # Freed blocks are soon used again: that is where races are.
+        self.free += given
+        if self.rng.random() < 0.3:
+            self.rng.shuffle(self.free)
+
+    # -- a scheduler step --------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.waiting:
+            request = self.waiting[0]
+            if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
+                return
+            hit = 0 if request.failed else self._lookup(request)
+            self.waiting.pop(0)
+            self._allocate(request)
+            if hit:
+                self._load(request, hit)
+            else:
+                request.failed = False
+                self.running.append(request)
+
+    def _lookup(self, request: Request) -> int:
+        """Positions that all groups can get from some tier; the last one is always computed."""
+        present = self.planner.present
+        hit = 0
+        for prefix in request.chain[:-1]:
+            if not all(present(key_of(prefix, group)) for group in GROUPS):
+                break
+            hit += 1
+        if hit and not self.planner.can_load(len(GROUPS) * hit, BLOCKS_PER_POSITION * hit):
+            self.events["refused"] += 1
+            return 0
+        return hit
+
+    def _allocate(self, request: Request) -> None:
+        for _ in request.chain:
+            taken = {g: tuple(self.free.pop() for _ in range(CHUNK_BLOCKS[g])) for g in GROUPS}
+            request.blocks.append(taken)
+        self.planner.fence([b for at in request.blocks for bs in at.values() for b in bs])
+        request.decodes = self.rng.randrange(4)
+
+    def _wanted(self, request: Request, group: int, start: int, end: int) -> list[Wanted]:
+        return [
+            Wanted(
+                key_of(request.chain[at], group),
+                group,
+                request.blocks[at][group],
+                (at + 1) * CHUNK_TOKENS,
+            )
+            for at in range(start, end)
+        ]
+
+    def _load(self, request: Request, hit: int) -> None:
+        chunks = [c for group in GROUPS for c in self._wanted(request, group, 0, hit)]
+        for tier, tokens in self.planner.plan_load(request.name, chunks).items():
+            self.hits[tier] += tokens // CHUNK_TOKENS
+        self.planner.touch([c.key for c in chunks])
+        request.hit, request.loading = hit, True
+        request.planned_at, request.planned_under = self.now(), self.epoch
+        self.loading[request.name] = request
+
+    def _schedule(self) -> list[tuple[Request, int, int]]:
+        """Which positions the step's forward pass computes."""
+        passes = []
+        for request in self.running:
+            done = len(request.epochs)
+            end = min(len(request.chain), done + self.rng.randint(1, 4))
+            if end > done:
+                passes.append((request, done, end))
+                request.epochs += [self.epoch] * (end - done)
+                self.planner.computed((end - done) * CHUNK_TOKENS, 0.02 * (end - done))
+        return passes
+
+    def _store(self) -> None:
+        for request in self.running:
+            if request.stale:
+                continue
+            for group in GROUPS:
+                start, end = request.stored[group], len(request.epochs)
+                if start < end:
+                    chunks = self._wanted(request, group, start, end)
+                    request.stored[group] += self.planner.plan_store(chunks)
+
+    async def _send(self, plan: StepPlan, passes: list[tuple[Request, int, int]]) -> None:
+        """Fence, launch the forward pass, post: on every rank, as the connector does."""
+        patient = self.rng.random() < self.setup.patience
+        for rank in self.ranks:
+            await rank.fence(plan, patient)
+        computed = [
+            (key_of(request.chain[at], group), group, request.blocks[at][group], self.epoch)
+            for request, start, end in passes
+            for at in range(start, end)
+            for group in GROUPS
+        ]
+        reads = [request for request, _, _ in passes if self.rng.random() < 0.3]
+        for rank in self.ranks:
+            if computed:
+                rank.forward(computed, self._reader(rank, reads))
+            if plan.reset:
+                self._cut_loads(rank)
+            rank.executor.post(plan)
+
+    def _cut_loads(self, rank: Rank) -> None:
+        """A load that has not ended on a rank when the reset reaches it must fail."""
+        ended = {request for request, _ in rank.executor._ended} | set(rank.finished)
+        for request in self.loading.values():
+            if request.planned_under < self.epoch and request.name not in ended:
+                request.must_fail = True
+
+    def _reader(self, rank: Rank, requests: Sequence[Request]) -> Callable[[], None]:
+        """A forward pass reads every page of its requests, whenever it runs."""
+        pages = [
+            (key_of(request.chain[at], group), group, request.blocks[at][group], epoch)
+            for request in requests
+            for at, epoch in enumerate(request.epochs)
+            for group in GROUPS
+        ]
+
+        def check() -> None:
+            for key, group, blocks, epoch in pages:
+                wrong = rank.wrong_pages(key, group, blocks, epoch)
+                if wrong:
+                    self.wrong.append(f"a forward pass reads {wrong} of {key.hex()}")
+            self.checked += len(pages)
+
+        return check
+
+    # -- what the ranks say ------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        report = StepReport()
+        for rank in self.ranks:
+            report = report.merge(rank.drain().report)
+        done = [n for n in self.loading if all(n in rank.finished for rank in self.ranks)]
+        for name in done:
+            failed = _any_of(rank.finished.pop(name) for rank in self.ranks)
+            self.planner.request_ended(name)
+            self._loaded(self.loading.pop(name), failed)
+        if not report.empty:
+            self.planner.tick(self.now())
+            self.planner.complete(report)
+
+    def _loaded(self, request: Request, failed: bool) -> None:
+        request.loading = False
+        self.events["load failed" if failed else "loaded"] += 1
+        if request.aborted:
+            self._give_back(request)
+            return
+        if failed:
+            request.failed = True
+            request.must_fail = False
+            self._give_back(request)
+            self.waiting.insert(0, request)
+            return
+        assert not request.must_fail, f"{request.name} was given chunks of old weights"
+        request.epochs = [request.planned_under] * request.hit
+        request.stored = dict.fromkeys(GROUPS, request.hit)
+        for rank in self.ranks:
+            for at in range(request.hit):
+                for group in GROUPS:
+                    key, blocks = key_of(request.chain[at], group), request.blocks[at][group]
+                    wrong = rank.wrong_pages(key, group, blocks, request.planned_under)
+                    assert not wrong, f"{request.name} was given {wrong} of {key.hex()}"
+                    self.checked += 1
+        self.running.append(request)
+
+    def _finish_some(self) -> None:
+        for request in list(self.running):
+            if len(request.epochs) == len(request.chain):
+                request.decodes -= 1
+                if request.decodes < 0:
+                    self.running.remove(request)
+                    self._give_back(request)
+                    self.events["finished"] += 1
+
+
+def _any_of(answers: Iterable[bool]) -> bool:
+    """``any`` that looks at every answer."""
+    return sum(answers) > 0
