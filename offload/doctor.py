@@ -44,6 +44,7 @@ class GroupReport:
     padded_page_bytes: tuple[int, ...]
     block_bytes: int
     window_tokens: int
+    span_tokens: int
     draft: bool
     skipped: str
 
@@ -167,7 +168,8 @@ def _group_report(group: GroupInput, facts: Facts, chunk_tokens: int) -> GroupRe
         page_bytes=tuple(sorted({page for page, _ in pages})),
         padded_page_bytes=tuple(sorted({padded for _, padded in pages})),
         block_bytes=group.block_bytes,
-        window_tokens=group.span_tokens or group.window_tokens,
+        window_tokens=group.window_tokens,
+        span_tokens=group.span_tokens,
         draft=group.draft,
         skipped=group.skipped,
     )
@@ -208,10 +210,10 @@ def _block_notes(facts: Facts) -> list[str]:
     """Say where the block size in use is not the one that was asked for."""
     if facts.asked_block is None:
         return []
-    others = sorted({g.block_tokens for g in facts.given.groups} - {facts.asked_block})
-    if not others:
+    sizes = {group.block_tokens for group in facts.given.groups}
+    if sizes == {facts.asked_block}:
         return []
-    used = " and ".join(map(str, others))
+    used = " and ".join(map(str, sorted(sizes)))
     return [f"--block-size {facts.asked_block} was asked for; vLLM uses blocks of {used} tokens"]
 
 
@@ -274,5 +276,7 @@ def _row(group: GroupReport) -> tuple[str, ...]:
 
 
 def _restores(group: GroupReport) -> str:
+    if group.span_tokens:
+        return f"last span of {group.span_tokens} tokens"
     names = {"full": "all blocks", "state": "last state"}
     return names.get(group.rule, f"last {group.window_tokens} tokens" if group.rule else "-")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from offload.config import OffloadConfig, default_config
 from offload.config_checks import load_config
 from offload.connector.identity import check_vllm_config
 from offload.connector.plugin import NAME
-from offload.connector.probe import Probe, probe
+from offload.connector.probe import PLAIN, FlagsError, Probe, probe
 from offload.connector.vllm_layout import layer_page_bytes, layout_input
 from offload.doctor import Facts, Report, examine, refusal
 from offload.errors import ConfigError
@@ -22,39 +22,41 @@ from offload.layout_checks import LayoutInput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PLAIN = {
-    "kv_connector": NAME,
-    "kv_connector_module_path": "offload.connector",
-    "kv_role": "kv_both",
-}
-"""Our connector with nothing configured."""
 
-
-def examine_model(model: str, flags: Sequence[str]) -> Report:
-    """The report for one model. What vLLM refuses itself is reported in its own words."""
+def examine_model(
+    model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
+) -> Report:
+    """The report for one model; with ``transfer`` instead of the flags' --kv-transfer-config.
+    What vLLM refuses itself is reported in its own words."""
+    if model.startswith("-"):
+        return refusal(model, "the model comes first: kvtiers doctor MODEL [vllm flags]")
     try:
-        found, given = _ask(model, flags)
+        found, given = _ask(model, flags, transfer)
     except ConfigError as error:  # vLLM has asked the connector which layout it wants
-        report = examine_model(model, [*flags, "--kv-transfer-config", json.dumps(PLAIN)])
+        report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
         return replace(report, refused=(*problems, *report.refused))
-    except SystemExit as error:  # argparse has said on stderr what it does not understand
-        return refusal(model, f"vLLM does not understand these flags (exit code {error.code})")
+    except FlagsError as error:
+        return refusal(model, f"vLLM does not understand these flags: {_first_words(error)}")
+    except SystemExit as error:  # a flag that makes vLLM print something and end
+        return refusal(model, f"vLLM ends at these flags (exit code {error.code})")
     except Exception as error:  # any model, any flags: vLLM's reasons are as many as its checks
         return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
     config, notes, problems = _configuration(found.vllm_config)
 
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
         try:
-            return _ask(model, [*flags, *more])[1]
+            return _ask(model, [*flags, *more], transfer)[1]
         except (SystemExit, Exception):  # as above; why does not matter for a hint
             return None
 
     return examine(_facts(model, found, given, notes), config, problems, ask_again)
 
 
-def _ask(model: str, flags: Sequence[str]) -> tuple[Probe, LayoutInput]:
-    found = probe(model, flags)
+def _ask(
+    model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None
+) -> tuple[Probe, LayoutInput]:
+    found = probe(model, flags, transfer)
     return found, layout_input(found.kv_cache_config, found.vllm_config, 1)
 
 
@@ -67,6 +69,10 @@ def _first_words(error: Exception) -> str:
 
 
 def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -> Facts:
+    asked = (
+        f"asked of vLLM {vllm.__version__} on its {found.platform} platform; block sizes may "
+        "differ on others"
+    )
     ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
         found.ignored
     )
@@ -77,7 +83,7 @@ def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -
         kernel_tokens=found.kernel_tokens,
         pages=tuple(_pages(group) for group in found.kv_cache_config.kv_cache_groups),
         asked_block=found.asked_block,
-        notes=(*notes, *ignored),
+        notes=(*notes, asked, *ignored),
     )
 
 

@@ -8,13 +8,17 @@ stood in for by their sizes, so that any parallel layout can be asked about on o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import (
+    KVTransferConfig,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -33,6 +37,14 @@ from offload.connector.plugin import NAME
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+PLAIN = {
+    "kv_connector": NAME,
+    "kv_connector_module_path": "offload.connector",
+    "kv_role": "kv_both",
+}
+"""Our connector with nothing configured. Hash and block sizes depend on whether a connector is
+used, and which kinds it takes."""
+
 BYTES_TO_PLAN_WITH = 1 << 44
 """Memory to lay blocks out in where the user gives none: large enough for any context."""
 
@@ -40,25 +52,47 @@ BYTES_TO_PLAN_WITH = 1 << 44
 @dataclass(frozen=True, slots=True)
 class Probe:
     """``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
-    ``--block-size`` or ``None``; ``ignored`` are flags that are not the engine's."""
+    ``--block-size`` or ``None``; ``ignored`` are flags that are not the engine's; ``platform`` is
+    vLLM's name of what it would run on here."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     kernel_tokens: tuple[int, ...]
     asked_block: int | None
     ignored: tuple[str, ...]
+    platform: str
 
 
-def probe(model: str, flags: Sequence[str]) -> Probe:
-    """The KV cache configuration of a model under these flags of ``vllm serve``.
+class FlagsError(Exception):
+    """vLLM's parser does not understand the flags; the text says which and why."""
 
-    Raises whatever vLLM raises for a model or flags that it refuses itself.
+
+class _EngineFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """Reads flags as ``vllm serve`` does (``--max_model_len``, ``--config FILE``,
+    ``--kv-transfer-config.kv_role``, ...), which only ``parse_args`` does. What is no flag of the
+    engine's is put aside, and an error is raised instead of ending the process."""
+
+    ignored: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        parsed, self.ignored = super().parse_known_args(args, namespace)
+        return parsed, []
+
+    def error(self, message: str) -> NoReturn:
+        raise FlagsError(message)
+
+
+def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None) -> Probe:
+    """The KV cache configuration of a model under these flags of ``vllm serve``; with
+    ``transfer`` instead of their ``--kv-transfer-config``.
+
+    Raises ``FlagsError``, and whatever vLLM raises for a model or flags that it refuses itself.
     """
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed, ignored = parser.parse_known_args(["--model", model, *flags])
+    parser = AsyncEngineArgs.add_cli_args(_EngineFlags())
+    parsed = parser.parse_args(["--model", model, *flags])
     arguments = AsyncEngineArgs.from_cli_args(parsed)
-    if arguments.kv_transfer_config is None:
-        arguments.kv_transfer_config = _our_connector()
+    if transfer is not None or arguments.kv_transfer_config is None:
+        arguments.kv_transfer_config = KVTransferConfig(**(PLAIN if transfer is None else transfer))
     config = arguments.create_engine_config()
     register_all_kvcache_specs(config)
     with set_current_vllm_config(config), _stand_in_groups(config):
@@ -69,16 +103,9 @@ def probe(model: str, flags: Sequence[str]) -> Probe:
         memory = config.cache_config.kv_cache_memory_bytes or BYTES_TO_PLAN_WITH
         kv_cache_config = get_kv_cache_configs(config, [specs], [memory])[0]
         kernel = _kernel_tokens(config, kv_cache_config)
-    return Probe(config, kv_cache_config, kernel, parsed.block_size, tuple(ignored))
-
-
-def _our_connector() -> Any:
-    """Hash and block sizes depend on whether a connector is used, and which kinds it takes."""
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(
-        kv_connector=NAME, kv_connector_module_path="offload.connector", kv_role="kv_both"
-    )
+    name = current_platform.device_name
+    ignored = tuple(parser.ignored)
+    return Probe(config, kv_cache_config, kernel, parsed.block_size, ignored, name)
 
 
 class _StandInGroup:

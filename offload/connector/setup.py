@@ -123,10 +123,11 @@ class Setup:
         for line in startup_warnings(self.vllm_config, self.config):
             logger.warning("kvtiers: %s", line)
         cache = self.vllm_config.cache_config
-        used = {group.block_tokens for group in self.layout.groups}
-        if cache.user_specified_block_size and used != {cache.block_size}:
-            text = "kvtiers: --block-size %d was asked for; vLLM uses blocks of %s tokens"
-            logger.info(text, cache.block_size, " and ".join(map(str, sorted(used))))
+        if cache.user_specified_block_size:
+            # For hybrid models vLLM has put its own size over the number that was given.
+            used = sorted({group.block_tokens for group in self.layout.groups})
+            text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
+            logger.info(text, " and ".join(map(str, used)))
         for skipped in self.layout.skipped:
             logger.info("kvtiers: not offloaded: %s", skipped)
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import vllm
 from typer.testing import CliRunner
+from vllm.platforms import current_platform
 
 from offload.cli import app
 from tests.models.families import FAMILIES, write_model
@@ -138,6 +140,65 @@ def test_every_hint_that_is_printed_helps(flags, tmp_path, monkeypatch):
             blocks = int(way.split()[-1])
             more = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": blocks}))]
         assert ask(folder, *flags, *more)[0] == 0, way
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-model-len", "512", "--block-size", "64"],
+        ["--max_model_len=512", "--block_size", "64"],
+        ["--config", "serve.yaml"],
+        ["--port", "8000", "--max-model-len", "512", "--block-size", "64"],
+    ],
+)
+def test_flags_are_read_as_vllm_serve_reads_them(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("max-model-len: 512\nblock_size: 64\n")
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, *flags)
+    assert (code, report["groups"][0]["block_tokens"]) == (0, 64)
+    ignored = [note for note in report["notes"] if "ignored" in note]
+    assert ignored == ["not a flag of the engine, ignored: --port 8000"] * ("--port" in flags)
+
+
+def test_a_configuration_in_dotted_flags(tmp_path):
+    """Also a wrong one, which is set aside to find out the geometry."""
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    plain = transfer({})
+    dotted = [
+        part
+        for name in ("kv_connector", "kv_connector_module_path", "kv_role")
+        for part in (f"--kv-transfer-config.{name}", plain[name])
+    ]
+    extra = "--kv-transfer-config.kv_connector_extra_config"
+    code, report = ask(folder, *dotted, f"{extra}.chunk_blocks", "4")
+    group = report["groups"][0]
+    assert (code, group["chunk_tokens"]) == (0, 4 * group["block_tokens"])
+    code, report = ask(folder, *dotted, f"{extra}.tires", "4")
+    assert (code, len(report["groups"])) == (1, 1)
+    assert report["refused"] == ['$.tires: unknown option. Did you mean "tiers"?']
+
+
+def test_flags_that_are_not_understood_are_named(tmp_path):
+    code, report = ask(tmp_path, "--max-model-len", "long")
+    assert code == 1
+    assert "vLLM does not understand these flags: " in report["refused"][0]
+    assert "--max-model-len" in report["refused"][0]
+
+
+def test_flags_before_the_model():
+    code, report = ask("--max-model-len", "512", "/models/llama")
+    assert (code, report["refused"]) == (
+        1,
+        ["the model comes first: kvtiers doctor MODEL [vllm flags]"],
+    )
+
+
+def test_the_report_says_on_which_platform_vllm_was_asked(tmp_path):
+    report = ask(FAMILIES["llama"].make(tmp_path / "llama"))[1]
+    assert f"vLLM {vllm.__version__} on its {current_platform.device_name} platform" in str(
+        report["notes"]
+    )
 
 
 def test_tensor_parallel_size_halves_the_pages(tmp_path, monkeypatch):

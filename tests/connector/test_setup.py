@@ -1,11 +1,18 @@
-"""What a worker adds to the identity of its records."""
+"""What a worker adds to the identity of its records, and what is said at start-up."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from offload.connector.setup import _form_of
+from offload.config import parse_config
+from offload.connector.setup import Setup, _form_of
+from offload.connector.vllm_layout import model_layout
+from offload.namespace import Namespace
+from tests.connector.vllm_configs import config_of, full, groups_of, mamba, vllm_config
 
 BLOCKS = 6
 
@@ -34,3 +41,26 @@ def test_the_number_of_blocks_is_not_part_of_it() -> None:
 def test_state_lists_count_tensor_by_tensor() -> None:
     states = [torch.empty((BLOCKS, 8)), torch.empty((BLOCKS, 3))]
     assert _form_of(BLOCKS, {"mamba.0": states}) != _form_of(BLOCKS, {"mamba.0": states[::-1]})
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (True, ["kvtiers: --block-size was given; vLLM uses blocks of 32 and 64 tokens"]),
+        (False, []),
+    ],
+)
+def test_the_block_size_in_use_is_said(
+    given: bool, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where vLLM has put its own size over the one that was given, as for hybrid models."""
+    caplog.set_level("INFO")
+    geometry: Any = config_of(groups_of(full(32), mamba(64)))
+    config: Any = vllm_config()
+    config.cache_config.user_specified_block_size = given
+    config.cache_config.block_size = 64
+    config.kv_transfer_config = SimpleNamespace(kv_load_failure_policy="recompute")
+    layout = model_layout(geometry, config, 1)
+    settings = parse_config({"cpu": {"capacity": "1GiB"}})
+    Setup(config, geometry, settings, layout, Namespace.of({}), 0, 1, 0).announce()
+    assert [line for line in caplog.messages if "--block-size" in line] == lines

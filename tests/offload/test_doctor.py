@@ -96,6 +96,20 @@ def test_chunk_blocks_of_the_configuration_count():
     assert (report.groups[0].chunk_tokens, report.alignment_tokens) == (128, 128)
 
 
+def test_a_block_size_that_only_some_groups_use():
+    report = examine(hybrid(asked_block=32), config_of())
+    assert report.notes == ("--block-size 32 was asked for; vLLM uses blocks of 32 and 64 tokens",)
+    facts = facts_of(make_group(0, FULL, 32, 16384), asked_block=32)
+    assert examine(facts, config_of()).notes == ()
+
+
+def test_spans_of_chunked_local_attention_are_named():
+    facts = facts_of(make_group(0, WINDOW, 32, 16384, span_tokens=128))
+    report = examine(facts, config_of())
+    assert (report.groups[0].window_tokens, report.groups[0].span_tokens) == (0, 128)
+    assert "last span of 128 tokens" in to_text(report)
+
+
 def test_skipped_group_restores_nothing():
     facts = facts_of(make_group(0, FULL, 32, 64), make_group(1, FULL, 32, 64, skipped="scratch"))
     report = examine(facts, config_of())
