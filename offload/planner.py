@@ -325,9 +325,9 @@ class Planner:
         self._demotions[job.fill_tier].ended(job)
         self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
         self.stats.stored(job.fill_tier, len(kept), len(bad))
-        if bad:
-            # Another rank may have written its part; it must not come back after a restart.
-            self.delete(job.fill_tier, bad)
+        # What a rank may have written and the index does not keep (it failed on another, or was
+        # forgotten meanwhile) must not take space, nor come back after a restart.
+        self.delete(job.fill_tier, [key for key in job.fills if key not in index])
 
     def _verdict(self, job: Job) -> tuple[list[bytes], list[bytes]]:
         """Which of the keys that a job filled may be committed, and which must not."""

@@ -172,6 +172,17 @@ def test_a_lost_record_is_forgotten_and_deleted_on_every_rank() -> None:
     assert planner.stats.load_failures == 1
 
 
+def test_a_chunk_that_is_forgotten_while_it_is_written_is_deleted() -> None:
+    planner = make()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    (demote,) = planner.step().demotes
+    planner.forget([key_of(1)])
+    finish(planner, demote.job)
+    assert key_of(1) not in planner.lower[0]
+    assert planner.step().deletes == {0: (key_of(1),)}, "the ranks have written it"
+
+
 def test_an_unsent_store_whose_block_is_reused_is_cancelled() -> None:
     planner = make()
     planner.plan_store(wanted(1, 2))

@@ -221,6 +221,9 @@ class World(Engine):
             await self.step()
 
     def _in_trouble(self) -> bool:
+        writers = [writer for rank in self.ranks for writer in rank.executor._writers]
+        if any(writer._epoch_due is not None or writer._undeleted for writer in writers):
+            return True
         return any(
             not gate.writes.closed or (len(index) > 0 and not gate.reads.closed)
             for gate, index in zip(self.planner.gates.tiers, self.planner.lower, strict=True)
