@@ -107,20 +107,24 @@ def alignment_of(given: LayoutInput) -> int:
 def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
     """Blocks per chunk of one group.
 
-    A state is one block: it is never joined with others. A window's chunk is not larger than what
-    vLLM keeps: the first blocks of a larger one would be freed before its last block is full.
+    A state is one block: it is never joined with others. Beside states no chunk may end apart from
+    the states' blocks: vLLM keeps few states of a prompt, often the last one only, so hits must be
+    able to end at each. A window's chunk is not larger than what vLLM keeps: the first blocks of a
+    larger one would be freed before its last block is full.
     """
-    if group.kind == STATE:
+    if group.kind == STATE or group.block_tokens < 1:
         return 1
-    if group.span_tokens:
-        return _largest_part(
-            given.chunk_blocks, lambda n: group.span_tokens % (n * group.block_tokens) == 0
-        )
-    if group.kind == WINDOW:
-        return _largest_part(
-            given.chunk_blocks, lambda n: n * group.block_tokens <= group.window_tokens + 1
-        )
-    return given.chunk_blocks
+    states = [other.block_tokens for other in given.taking_part if other.kind == STATE]
+
+    def fits(blocks: int) -> bool:
+        tokens = blocks * group.block_tokens
+        if any(state % tokens for state in states):
+            return False
+        if group.span_tokens:
+            return group.span_tokens % tokens == 0
+        return group.kind != WINDOW or tokens <= group.window_tokens + 1
+
+    return _largest_part(given.chunk_blocks, fits)
 
 
 def _largest_part(count: int, fits: Callable[[int], bool]) -> int:

@@ -45,11 +45,21 @@ def test_alignment_is_common_to_chunks_of_different_blocks():
 
 
 def test_a_state_is_one_block_whatever_the_chunk():
+    """And hits can end at every state: vLLM may keep none but the last of a prompt."""
     groups = (make_group(0, FULL, 544), make_group(1, STATE, 544, draft=True))
     given = make_input(*groups, hash_tokens=544, scheduler_tokens=544, chunk_blocks=2)
-    full, state = build_layout(given).groups
-    assert (full.chunk_tokens, state.chunk_tokens) == (1088, 544)
+    layout = build_layout(given)
+    full, state = layout.groups
+    assert (full.chunk_tokens, state.chunk_tokens, layout.alignment_tokens) == (544, 544, 544)
     assert not state.draft, "draft models have no states"
+
+
+def test_chunks_beside_states_divide_the_states_blocks():
+    groups = (make_group(0, FULL, 32), make_group(1, STATE, 128))
+    given = make_input(*groups, hash_tokens=32, scheduler_tokens=128, chunk_blocks=8)
+    layout = build_layout(given)
+    assert [group.chunk_tokens for group in layout.groups] == [128, 128]
+    assert layout.alignment_tokens == 128
 
 
 @pytest.mark.parametrize(

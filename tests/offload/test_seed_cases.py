@@ -73,7 +73,7 @@ def test_case_2_storage_that_is_not_split_with_the_block():
     assert (region.page_bytes, region.block_stride) == (states * width, stride)
 
 
-def case_3_layout(**more):
+def case_3_layout():
     """Two full groups, a window of three blocks, a state, and a draft group, blocks of 16."""
     groups = [
         make_group(0, FULL, 16),
@@ -82,7 +82,7 @@ def case_3_layout(**more):
         make_group(3, STATE, 16),
         make_group(4, FULL, 16, draft=True),
     ]
-    return build_layout(make_input(*groups, hash_tokens=16, **more))
+    return build_layout(make_input(*groups, hash_tokens=16))
 
 
 def keys_of(layout, chunks: int) -> list[list[bytes]]:
@@ -113,11 +113,13 @@ def test_case_3_load_mask_after_the_draft_dropped_its_block_once():
 
 def test_case_3_a_mask_that_leaves_nothing():
     """Nothing to load and nothing to store are plain empty answers."""
-    layout = case_3_layout(chunk_blocks=4)
-    coordinator = Coordinator(layout)
+    coordinator = Coordinator(case_3_layout())
     assert coordinator.load_ranges(64, 64) == (range(0),) * 5
     assert coordinator.longest_hit([[]] * 5, set(), 0, 15) == 0
-    assert [coordinator.reachable(layout.groups[3], i) for i in range(3)] == [False] * 3
+    groups = make_group(0, FULL, 64), make_group(1, WINDOW, 16, window_tokens=15)
+    layout = build_layout(make_input(*groups, hash_tokens=16))
+    coordinator = Coordinator(layout)
+    assert [coordinator.reachable(layout.groups[1], i) for i in range(3)] == [False] * 3
 
 
 def test_case_3_offenders_are_listed_in_one_message():

@@ -31,12 +31,14 @@ class Kind:
 
     ``goes_on``: the first prompt is the second turn of a conversation, and its hit ends within the
     answer to the first turn, so that blocks and states made while decoding are restored.
+    ``prompt_tokens``: another length than the family's.
     """
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
     chunk_blocks: int = 1
     goes_on: bool = False
+    prompt_tokens: int = 0
 
     def make(self, folder: Path) -> tuple[Path, dict[str, Any]]:
         """The model's folder and the engine's keyword arguments."""
@@ -47,7 +49,7 @@ class Kind:
 
     def prompts(self) -> list[Prompt]:
         """Two prompts that share their first half."""
-        return prompts(2, FAMILIES[self.family].prompt_tokens)
+        return prompts(2, self.prompt_tokens or FAMILIES[self.family].prompt_tokens)
 
 
 @dataclass(frozen=True)
