@@ -62,7 +62,7 @@ class EvictionPolicy(ABC):
     def touch(self, keys: Sequence[Key]) -> None:
         """Note one request's use of these keys, given in prefix order (head first).
 
-        Keys that are not members are ignored. The first touch of a key after its insertion
+        Keys that are not members are ignored; a key may be named twice. The first touch of a key after its insertion
         belongs to the insertion: it orders the key and counts as no reuse.
         """
 

@@ -72,6 +72,8 @@ class SpanTree:
     def take(self, keys: Sequence[Key]) -> tuple[Sequence[Key], list[Taken]]:
         """Take keys, given in prefix order, out of their spans; returns the members among them
         and the spans they came from. The caller enters them in new spans."""
+        if len(set(keys)) < len(keys):  # a key may be used twice, but live in one place only
+            keys = list(dict.fromkeys(keys))
         owners: list[Span | None] = list(map(self.span_of.get, keys))
         if None in owners:
             keys = list(compress(keys, owners))

@@ -54,6 +54,7 @@ class WTinyLfuPolicy(EvictionPolicy):
         rivals = self._main.victims(count, evictable)
         estimate = self._sketch.estimate
         found: list[Key] = []
+        winners: list[Key] = []
         newcomer = rival = 0
         while len(found) < count and newcomer < len(surplus):
             key = surplus[newcomer]
@@ -62,13 +63,14 @@ class WTinyLfuPolicy(EvictionPolicy):
                 found.append(rivals[rival])
                 rival += 1
                 self._promote(key)
+                winners.append(key)
             else:
                 found.append(key)
         found += rivals[rival : rival + count - len(found)]
         if len(found) < count:
             chosen = set(found)
             rest = [k for k in self._window if k not in chosen and evictable(k)]
-            found += rest[: count - len(found)]
+            found += (rest + winners)[: count - len(found)]  # whoever won a duel goes last
         return found
 
     def _surplus(self, limit: int) -> list[Key]:
