@@ -109,7 +109,13 @@ TIER_FIELDS = (
 TOP_FIELDS = (
     Field("cpu", anything("object"), {}, "The CPU tier, see below.", "`{}`"),
     Field("tiers", anything("list of objects"), [], "Lower tiers, fastest first.", "`[]`"),
-    Field("chunk_blocks", count(1, 1024), 1, "Blocks per chunk, the unit of offload."),
+    Field(
+        "chunk_blocks",
+        count(1, 1024),
+        1,
+        "Blocks per chunk, the unit of offload. Sliding windows, recurrent states and what stands "
+        "beside these get fewer where more would cost hits.",
+    ),
     Field(
         "staging",
         size(),

@@ -128,6 +128,13 @@ class Setup:
             used = sorted({group.block_tokens for group in self.layout.groups})
             text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
             logger.info(text, " and ".join(map(str, used)))
+        for group in self.layout.groups:
+            if group.chunk_blocks < self.config.chunk_blocks:
+                text = (
+                    "kvtiers: group %d (%s): chunks of %d blocks, not %d, or hits would be missed"
+                )
+                wanted = self.config.chunk_blocks
+                logger.info(text, group.group, group.kind, group.chunk_blocks, wanted)
         for skipped in self.layout.skipped:
             logger.info("kvtiers: not offloaded: %s", skipped)
 
