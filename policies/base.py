@@ -62,8 +62,8 @@ class EvictionPolicy(ABC):
     def touch(self, keys: Sequence[Key]) -> None:
         """Note one request's use of these keys, given in prefix order (head first).
 
-        Keys that are not members are ignored; a key may be named twice. The first touch of a key after its insertion
-        belongs to the insertion: it orders the key and counts as no reuse.
+        Keys that are not members are ignored; a key may be named twice. The first touch of a key
+        after its insertion belongs to the insertion: it orders the key and counts as no reuse.
         """
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:  # noqa: B027  # optional on purpose
