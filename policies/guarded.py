@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_KEYS = 4096
 """The mean time per key is judged each time this many keys have passed."""
+_MEMORY_KEYS = 1 << 17
+"""Slowness is forgiven when this many keys have passed since."""
 
 
 class GuardedPolicy(EvictionPolicy):
@@ -28,7 +31,9 @@ class GuardedPolicy(EvictionPolicy):
     ``remove`` and ``clear`` and to which it is added before ``insert``; without it the guard
     keeps a set of its own.
     ``call_budget_s`` bounds one call and ``key_budget_s`` both the mean time per key and, times
-    the keys in it, adds to the bound of a long call. Wall time, because a policy may sleep.
+    the keys in it, adds to the bound of a long call. Wall time, because a policy may sleep. As a
+    machine that stands still for a moment (a paused guest, a CPU quota, a garbage collection)
+    looks the same, slowness is a fault only when it is seen ``patience`` times in a while.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class GuardedPolicy(EvictionPolicy):
         members: Collection[Key] | None = None,
         call_budget_s: float = 0.25,
         key_budget_s: float = 100e-6,
+        patience: int = 3,
         tier: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -50,9 +56,12 @@ class GuardedPolicy(EvictionPolicy):
         self._members: Collection[Key] = self._own if members is None else members  # type: ignore[assignment]  # one of the two is there
         self._call_budget_s = call_budget_s
         self._key_budget_s = key_budget_s
+        self._patience = patience
         self._clock = clock
         self._spent_s = 0.0
         self._keys = 0
+        self._passed = 0  # keys before the present window
+        self._slow_at: deque[int] = deque(maxlen=patience)
 
     @property
     def active(self) -> EvictionPolicy:
@@ -109,13 +118,14 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             names = self._active.victims(count, evictable)
+            spent_s = self._clock() - start  # without the guard's own look at the names
             fault = self._wrong(names, count, evictable)
         except Exception as error:  # containing it is this class's purpose
             fault = f"victims raised {error!r}"
         if fault:
             self._fall_back(fault)
             return self._active.victims(count, evictable)
-        self._charge("victims", start, count)
+        self._book("victims", spent_s, count)
         return names
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
@@ -171,18 +181,29 @@ class GuardedPolicy(EvictionPolicy):
         return ""
 
     def _charge(self, call: str, start: float, keys: int) -> None:
-        """Book a call's time; a fault if it was over budget."""
-        spent = self._clock() - start
-        if spent > self._call_budget_s + keys * self._key_budget_s:
-            self._fall_back(f"{call} of {keys} keys took {spent:.3f} s")
-            return
-        self._spent_s += spent
+        self._book(call, self._clock() - start, keys)
+
+    def _book(self, call: str, spent_s: float, keys: int) -> None:
+        """Book a call's time."""
         self._keys += max(1, keys)
+        if spent_s > self._call_budget_s + keys * self._key_budget_s:
+            self._note_slow(f"{call} of {keys} keys took {spent_s:.3f} s")
+        else:
+            self._spent_s += spent_s
         if self._keys >= _WINDOW_KEYS:
             mean_s = self._spent_s / self._keys
+            self._passed += self._keys
             self._spent_s, self._keys = 0.0, 0
             if mean_s > self._key_budget_s:
-                self._fall_back(f"took {mean_s * 1e6:.0f} us per key on average")
+                self._note_slow(f"took {mean_s * 1e6:.0f} us per key on average")
+
+    def _note_slow(self, what: str) -> None:
+        """A fault if it happened often lately."""
+        now = self._passed + self._keys
+        self._slow_at.append(now)
+        often = len(self._slow_at) == self._patience
+        if often and now - self._slow_at[0] <= _MEMORY_KEYS and not self.faults:
+            self._fall_back(what)
 
     def _fall_back(self, reason: str) -> None:
         """LRU over the same members takes over. Their first order is that of insertion."""

@@ -107,7 +107,7 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
     evil = Evil()
     resident: dict[int, None] = {}
     members = resident if shared else None
-    policy = GuardedPolicy(evil, told.append, members=members, clock=Evil.clock)
+    policy = GuardedPolicy(evil, told.append, members=members, patience=1, clock=Evil.clock)
     for key in range(5):
         resident[key] = None
         policy.insert(key, INFO)
@@ -141,19 +141,62 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
     assert policy.victims(99, lambda key: True)[-1] == 3
 
 
+class Slow(LruPolicy):
+    """Its next insertion takes so many seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.seconds = 0.0
+
+    def insert(self, key, info):
+        self.clock.now += self.seconds
+        super().insert(key, info)
+
+
 def test_slow_on_average_is_a_fault_too() -> None:
-    clock = Clock()
-
-    class Slow(LruPolicy):
-        def insert(self, key, info):
-            clock.now += 0.001
-            super().insert(key, info)
-
-    policy = GuardedPolicy(Slow(), clock=clock)
-    for key in range(4096):
+    slow = Slow()
+    slow.seconds = 0.001
+    policy = GuardedPolicy(slow, clock=slow.clock)
+    for key in range(3 * 4096):
+        assert not policy.faults
         policy.insert(key, INFO)
     assert policy.faults == ["took 1000 us per key on average"]
-    assert len(policy) == 4096
+    assert len(policy) == 3 * 4096
+
+
+@pytest.mark.parametrize(("pause_keys", "kept"), [(1_000, False), (70_000, True)])
+def test_a_machine_that_stands_still_now_and_then_is_not_the_policys_fault(
+    pause_keys: int, kept: bool
+) -> None:
+    slow = Slow()
+    policy = GuardedPolicy(slow, clock=slow.clock)
+    for number in range(3):
+        slow.seconds = 30.0
+        policy.insert(number, INFO)
+        slow.seconds = 0.0
+        for _ in range(pause_keys // 100):
+            policy.touch(range(100))
+    assert (policy.active is slow) == kept
+    assert policy.faults == ([] if kept else ["insert of 1 keys took 30.000 s"])
+
+
+def test_a_look_at_all_members_is_the_guards_time_not_the_policys() -> None:
+    inner = LruPolicy()
+    clock = Clock()
+    policy = GuardedPolicy(inner, clock=clock, patience=1)
+    for key in range(5):
+        policy.insert(key, INFO)
+    asked: list[int] = []
+
+    def pinned(key: int) -> bool:
+        asked.append(key)
+        clock.now += 1.0 if len(asked) > 5 else 0.0  # the policy has asked for all of them once
+        return False
+
+    assert policy.victims(1, pinned) == []
+    assert len(asked) == 10
+    assert policy.active is inner
 
 
 def test_a_good_policy_is_left_alone() -> None:
