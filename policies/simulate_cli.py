@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from policies.simulate_jobs import (
     Lower,
     Source,
     load,
+    parse_part,
     parse_spec,
     plan,
     run_jobs,
@@ -58,7 +60,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
 ) -> None:
     """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
-    start, _, stop = part.partition(":")
+    sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
     try:
         for text in [*(policy or []), lower_policy]:
@@ -67,9 +69,7 @@ def simulate(
             make_admission(parse_spec(admission))
         wanted: list[Job] = []
         for trace in traces:
-            source = Source(
-                str(trace), format, block_tokens or None, (float(start), float(stop or 1))
-            )
+            source = Source(str(trace), format, block_tokens or None, parse_part(part))
             wanted += plan(
                 source,
                 policy or ["lru", "adaptive"],
@@ -79,6 +79,9 @@ def simulate(
                 admission=admission,
                 hints=hints,
             )
+        for path in (csv, json, plot):
+            if path and not path.parent.is_dir():
+                raise ValueError(f"no folder {path.parent} to write {path.name} in")
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -110,6 +113,7 @@ def _run(jobs: list[Job], processes: int) -> list[Outcome]:
     with bar:
         task = bar.add_task(f"{len(jobs)} runs", total=total)
         outcomes = list(run_jobs(jobs, min(processes, len(jobs)), lambda n: bar.advance(task, n)))
+        bar.update(task, total=1, completed=1)
     order = {job: place for place, job in enumerate(jobs)}
     return sorted(outcomes, key=lambda outcome: order[outcome[0]])
 

@@ -83,9 +83,18 @@ def _value(text: str) -> object:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def parse_part(text: str) -> tuple[float, float]:
+    """``0.5:1`` as shares of a trace."""
+    found = re.fullmatch(r"(\d*\.?\d+):(\d*\.?\d+)", text)
+    start, stop = (float(found[1]), float(found[2])) if found else (1.0, 0.0)
+    if not start < stop <= 1:
+        raise ValueError(f'part "{text}" must be like 0.5:1, from one share of a trace to another')
+    return start, stop
+
+
 def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
     """Blocks for ``5%`` (of the unique blocks), ``800blocks`` or ``10GiB``. At least 1."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
     if not found:
         raise ValueError(f'capacity "{text}" must be like 5%, 800blocks or 10GiB')
     number, unit = float(found[1]), found[2]
@@ -94,7 +103,7 @@ def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
     if unit == "blocks":
         return max(1, int(number))
     if block_bytes <= 0:
-        raise ValueError(f'capacity "{text}" in bytes needs the bytes of a block')
+        raise ValueError(f'capacity "{text}" in bytes needs the bytes of a block (--block-bytes)')
     return max(1, int(number * _UNITS[unit]) // block_bytes)
 
 
@@ -144,7 +153,12 @@ def plan(
 def load(source: Source) -> Trace:
     """Read a trace; the last few are kept."""
     trace = read_trace(source.path, source.format, source.block_tokens)
-    return trace if source.part == (0.0, 1.0) else trace.part(*source.part)
+    if source.part == (0.0, 1.0):
+        return trace
+    chosen = trace.part(*source.part)
+    if not chosen.requests:
+        raise ValueError(f"{chosen.name}: this part of the trace holds no request")
+    return chosen
 
 
 @lru_cache(maxsize=2)

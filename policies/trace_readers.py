@@ -6,7 +6,8 @@
   "turn", "hash_ids": [...]}``, one id per 16 tokens (Qwen Bailian anonymous usage traces).
 * ``kv-events``: batches of vLLM's KV cache events, one JSON value per line, as
   ``{"ts", "events": [...]}`` or the array ``[ts, [...], rank]``. Every ``BlockStored`` event counts
-  as a request for the chain from the root to its last block; events say nothing of hits that
+  as a request for the chain from the root to its last block, if it is of the GPU's cache and of
+  the group seen first (the others tell of the same tokens); events say nothing of hits that
   stored nothing, so hit ratios of such a trace are lower bounds.
 * ``kvtiers``: our own (``policies.trace``).
 """
@@ -118,13 +119,17 @@ def _kv_events(path: Path, block_tokens: int | None) -> Trace:
     numbers = BlockNumbers()
     found: list[Request] = []
     size = block_tokens or 0
+    group: object = ...
     for number, batch in json_lines(path):
         try:
             time_s, events = (
                 (batch["ts"], batch["events"]) if isinstance(batch, dict) else batch[:2]
             )
             for event in events:
-                if event["type"] != "BlockStored":
+                if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU"):
+                    continue
+                group = event.get("group_idx") if group is ... else group
+                if event.get("group_idx") != group:
                     continue
                 size = size or int(event["block_size"])
                 chain = _chain(parents, event["parent_block_hash"], event["block_hashes"])

@@ -34,7 +34,7 @@ def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={"PYTHONPATH": f"{ROOT}:{folder}", "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=240,
@@ -56,7 +56,8 @@ def test_the_simulator_takes_it_by_name(folder: Path) -> None:
     text = re.search(r"kvtiers simulate (.*?)```", GUIDE.read_text(), re.DOTALL)
     assert text
     arguments = text[1].replace("\\\n", " ").split()
-    output = run(folder, "-m", "policies.simulate_cli", *arguments, "--jobs", "1")
+    # -P, because the console script does not find modules where it is run either
+    output = run(folder, "-P", "-m", "policies.simulate_cli", *arguments, "--jobs", "1")
     assert "my_policy:MruPolicy" in output
     assert (folder / "hits.png").exists()
 

@@ -213,6 +213,11 @@ def test_command_line_with_two_tiers(trace_file) -> None:
         (["--capacity", "5"], "must be like 5%"),
         (["--format", "csv"], "unknown trace format"),
         (["--hints", "some"], "unknown hint level"),
+        (["--capacity", "1.2.3%"], 'capacity "1.2.3%" must be like'),
+        (["--part", "a:b"], 'part "a:b" must be like 0.5:1'),
+        (["--part", "0.5:0.2"], 'part "0.5:0.2" must be like 0.5:1'),
+        (["--part", "0:0.001"], "holds no request"),
+        (["--json", "no/such/o.json"], "no folder no/such to write o.json in"),
     ],
 )
 def test_command_line_says_what_is_wrong(trace_file, arguments, text) -> None:

@@ -86,6 +86,34 @@ def test_kv_events_rebuild_the_chains(tmp_path) -> None:
     assert trace.requests[1].prompt_tokens == 48
 
 
+def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
+    """What several groups and tiers say of the same tokens counts once."""
+    events = pytest.importorskip("vllm.distributed.kv_events")
+    encode = pytest.importorskip("msgspec").json.encode
+
+    def stored(hashes, parent, medium, group):
+        return events.BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent,
+            token_ids=list(range(16 * len(hashes))),
+            block_size=16,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            group_idx=group,
+        )
+
+    first = [stored([b"1", b"2"], None, "GPU", group) for group in (0, 1)]
+    second = [stored([b"3"], b"2", "GPU", 0), stored([b"1", b"2"], None, "CPU", 0)]
+    batches = [events.KVEventBatch(ts=1.5, events=[*first, events.AllBlocksCleared()])]
+    batches.append(events.KVEventBatch(ts=2.5, events=second, data_parallel_rank=0))
+    path = tmp_path / "vllm.jsonl"
+    path.write_bytes(b"".join(encode(batch) + b"\n" for batch in batches))
+    trace = read_trace(path)
+    assert [request.blocks() for request in trace.requests] == [[0, 1], [0, 1, 2]]
+    assert trace.block_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
