@@ -79,9 +79,7 @@ def simulate(
                 admission=admission,
                 hints=hints,
             )
-        for path in (csv, json, plot):
-            if path and not path.parent.is_dir():
-                raise ValueError(f"no folder {path.parent} to write {path.name} in")
+        _check_folders(csv, json, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -92,6 +90,13 @@ def simulate(
         write_json(outcomes, json)
     if plot:
         write_plot(outcomes, plot)
+
+
+def _check_folders(*paths: Path | None) -> None:
+    """Complain before the runs rather than after them."""
+    for path in paths:
+        if path and not path.parent.is_dir():
+            raise ValueError(f"no folder {path.parent} to write {path.name} in")
 
 
 def _screen() -> Console:
