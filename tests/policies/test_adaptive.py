@@ -87,7 +87,9 @@ def test_goes_back_to_lru_when_the_workload_turns() -> None:
     simulate(before, policy, 300)
     assert policy.order == "density"
     both = Trace("turns", 16, [*before.requests, *repeats])
-    simulate(both, AdaptivePolicy(), 300, hit_log=log)
+    policy = AdaptivePolicy()
+    simulate(both, policy, 300, hit_log=log)
+    assert policy.order == "lru"
     assert sum(log[-3000:]) >= 0.66 * 3000 * 10
 
 
