@@ -30,6 +30,8 @@ from policies.simulate_tiers import MODES
 
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
 
 def simulate(
     traces: Annotated[list[Path], typer.Argument(help="Trace files (.jsonl or .jsonl.gz).")],
@@ -79,7 +81,7 @@ def simulate(
                 admission=admission,
                 hints=hints,
             )
-        _check_folders(csv, json, plot)
+        _check_outputs(csv, json, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -92,11 +94,13 @@ def simulate(
         write_plot(outcomes, plot)
 
 
-def _check_folders(*paths: Path | None) -> None:
+def _check_outputs(csv: Path | None, json: Path | None, plot: Path | None) -> None:
     """Complain before the runs rather than after them."""
-    for path in paths:
+    for path in (csv, json, plot):
         if path and not path.parent.is_dir():
             raise ValueError(f"no folder {path.parent} to write {path.name} in")
+    if plot and plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"a plot ends in {', '.join(PLOT_SUFFIXES)} (got {plot.name})")
 
 
 def _screen() -> Console:

@@ -61,9 +61,14 @@ def _own(path: Path, block_tokens: int | None) -> Trace:
     try:
         _, first = next(lines)
         meta = first["meta"]
-        tokens = int(block_tokens or meta["block_tokens"])
+        tokens = int(meta["block_tokens"])
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise TraceError(f"{path}: line 1 must be meta with block_tokens ({error!r})") from error
+    if block_tokens not in (None, tokens):
+        raise TraceError(
+            f"{path}: its blocks have {tokens} tokens, as its first line says (got {block_tokens}). "
+            "Leave the number of tokens out"
+        )
     requests = [_guard(path, number, parse_request, row) for number, row in lines]
     full = [request for request in requests if request.runs]
     return _sorted(str(meta.get("name", path.name)), tokens, full, meta)

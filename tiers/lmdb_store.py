@@ -62,8 +62,10 @@ class LmdbOptions:
     ``record_bytes`` is the smallest usual payload: the index gets room for
     ``capacity / record_bytes`` records. ``grow_bytes`` is the step in which the payload file takes
     its space; ``reserve_bytes`` of the file system stay free (``None``: 5 %, at least 2 GiB).
-    ``io_threads`` is the queue depth, for reads and for writes each. ``job_bytes`` is how much
-    of adjacent small records one system call moves. ``queue_records`` bounds what waits.
+    ``io_threads`` is the queue depth, for reads and for writes each. ``job_bytes`` is the most that
+    one thread moves at a time, adjacent records with one system call; a call is divided among all
+    threads first. Small jobs cost CPU: threads that hand over to each other all the time.
+    ``queue_records`` bounds what waits.
     ``key_file`` turns encryption on, ``compress`` compression (see ``codec``).
     """
 
@@ -75,7 +77,7 @@ class LmdbOptions:
     grow_bytes: int = 1 << 30
     reserve_bytes: int | None = None
     io_threads: int = 4
-    job_bytes: int = 2 << 20
+    job_bytes: int = 16 << 20
     queue_records: int = 4096
     direct_io: bool = True
     key_file: str = ""
