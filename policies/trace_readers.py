@@ -66,7 +66,7 @@ def _own(path: Path, block_tokens: int | None) -> Trace:
         raise TraceError(f"{path}: line 1 must be meta with block_tokens ({error!r})") from error
     if block_tokens not in (None, tokens):
         raise TraceError(
-            f"{path}: its blocks have {tokens} tokens, as its first line says (got {block_tokens}). "
+            f"{path}: its first line says {tokens} tokens per block (got {block_tokens}). "
             "Leave the number of tokens out"
         )
     requests = [_guard(path, number, parse_request, row) for number, row in lines]

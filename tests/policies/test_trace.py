@@ -153,3 +153,13 @@ def test_part_takes_a_share_of_the_requests() -> None:
     trace = synthetic_trace(2, requests=100)
     assert len(trace.part(0.25, 0.5).requests) == 25
     assert trace.part(0.5, 1).requests[-1] == trace.requests[-1]
+
+
+def test_an_own_trace_says_itself_how_long_its_blocks_are(tmp_path) -> None:
+    trace = tmp_path / "own.jsonl"
+    trace.write_text(
+        '{"meta": {"block_tokens": 16}}\n{"t": 1, "in": 32, "out": 1, "r": [[0, 2]]}\n'
+    )
+    assert read_trace(trace, block_tokens=16).block_tokens == 16
+    with pytest.raises(TraceError, match="16 tokens per block .got 512."):
+        read_trace(trace, block_tokens=512)
