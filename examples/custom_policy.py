@@ -93,7 +93,7 @@ def in_a_server(folder: Path) -> bool:
                 {
                     "type": "lmdb",
                     "path": str(folder / "kv"),
-                    "capacity": "8MiB",
+                    "capacity": "9MiB",
                     "policy": policy,
                 }
             ],
