@@ -1,5 +1,6 @@
 """The simulator agrees with libcachesim, cache by cache, on streams of single blocks.
 
+Skipped where it is not installed: ``pip install -e .[rivals]``, which ``./run test`` does not do.
 Single blocks, because libcachesim knows no requests: a prompt there may evict its own blocks.
 """
 
