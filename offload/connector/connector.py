@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from offload.config import parse_config
+from offload.config import draft_config
 from offload.connector.attach import make_planner
 from offload.connector.guard import Faults, guarded
 from offload.connector.log import adopt_vllm_logging
@@ -104,8 +104,10 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """``BLHNC``, which makes one copy of a block, if the user asks for it. Not by default: vLLM
         then cannot split blocks for kernels that need small ones and fails at start, and which
-        kernels there are is not known here (docs/decisions/0024)."""
-        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        kernels there are is not known here (docs/decisions/0024).
+
+        Says nothing of a faulty configuration: the full check that follows names every problem."""
+        config, _ = draft_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return "BLHNC" if config.kv_layout == "block_contiguous" else None
 
     @classmethod
