@@ -95,7 +95,10 @@ class ForwardPass:
 
         def kernel() -> None:
             alive = set().union(*(other.guesses for other in self._runs.values()))
-            known = lambda digest: digest in self.known or digest in alive  # noqa: E731
+
+            def known(digest: int) -> bool:
+                return digest in self.known or digest in alive
+
             wrong = self._memory.check_heads(tables, digests, first, known)
             self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
             self._memory.write_heads(tables, digests, first, end)

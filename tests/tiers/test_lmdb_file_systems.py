@@ -80,15 +80,19 @@ def own_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(point)], check=True)
 
 
+def remount(point: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(point)], check=True)
+
+
 async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
     tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
     await tier.open()
     await put(tier, KEYS, SIZE)
     await tier.aclose()
-    subprocess.run(["mount", "-o", "remount,ro", str(own_disk)], check=True)  # noqa: ASYNC221
+    remount(own_disk, "ro")
     with pytest.raises(TierIoError):
         await tier.open()
-    subprocess.run(["mount", "-o", "remount,rw", str(own_disk)], check=True)  # noqa: ASYNC221
+    remount(own_disk, "rw")
     await tier.open()
     await assert_holds(tier, KEYS, SIZE)
     await tier.aclose()
@@ -96,7 +100,7 @@ async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
 
 async def test_a_disk_that_turns_read_only_while_open(own_disk: Path) -> None:
     """What ext4 does by default after an error of its own: reads go on, writes fail."""
-    subprocess.run(["mount", "-o", "remount,errors=remount-ro", str(own_disk)], check=True)  # noqa: ASYNC221
+    remount(own_disk, "errors=remount-ro")
     tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
     await tier.open()
     await put(tier, KEYS, SIZE)
