@@ -94,7 +94,7 @@ def test_hints_of_a_served_request_reach_the_policy(
 
     world.forget_locally()
     logging.getLogger("offload").propagate = True  # the connector may have sent it to vLLM's log
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="offload"):
         for name in "bc":
             _serve(world, name, prompt, {"kvtiers": {"session_end": "yes"}}, salt="tenant")
     assert len(spy.advice) == 1
