@@ -1,0 +1,57 @@
+"""The command line ``kvtiers`` (also ``python -m offload.cli``).
+
+One module per command, imported when it is run: ``kvtiers --help`` and shell completion of names
+import none of them. A module has ``app``, a ``typer.Typer`` with that one command.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS = {
+    "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
+    "simulate": ("policies.simulate_cli", "Eviction policies on request traces."),
+}
+"""Module and line of help of each command, in the order shown."""
+
+
+class Commands(TyperGroup):
+    """The commands of ``COMMANDS``. Listing them needs only their line of help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        if name is not None and found is not None:
+            found = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+            found.name = name
+        return name, found, rest
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="kvtiers",
+    help="KV-cache offloading for vLLM.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main_options() -> None:
+    """KV-cache offloading for vLLM."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
