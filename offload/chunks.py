@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.controls import NO_CONTROLS, Controls
 from offload.hints import NO_HINTS, RequestHints
 from offload.layout import FULL
+from policies import hints as names
 from policies.base import EntryInfo
 
 PAIR_TOKENS = 30_000.0
@@ -16,11 +18,18 @@ dense model of 8 billion parameters. A policy only compares costs."""
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The request that a chunk comes from, as far as policies may know it: a digest of the
-    tenant's cache salt, and hints."""
+    """The request that a chunk comes from: a digest of the tenant's cache salt and hints, which
+    policies may know, and controls, which the planner obeys."""
 
     salt: bytes = b""
     hints: RequestHints = NO_HINTS
+    controls: Controls = NO_CONTROLS
+
+    @property
+    def priority(self) -> str:
+        """How much the client cares."""
+        found: str = self.hints.stored.get(names.PRIORITY, names.NORMAL)
+        return found
 
 
 UNKNOWN = Origin()

@@ -90,6 +90,7 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     max_load_gpu_share: float = 0.5
     kv_layout: str = "vllm"
     require_salt: bool = False
+    max_pinned_share: float = 0.25
     record_trace: str | None = None
 
 

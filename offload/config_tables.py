@@ -195,6 +195,12 @@ TOP_FIELDS = (
         "Offload only requests with a `cache_salt`, so that no unsalted prompt is ever shared.",
     ),
     Field(
+        "max_pinned_share",
+        number(0, 1),
+        0.25,
+        "Share of each tier that clients may have kept for a time (`pin_s`); 0 allows none.",
+    ),
+    Field(
         "record_trace",
         path(),
         None,

@@ -17,7 +17,9 @@ from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import DemoteJob
+from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
+from policies.hints import HIGH, LOW, PRIORITY
 
 _NOTHING: Mapping[bytes, EntryInfo] = {}
 
@@ -49,7 +51,8 @@ class DemotionQueue:
 
     ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MOST``);
     ``batch`` is the most that one job carries.
-    While ``closed`` nothing is taken in.
+    While ``closed`` nothing is taken in. ``skipped`` counts chunks that found no room or no working
+    tier, ``refused`` those that an admission policy or the write budget turned away.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class DemotionQueue:
     ) -> None:
         self.tier = tier
         self.skipped = 0
+        self.refused = 0
         self.closed = False
         self._index = index
         self._gate = gate or Gates([index.name]).tiers[0]
@@ -108,14 +112,26 @@ class DemotionQueue:
             if not self._index.is_absent(key):
                 continue
             info = self._info(key, groups, told)
-            if not all(admission.admit(key, info) for admission in self._admissions):
+            if not self._admits(key, info):
+                self.refused += 1
                 continue
-            if len(self._waiting) >= room:
+            if len(self._waiting) >= room or not self._may_displace(info):
                 self.skipped += 1
                 continue
             cpu.pin((key,))
             self._waiting.append(key)
             self._told[key] = info
+
+    def _admits(self, key: bytes, info: EntryInfo) -> bool:
+        """High priority passes every admission but a budget of writes."""
+        if info.hints.get(PRIORITY) != HIGH:
+            return all(admission.admit(key, info) for admission in self._admissions)
+        budgets = [a for a in self._admissions if isinstance(a, WriteBudget)]
+        return all(admission.admit(key, info) for admission in budgets)
+
+    def _may_displace(self, info: EntryInfo) -> bool:
+        """Low priority takes free space only."""
+        return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def _info(
         self, key: bytes, groups: Mapping[int, _Group], told: Mapping[bytes, EntryInfo]

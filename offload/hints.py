@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from offload.controls import CONTROL_NAMES, FIELD, NAMES_MOST, WRONG_MOST, show
 from policies import hints as names
 
-FIELD = "kvtiers"
-"""Under this name in ``kv_transfer_params``, which other connectors use as well."""
 SESSION_MOST = 256
 """Characters of a session's name."""
 RETURN_MOST_S = 7 * 86_400.0
@@ -45,7 +45,8 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
 
     ``session`` is a text or a number; ``session_end``, ``one_shot`` and ``tool_call`` are true or
     false; ``return_s`` is seconds from now, with ``tool_call``; ``pinned`` is true for the whole
-    prompt, or the number of its first tokens, as those of a system prompt.
+    prompt, or the number of its first tokens, as those of a system prompt; ``priority`` is
+    ``low``, ``normal`` or ``high``. Controls (``offload.controls``) stand in the same object.
     """
     told = params.get(FIELD) if isinstance(params, Mapping) else None
     if told is None:
@@ -54,15 +55,20 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         return NO_HINTS, [f'"{FIELD}" must be an object of hints']
     good: dict[str, Any] = {}
     wrong: list[str] = []
-    for name, value in told.items():
+    for name, value in islice(told.items(), NAMES_MOST):
         expected = _EXPECTED.get(name) if isinstance(name, str) else None
+        if name in CONTROL_NAMES:
+            continue
         if expected is None:
-            wrong.append(f"there is no hint {_show(name)} (hints: {', '.join(names.NAMES)})")
+            known = ", ".join((*names.NAMES, *CONTROL_NAMES))
+            wrong.append(f"there is no hint {show(name)} (known: {known})")
         elif _is_valid(name, value):
             good[name] = value
         else:
-            wrong.append(f"{name} must be {expected} (got {_show(value)})")
-    return _sorted_out(good), wrong
+            wrong.append(f"{name} must be {expected} (got {show(value)})")
+    if len(told) > NAMES_MOST:
+        wrong.append(f"{len(told)} names, of which {NAMES_MOST} were read")
+    return _sorted_out(good), wrong[:WRONG_MOST]
 
 
 _EXPECTED = {
@@ -72,6 +78,7 @@ _EXPECTED = {
     names.SESSION_END: "true or false",
     names.TOOL_CALL: "true or false",
     names.RETURN_S: f"seconds from 0 to {RETURN_MOST_S:.0f}",
+    names.PRIORITY: '"low", "normal" or "high"',
 }
 
 
@@ -84,6 +91,8 @@ def _is_valid(name: str, value: object) -> bool:
         return number and 0 <= value <= RETURN_MOST_S  # type: ignore[operator]  # not a number: False
     if name == names.PINNED and whole:
         return value >= 0  # type: ignore[operator]  # a whole number
+    if name == names.PRIORITY:
+        return isinstance(value, str) and value in names.PRIORITIES
     return isinstance(value, bool)
 
 
@@ -98,13 +107,10 @@ def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
     }
     if pinned is True:
         ended[names.PINNED] = True
+    if good.get(names.PRIORITY, names.NORMAL) != names.NORMAL:
+        stored[names.PRIORITY] = good[names.PRIORITY]
     if names.SESSION in good:  # also the session 0
         stored[names.SESSION] = good[names.SESSION]
     if not (stored or ended or pinned_tokens):
         return NO_HINTS
     return RequestHints(stored, ended, pinned_tokens)
-
-
-def _show(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -18,6 +18,7 @@ from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 
 _NOTHING: frozenset[bytes] = frozenset()
+PASSED_MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class TierIndex:
         self.space = space
         self.policy = policy
         self.evictions = 0
+        self.kept: Container[bytes] = _NOTHING  # not to be evicted, but dropped like any other
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
@@ -108,11 +110,14 @@ class TierIndex:
         keys: Sequence[bytes],
         infos: Sequence[EntryInfo],
         protect: Container[bytes] = _NOTHING,
+        *,
+        evict: bool = True,
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
 
-        ``protect`` are keys that must not be evicted for this. Stops at the first key that
-        finds no place, so the granted keys are never a prefix with a hole.
+        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is.
+        Stops at the first key that finds no place, so the granted keys are never a prefix with
+        a hole.
         """
         places: list[int] = []
         evicted: list[bytes] = []
@@ -120,7 +125,7 @@ class TierIndex:
             if not self.is_absent(key):
                 self._refuse(key, ChunkEvent.RESERVE)
             place = self.space.take(info.size_bytes)
-            if place is None:
+            if place is None and evict:
                 evicted += self._make_room(info.size_bytes, protect)
                 place = self.space.take(info.size_bytes)
             if place is None:
@@ -261,9 +266,13 @@ class TierIndex:
 
     def _make_room(self, size: int, protect: Container[bytes], at_least: int = 0) -> list[bytes]:
         """Evict until ``size`` fits, ahead to the low watermark, never more than needed there."""
-        space, pins = self.space, self._pins
+        space, pins, kept = self.space, self._pins, self.kept
+        passed: list[bytes] = []
 
         def evictable(key: object) -> bool:
+            if key in kept:
+                passed.append(key)  # type: ignore[arg-type]  # policies see Hashable
+                return False
             return key not in pins and key not in protect
 
         goal = max(space.missing(size), at_least)
@@ -279,6 +288,8 @@ class TierIndex:
             for name in names:
                 freed += self._evict_one(name)  # type: ignore[arg-type]  # policies see Hashable
                 evicted.append(name)  # type: ignore[arg-type]  # policies see Hashable
+        if len(passed) > PASSED_MOST:
+            self.policy.touch(passed)  # or each eviction would pass them by again
         return evicted
 
     def _typical_amount(self) -> int:

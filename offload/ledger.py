@@ -30,8 +30,9 @@ class JobKind(enum.Enum):
 class Job:
     """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
     ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads, ``holds`` counts
-    those that a load fills. What a
-    ``distrusted`` job fills is never committed, whatever the ranks answer."""
+    those that a load fills; ``write`` are the lower tiers that may get what a store fills
+    (``None``: all). What a ``distrusted`` job fills is never committed, whatever the ranks
+    answer."""
 
     job: int
     kind: JobKind
@@ -43,6 +44,7 @@ class Job:
     chunks: int = 0
     holds: int = 0
     tokens_by_tier: Mapping[int, int] | None = None
+    write: frozenset[int] | None = None
     result: JobResult | None = None
     distrusted: bool = False
 
@@ -52,6 +54,13 @@ class Job:
         if self.result is None:
             raise InvariantError(f"ledger: job {self.job} ended without an answer")
         return self.result
+
+    def verdict(self) -> tuple[list[bytes], list[bytes]]:
+        """Which of the keys that an ended job filled may be committed, and which must not."""
+        if self.answer.failed or self.distrusted:
+            return [], list(self.fills)
+        bad = self.answer.bad
+        return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
 
 
 class Ledger:

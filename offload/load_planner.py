@@ -6,7 +6,7 @@ chunks that are being read into the CPU tier, and the budget of chunks in flight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from offload.chunks import GroupInfo, Wanted
 from offload.gates import TierGate
@@ -55,6 +55,18 @@ class LoadPlanner:
         """Loads that were planned and not sent."""
         return len(self._planned)
 
+    def holders(self, read: frozenset[int] | None) -> tuple[Container[bytes], ...]:
+        """Where a chunk can be found now, nearest first, among the tiers ``read`` (``None``: all).
+        A promotion under way counts, unless it may come from a tier that is not to be waited for.
+        """
+        asked = [tier for tier, gate in enumerate(self._gates) if gate.readable]
+        lower = [self._lower[tier].resident for tier in asked if read is None or tier in read]
+        if read is not None and CPU not in read:
+            return tuple(lower)
+        if len(lower) < len(self._lower):
+            return (self._cpu.resident, *lower)
+        return (self._cpu.resident, *lower, self.promoting)
+
     def take(self) -> tuple[LoadJob, ...]:
         """The loads planned since the last call."""
         planned, self._planned = tuple(self._planned), []
@@ -96,9 +108,10 @@ class LoadPlanner:
         Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
         """
         job = self._ledger.next_id()
-        in_slab, below = self._split(chunks)
+        read = chunks[0].origin.controls.read if chunks else None
+        in_slab, below = self._split(chunks, read)
         self._cpu.pin([chunk.key for chunk in in_slab])
-        sources = {chunk.key: self._source(chunk.key) for chunk in below}
+        sources = {chunk.key: self._source(chunk.key, read) for chunk in below}
         promoted = self._reserve_promotions(job, [c for c in below if sources[c.key] >= 0])
         items = tuple(self._load_item(chunk, sources, promoted) for chunk in chunks)
         pins: list[tuple[int, tuple[bytes, ...]]] = [(CPU, tuple(c.key for c in in_slab))]
@@ -160,40 +173,46 @@ class LoadPlanner:
         nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
         self._planned.append(LoadJob(job, request, (nobody_has_it,)))
 
-    def can_load(self, chunks: int, blocks: int) -> bool:
-        """Whether the budgets have room for a load of so many chunks into so many GPU blocks. One
-        load is always allowed, however large."""
+    def can_load(self, chunks: int, blocks: int, low: bool = False) -> bool:
+        """Whether the budgets have room for a load of so many chunks into so many GPU blocks: one
+        of ``low`` priority may fill them to a half. One load is always allowed, however large."""
+        share = 2 if low else 1
         if not self.loading or (
-            self.loading + chunks <= self._max_chunks and self.holding + blocks <= self._max_blocks
+            share * (self.loading + chunks) <= self._max_chunks
+            and share * (self.holding + blocks) <= self._max_blocks
         ):
             return True
         self._stats.load_refusals += 1
         return False
 
-    def _split(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
+    def _split(
+        self, chunks: Sequence[Wanted], read: frozenset[int] | None
+    ) -> tuple[list[Wanted], list[Wanted]]:
+        if read is not None and CPU not in read:
+            return [], list(chunks)
         in_slab: list[Wanted] = []
         below: list[Wanted] = []
         for chunk in chunks:
-            here = chunk.key in self._cpu or self._joins(chunk.key)
+            here = chunk.key in self._cpu or self._joins(chunk.key, read)
             (in_slab if here else below).append(chunk)
         return in_slab, below
 
-    def _joins(self, key: bytes) -> bool:
+    def _joins(self, key: bytes, read: frozenset[int] | None) -> bool:
         """Whether to wait for the read of another load: not if that may come from a tier that is
         shut out while another one has the chunk."""
         if key not in self.promoting:
             return False
         if all(gate.readable for gate in self._gates):
             return True
-        source = self._source(key)
+        source = self._source(key, read)
         return source == IN_SLAB or not self._gates[source].readable
 
-    def _source(self, key: bytes) -> int:
-        """The highest lower tier that holds the key, if possible one that may be read;
-        ``IN_SLAB`` if none does."""
+    def _source(self, key: bytes, read: frozenset[int] | None) -> int:
+        """The highest lower tier among ``read`` that holds the key, if possible one that may be
+        read now; ``IN_SLAB`` if none does."""
         found = IN_SLAB
         for tier, (index, gate) in enumerate(zip(self._lower, self._gates, strict=True)):
-            if key in index:
+            if key in index and (read is None or tier in read):
                 if gate.readable:
                     return tier
                 found = tier if found == IN_SLAB else found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import UNKNOWN, GroupInfo, Origin, Wanted
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.gates import Gates
@@ -21,6 +21,7 @@ from offload.plans import StepPlan, StepReport, StoreJob
 from offload.stats import PlannerStats
 from offload.uses import Uses
 from policies.base import AdmissionPolicy, EntryInfo
+from policies.hints import HIGH, LOW
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -50,7 +51,7 @@ class Planner:
         self.cpu = cpu
         self.lower = tuple(lower)
         self.stats = PlannerStats([index.name for index in self.lower])
-        self._groups = groups
+        self.groups = groups
         self._ledger = Ledger(ranks)
         self.gates = gates or Gates([index.name for index in self.lower])
         self._now = 0.0
@@ -86,13 +87,12 @@ class Planner:
 
     @property
     def holders(self) -> tuple[Container[bytes], ...]:
-        """Where a chunk can be found now, nearest first. A promotion under way counts, unless it
-        may come from a tier that is not to be waited for."""
-        gates = self.gates.tiers
-        lower = [i.resident for i, gate in zip(self.lower, gates, strict=True) if gate.readable]
-        if len(lower) < len(self.lower):
-            return (self.cpu.resident, *lower)
-        return (self.cpu.resident, *lower, self._loads.promoting)
+        """Where a chunk can be found now, nearest first."""
+        return self._loads.holders(None)
+
+    def holders_for(self, origin: Origin) -> tuple[Container[bytes], ...]:
+        """``holders``, as far as this request may read them."""
+        return self._loads.holders(origin.controls.read)
 
     @property
     def present(self) -> Callable[[bytes], bool]:
@@ -129,7 +129,8 @@ class Planner:
         if not fresh:
             return settled
         infos = [self._entry(chunk) for chunk in fresh]
-        grant = self.cpu.reserve([chunk.key for chunk in fresh], infos, protect)
+        evict = fresh[0].origin.priority != LOW
+        grant = self.cpu.reserve([chunk.key for chunk in fresh], infos, protect, evict=evict)
         self.stats.evicted(CPU, len(grant.evicted))
         taken = fresh[: len(grant.places)]
         if len(taken) < len(fresh):
@@ -148,21 +149,23 @@ class Planner:
             if present(chunk.key) or not cpu.is_absent(chunk.key) or not self._admits(chunk):
                 continue
             # A recurrent state is offered once; what else is refused here is asked again.
-            if len(fresh) >= budget and self._groups[chunk.group].kind != STATE:
+            if len(fresh) >= budget and self.groups[chunk.group].kind != STATE:
                 self.stats.store_refusals += 1
                 return fresh, position
             fresh.append(chunk)
         return fresh, len(chunks)
 
     def _admits(self, chunk: Wanted) -> bool:
-        return self._admission is None or self._admission.admit(chunk.key, self._entry(chunk))
+        admitted = self._admission is None or self._admission.admit(chunk.key, self._entry(chunk))
+        return admitted or chunk.origin.priority == HIGH
 
     def _open_store(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
         job = self._ledger.next_id()
         blocks = tuple(chunk.blocks for chunk in chunks)
         flat = tuple(block for chunk in blocks for block in chunk)
         keys = tuple(chunk.key for chunk in chunks)
-        self._ledger.open(Job(job, JobKind.STORE, fills=keys, blocks=flat))
+        write = chunks[0].origin.controls.write
+        self._ledger.open(Job(job, JobKind.STORE, fills=keys, blocks=flat, write=write))
         self._stores.append(StoreJob(job, chunks[0].group, blocks, slots))
         self._storing += len(keys)
 
@@ -208,12 +211,12 @@ class Planner:
         """A request does not wait for its load any more, even if the load's job goes on."""
         self._loads.request_ended(request)
 
-    def can_load(self, chunks: int, blocks: int) -> bool:
-        """Whether the load budgets have room. One load is always allowed, however large."""
-        return self._loads.can_load(chunks, blocks)
+    def can_load(self, chunks: int, blocks: int, origin: Origin = UNKNOWN) -> bool:
+        """Whether the load budgets have room: see ``LoadPlanner.can_load``."""
+        return self._loads.can_load(chunks, blocks, origin.priority == LOW)
 
     def _entry(self, chunk: Wanted) -> EntryInfo:
-        return self._groups[chunk.group].entry(chunk, 1)
+        return self.groups[chunk.group].entry(chunk, 1)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -242,7 +245,7 @@ class Planner:
         """Everything planned since the last call, plus the write-through that is due."""
         demotes = []
         for queue in self._demotions if demote else ():
-            for job in queue.due(self.cpu, self._ledger, self._groups):
+            for job in queue.due(self.cpu, self._ledger, self.groups):
                 demotes.append(job.plan)
                 self.delete(queue.tier, job.evicted)
                 self.stats.evicted(queue.tier, len(job.evicted))
@@ -289,17 +292,18 @@ class Planner:
 
     def _stored(self, job: Job) -> None:
         self._storing -= len(job.fills)
-        good, bad = self._verdict(job)
+        good, bad = job.verdict()
         self.cpu.abort(bad)
         told = self.cpu.infos(good) if self._demotions else {}
         kept = self.cpu.commit(good)
         self.stats.stored(CPU, len(kept), len(bad))
         for queue in self._demotions:
-            queue.offer(kept, self.cpu, self._groups, told)
+            if job.write is None or queue.tier in job.write:
+                queue.offer(kept, self.cpu, self.groups, told)
         self._uses.filled(job.fills)
 
     def _loaded(self, job: Job) -> None:
-        good, bad = self._verdict(job)
+        good, bad = job.verdict()
         self._loads.ended(job, self._now)
         self.cpu.abort(bad)
         self.cpu.commit(good)
@@ -314,7 +318,7 @@ class Planner:
         self.forget(job.answer.lost)
 
     def _demoted(self, job: Job) -> None:
-        good, bad = self._verdict(job)
+        good, bad = job.verdict()
         index = self.lower[job.fill_tier]
         index.abort(bad)
         kept = index.commit(good)
@@ -328,14 +332,6 @@ class Planner:
         # What a rank may have written and the index does not keep (it failed on another, or was
         # forgotten meanwhile) must not take space, nor come back after a restart.
         self.delete(job.fill_tier, [key for key in job.fills if key not in index])
-
-    def _verdict(self, job: Job) -> tuple[list[bytes], list[bytes]]:
-        """Which of the keys that a job filled may be committed, and which must not."""
-        result = job.answer
-        if result.failed or job.distrusted:
-            return [], list(job.fills)
-        good = [key for key in job.fills if key not in result.bad]
-        return good, [key for key in job.fills if key in result.bad]
 
     # -- forgetting --------------------------------------------------------------------------
 

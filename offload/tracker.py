@@ -17,6 +17,8 @@ class RequestTracker:
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
     need no more attention. ``lookup_start`` is where the last lookup began (tokens);
+    ``told`` means that the client sent an object for us, ``wrong`` what was wrong in it, and
+    ``pinned_tokens`` how many of its tokens were pinned;
     ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
     stored; ``sources`` are the tokens of the last load by tier; ``origin`` is what policies may
     know of the request.
@@ -32,9 +34,12 @@ class RequestTracker:
         "no_load",
         "no_store",
         "origin",
+        "pinned_tokens",
         "request",
         "sources",
         "stale",
+        "told",
+        "wrong",
     )
 
     def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
@@ -49,6 +54,9 @@ class RequestTracker:
         self.no_load = False
         self.no_store = False
         self.stale = False
+        self.told = False
+        self.wrong: Sequence[str] = ()
+        self.pinned_tokens = 0
         self.sources: Mapping[int, int] = {}
 
     def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:

@@ -9,6 +9,7 @@ others only when the request ends (``advise``).
 | ``SESSION`` | any hashable | stored | requests of one conversation carry the same value |
 | ``ONE_SHOT`` | bool | stored | nobody will ask for this prompt again |
 | ``PINNED`` | bool | stored, ended | keep as long as possible, as a shared system prompt |
+| ``PRIORITY`` | ``LOW``, ``HIGH`` | stored | how much the client cares for hits |
 | ``SESSION_END`` | bool | ended | the conversation is over |
 | ``TOOL_CALL`` | bool | ended | the answer called a tool; its result comes back as a new prompt |
 | ``RETURN_S`` | float | ended | seconds after which the client expects to be back |
@@ -22,5 +23,7 @@ PINNED = "pinned"
 SESSION_END = "session_end"
 TOOL_CALL = "tool_call"
 RETURN_S = "return_s"
+PRIORITY = "priority"
 
-NAMES = (SESSION, ONE_SHOT, PINNED, SESSION_END, TOOL_CALL, RETURN_S)
+LOW, NORMAL, HIGH = PRIORITIES = ("low", "normal", "high")
+NAMES = (SESSION, ONE_SHOT, PINNED, SESSION_END, TOOL_CALL, RETURN_S, PRIORITY)

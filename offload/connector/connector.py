@@ -32,6 +32,7 @@ from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats, Sta
 from offload.connector.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.plans import StepPlan
+from offload.tier_factory import tier_names
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self.faults,
                 require_salt=self._setup.config.require_salt,
                 recorder=self._setup.recorder(),
+                tiers=tier_names(self._setup.config),
+                max_pinned_share=self._setup.config.max_pinned_share,
             )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
@@ -266,10 +269,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: stores that still read them are fenced when they are
-        given to somebody else."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        given to somebody else. What is returned beside goes into the answer's
+        ``kv_transfer_params``; vLLM acts on names of other connectors in it only."""
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.finished(request, block_ids)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -1,15 +1,16 @@
-"""What a new request brings along: its identity, whether it may take part, hints for policies,
-and a line in the recorded trace."""
+"""What a new request brings along: its identity, whether it may take part, its controls, hints for
+policies, and a line in the recorded trace."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.chunks import Origin
+from offload.controls import FIELD, parse_controls
 from offload.hints import parse_hints
 from offload.layout import ModelLayout, recorded_group
 from offload.recorder import Seen, TraceRecorder
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """Makes trackers. With ``require_salt`` requests without a salt stay outside."""
+    """Makes trackers. With ``require_salt`` requests without a salt stay outside; ``tiers`` are the
+    names of the lower tiers. ``wrong_values`` counts what clients got wrong."""
 
     def __init__(
         self,
@@ -31,20 +33,23 @@ class Intake:
         *,
         require_salt: bool = False,
         recorder: TraceRecorder | None = None,
+        tiers: Sequence[str] = (),
     ) -> None:
+        self.wrong_values = 0
+        self._tiers = tuple(tiers)
         self._layout = layout
         self._identity_of = identity_of
         self._require_salt = require_salt
         self._recorder = recorder
         self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
-        self._hints_warned = False
+        self._warned = False
 
     def admit(self, request: Request) -> RequestTracker:
         """The tracker of a request that was not seen before."""
         identity = self._identity_of(request)
         tracker = RequestTracker(request.request_id, len(self._layout.groups), identity)
         tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
-        tracker.origin = self._origin(request)
+        self._listen(tracker, request)
         if self._recorder is not None:
             self._record(self._recorder, tracker, request)
         return tracker
@@ -54,20 +59,28 @@ class Intake:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _origin(self, request: Request) -> Origin:
-        """What policies may know of a request. A wrong hint is logged once for all."""
-        hints, wrong = parse_hints(getattr(request, "kv_transfer_params", None))
-        if wrong and not self._hints_warned:
-            self._hints_warned = True
+    def _listen(self, tracker: RequestTracker, request: Request) -> None:
+        """Take in controls and hints. What is wrong in them is told in the answer's parameters
+        and counted; the first is logged for all."""
+        params = getattr(request, "kv_transfer_params", None)
+        controls, wrong = parse_controls(params, self._tiers)
+        hints, wrong_hints = parse_hints(params)
+        tracker.told = isinstance(params, Mapping) and params.get(FIELD) is not None
+        tracker.wrong = [*wrong, *wrong_hints]
+        tracker.no_load = tracker.no_load or controls.no_load
+        tracker.no_store = tracker.no_store or controls.no_store
+        self.wrong_values += len(tracker.wrong)
+        if tracker.wrong and not self._warned:
+            self._warned = True
             logger.warning(
-                "kvtiers: hints of request %s in kv_transfer_params are ignored: %s. Further wrong "
-                "hints are ignored silently",
+                "kvtiers: in kv_transfer_params of request %s: %s. Further wrong values are told "
+                "to the client and counted, not logged",
                 request.request_id,
-                "; ".join(wrong[:4]),
+                "; ".join(tracker.wrong[:4]),
             )
         salt = request.cache_salt
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
-        return Origin(digest, hints)
+        tracker.origin = Origin(digest, hints, controls)
 
     def _record(self, recorder: TraceRecorder, tracker: RequestTracker, request: Request) -> None:
         tracker.extend(request.block_hashes, self._layout)

@@ -10,10 +10,11 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.chunks import Wanted
 from offload.connector.block_tables import BlockTables
+from offload.connector.endings import Endings
 from offload.connector.guard import Faults
 from offload.connector.intake import Intake
 from offload.connector.prefill_clock import PrefillClock
@@ -47,11 +48,17 @@ class SchedulerSide:
         *,
         require_salt: bool = False,
         recorder: TraceRecorder | None = None,
+        tiers: Sequence[str] = (),
+        max_pinned_share: float = 0.25,
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
         self._faults = faults
-        self._intake = Intake(layout, identity_of, require_salt=require_salt, recorder=recorder)
+        self.intake = Intake(
+            layout, identity_of, require_salt=require_salt, recorder=recorder, tiers=tiers
+        )
+        self._endings: Endings | None = None
+        self._max_pinned_share = max_pinned_share
         self._coordinator = Coordinator(layout)
         self._tables = BlockTables(layout)
         self._trackers: dict[str, RequestTracker] = {}
@@ -64,18 +71,19 @@ class SchedulerSide:
     def attach(self, planner: Planner) -> None:
         """The workers are ready: start to plan."""
         self.planner = planner
+        self._endings = Endings(self.layout, planner, self._max_pinned_share)
 
     # -- requests ----------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """A request was added (also called again for a resumed session)."""
         if request.request_id not in self._trackers:
-            self._trackers[request.request_id] = self._intake.admit(request)
+            self._trackers[request.request_id] = self.intake.admit(request)
             self._requests[request.request_id] = request
 
     def close(self) -> None:
         """The server stops."""
-        self._intake.close()
+        self.intake.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
@@ -95,7 +103,9 @@ class SchedulerSide:
         tracker.lookup_start = computed_tokens
         # The last token is always computed, so that there is something to sample from.
         limit = request.num_tokens - 1
-        present = present_in(*self.planner.holders)
+        most = tracker.origin.controls.max_load_tokens
+        limit = limit if most is None else min(limit, computed_tokens + most)
+        present = present_in(*self.planner.holders_for(tracker.origin))
         hit = self._coordinator.longest_hit(tracker.keys, present, computed_tokens, limit)
         if hit <= computed_tokens:
             return 0
@@ -103,7 +113,7 @@ class SchedulerSide:
         chunks = [len(part) for part in ranges]
         sizes = [group.chunk_blocks for group in self.layout.groups]
         blocks = sum(map(operator.mul, chunks, sizes))
-        if not self.planner.can_load(sum(chunks), blocks):
+        if not self.planner.can_load(sum(chunks), blocks, tracker.origin):
             return 0
         return hit - computed_tokens
 
@@ -166,19 +176,21 @@ class SchedulerSide:
         depth = (chunk + 1) * group.chunk_tokens
         return Wanted(tracker.keys[index][chunk], group.group, blocks, depth, tracker.origin)
 
-    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """The request ends and its blocks are about to be freed: store what is still missing."""
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """The request ends and its blocks are about to be freed: store what is still missing.
+        Returns what the client is told, if it has told us something."""
         tracker = self._trackers.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._unseen.discard(request.request_id)
         self._clock.ended(request, time.monotonic())
-        if tracker is None or self.planner is None:
-            return
+        if tracker is None or self.planner is None or self._endings is None:
+            return None
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
             self._look_again(tracker)
             self._store_ready(tracker, request, limit, block_ids, ended=True)
-            self._note_use(tracker, limit)
+            self._endings.ended(tracker, request, limit, time.monotonic())
+        return self._endings.report(tracker) if tracker.told else None
 
     def _look_again(self, tracker: RequestTracker) -> None:
         """Chunks may have been evicted while their request ran, which counts as their use only
@@ -218,8 +230,10 @@ class SchedulerSide:
 
     def _prepare(self, output: SchedulerOutput) -> None:
         assert self.planner is not None
+        assert self._endings is not None
         now = time.monotonic()
         self.planner.tick(now)
+        self._endings.pins.tick(now)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._trackers:
                 self._trackers[request_id].restart()
@@ -342,15 +356,6 @@ class SchedulerSide:
             self.planner.tick(time.monotonic())
             self.planner.complete(report)
 
-    def _note_use(self, tracker: RequestTracker, tokens: int) -> None:
-        """One use of the request's chunks, group by group in prefix order. Once per request, at
-        its end, so that a policy that counts or times uses sees requests."""
-        if self.planner is None:
-            return
-        hints = tracker.origin.hints.ended
-        for keys, group in zip(tracker.keys, self.layout.groups, strict=True):
-            self.planner.used(keys[: tokens // group.chunk_tokens], hints)
-
     def _tracker(self, request: Request) -> RequestTracker:
         self.on_new_request(request)
         return self._trackers[request.request_id]
@@ -375,6 +380,8 @@ class SchedulerSide:
         lower tiers before ``begin_epochs``."""
         if self.planner is not None:
             self.planner.forget_all()
+        if self._endings is not None:
+            self._endings.pins.clear()
         for request_id, tracker in self._trackers.items():
             # What these requests have computed belongs to the old weights, until they restart.
             tracker.stale = self._requests[request_id].num_computed_tokens > 0

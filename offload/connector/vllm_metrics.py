@@ -64,6 +64,7 @@ METRICS: dict[str, Metric] = {
         "0: asked as usual, 1: being tried again, 2: shut out.", "tier", counter=False
     ),
     "break_even": Metric("1 while loading from a tier pays, else 0.", "tier", counter=False),
+    "wrong_values": Metric("Values of clients in kv_transfer_params that were not understood."),
     "late_answers": Metric("Answers to jobs that had ended already."),
     "resets": Metric("Resets of all tiers."),
     "hook_faults": Metric("Exceptions contained in a vLLM hook.", "hook"),
@@ -131,6 +132,7 @@ class StatsCollector:
 
     def _totals(self) -> dict[str, float]:
         totals: dict[str, float] = {f"hook_faults:{k}": v for k, v in self._faults.by_hook.items()}
+        totals["wrong_values"] = self._scheduler.intake.wrong_values
         if self._scheduler.planner is not None:
             totals |= self._scheduler.planner.totals()
         return totals

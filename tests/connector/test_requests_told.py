@@ -100,7 +100,7 @@ def test_hints_of_a_served_request_reach_the_policy(
     assert len(spy.advice) == 1
     assert len(spy.uses) == 3
     # By identity: a record that reaches two handlers of the test is one line.
-    assert len({id(r) for r in caplog.records if "hints of request" in r.message}) == 1
+    assert len({id(r) for r in caplog.records if "kv_transfer_params of request" in r.message}) == 1
 
 
 def test_what_was_evicted_under_a_running_request_is_stored_again(world: World) -> None:

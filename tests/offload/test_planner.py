@@ -6,7 +6,7 @@ import pytest
 
 from offload.chunks import GroupInfo, Wanted
 from offload.index import TierIndex
-from offload.ledger import CPU
+from offload.ledger import CPU, Job
 from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, JobResult, StepReport
 from offload.space import ByteSpace, SlotSpace
@@ -64,7 +64,7 @@ def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPat
     if fault == "no fence":
         monkeypatch.setattr(Planner, "fence", lambda self, blocks: None)
     elif fault == "ignore failed ranks":
-        monkeypatch.setattr(Planner, "_verdict", lambda self, job: (list(job.fills), []))
+        monkeypatch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
     elif fault == "forget pins":
         monkeypatch.setattr(TierIndex, "pin", lambda self, keys: None)
         monkeypatch.setattr(TierIndex, "unpin", lambda self, keys: None)

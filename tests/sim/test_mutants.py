@@ -19,7 +19,7 @@ from offload.errors import InvariantError
 from offload.executor import Executor
 from offload.gates import TierGate
 from offload.index import TierIndex
-from offload.ledger import Ledger
+from offload.ledger import Job, Ledger
 from offload.load_planner import LoadPlanner
 from offload.load_task import LoadLane, LoadTask
 from offload.planner import Planner
@@ -139,7 +139,7 @@ def failed_reads_fill_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_fills_are_committed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "_verdict", lambda _self, job: (list(job.fills), []))
+    patch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:

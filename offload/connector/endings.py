@@ -1,0 +1,65 @@
+"""What follows when a request has ended and its last chunks were planned: policies hear of its use,
+its chunks are kept if the client asked for that, and the client is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offload.controls import REPORT
+from offload.layout import FULL, ModelLayout
+from offload.ledger import CPU
+from offload.planner import Planner
+from offload.timed_pins import TimedPins
+from offload.tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Endings:
+    """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
+
+    def __init__(self, layout: ModelLayout, planner: Planner, max_pinned_share: float) -> None:
+        self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
+        self._layout = layout
+        self._planner = planner
+
+    def ended(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+        """A request has ended after ``tokens`` were computed and their chunks planned."""
+        self._note_use(tracker, tokens)
+        if tracker.origin.controls.pin_s:
+            self._pin(tracker, request, tokens, now)
+
+    def _note_use(self, tracker: RequestTracker, tokens: int) -> None:
+        """One use of the request's chunks, group by group in prefix order. Once per request, at
+        its end, so that a policy that counts or times uses sees requests."""
+        hints = tracker.origin.hints.ended
+        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
+            self._planner.used(keys[: tokens // group.chunk_tokens], hints)
+
+    def _pin(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+        """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""
+        pinned = tracker.origin.hints.pinned_tokens
+        if pinned:
+            tokens = int(min(tokens, request.num_prompt_tokens, pinned))
+        kept_tokens = []
+        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
+            seconds = tracker.origin.controls.pin_s
+            kept = self.pins.keep(keys[: tokens // group.chunk_tokens], seconds, now)
+            if group.kind == FULL:
+                kept_tokens.append(kept * group.chunk_tokens)
+        tracker.pinned_tokens = min(kept_tokens, default=0)
+
+    def report(self, tracker: RequestTracker) -> dict[str, Any]:
+        """What the client is told, as ``kv_transfer_params`` of its answer."""
+        report: dict[str, Any] = {"loaded_tokens": self.loaded(tracker)}
+        if tracker.origin.controls.pin_s:
+            report["pinned_tokens"] = tracker.pinned_tokens
+        if tracker.wrong:
+            report["ignored"] = list(tracker.wrong)
+        return {REPORT: report}
+
+    def loaded(self, tracker: RequestTracker) -> dict[str, int]:
+        """Tokens that were loaded for the request, by the name of the tier."""
+        names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
+        return {names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}

@@ -1,0 +1,146 @@
+"""Controls of clients: what ``kv_transfer_params`` of a request orders for that request alone.
+
+    "kv_transfer_params": {"kvtiers": {"no_store": true, "tiers": ["cpu"], "pin_s": 600}}
+
+Pure. Controls stand beside the hints (``offload.hints``) in the same object; unlike those they are
+obeyed. Nothing a client sends here may raise: what cannot be read is left out and described, and
+the answer's ``kv_transfer_params`` carry that back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.ledger import CPU
+
+FIELD = "kvtiers"
+"""Under this name in ``kv_transfer_params``, which other connectors use as well."""
+REPORT = "kvtiers_report"
+"""Under this name in the ``kv_transfer_params`` of the answer. Another name, because some routers
+send an answer's parameters on with the next request."""
+
+NO_STORE = "no_store"
+NO_LOAD = "no_load"
+MAX_LOAD_TOKENS = "max_load_tokens"
+TIERS = "tiers"
+PIN_S = "pin_s"
+CONTROL_NAMES = (NO_STORE, NO_LOAD, MAX_LOAD_TOKENS, TIERS, PIN_S)
+
+PIN_MOST_S = 86_400.0
+NAMES_MOST = 64
+"""Names in one request's object that are looked at."""
+WRONG_MOST = 8
+"""Problems that are described; a request with more has no use for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What one request orders. ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU
+    tier), ``None`` for all; only lower tiers count in ``write``, since every chunk passes the CPU
+    tier. ``max_load_tokens`` bounds what is loaded, ``pin_s`` is how long to keep its chunks."""
+
+    no_store: bool = False
+    no_load: bool = False
+    max_load_tokens: int | None = None
+    read: frozenset[int] | None = None
+    write: frozenset[int] | None = None
+    pin_s: float = 0.0
+
+
+NO_CONTROLS = Controls()
+
+
+def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list[str]]:
+    """The controls in a request's ``kv_transfer_params``, and what was wrong with others.
+
+    ``tiers`` are the names of the lower tiers. ``tiers`` of the request is a list of names that
+    may be read and written, or ``{"read": [...], "write": [...]}``.
+    """
+    told = params.get(FIELD) if isinstance(params, Mapping) else None
+    if not isinstance(told, Mapping) or not any(name in told for name in CONTROL_NAMES):
+        return NO_CONTROLS, []
+    wrong: list[str] = []
+    read, write = _tiers(told.get(TIERS), tiers, wrong)
+    controls = Controls(
+        no_store=_flag(told, NO_STORE, wrong) or write == frozenset(),
+        no_load=_flag(told, NO_LOAD, wrong) or read == frozenset(),
+        max_load_tokens=_tokens(told, wrong),
+        read=read,
+        write=write,
+        pin_s=_seconds(told, wrong),
+    )
+    return controls, wrong
+
+
+def show(value: object) -> str:
+    """A client's value as one short line of plain characters."""
+    try:
+        text = ascii(value[:80] if isinstance(value, str) else value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a very deep list
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _flag(told: Mapping[str, Any], name: str, wrong: list[str]) -> bool:
+    value = told.get(name, False)
+    if isinstance(value, bool):
+        return value
+    wrong.append(f"{name} must be true or false (got {show(value)})")
+    return False
+
+
+def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
+    value = told.get(MAX_LOAD_TOKENS)
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    wrong.append(f"{MAX_LOAD_TOKENS} must be a number of tokens (got {show(value)})")
+    return None
+
+
+def _seconds(told: Mapping[str, Any], wrong: list[str]) -> float:
+    value = told.get(PIN_S, 0.0)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value <= PIN_MOST_S:
+        return float(value)
+    wrong.append(f"{PIN_S} must be seconds from 0 to {PIN_MOST_S:.0f} (got {show(value)})")
+    return 0.0
+
+
+def _tiers(
+    value: object, tiers: Sequence[str], wrong: list[str]
+) -> tuple[frozenset[int] | None, frozenset[int] | None]:
+    """Which tiers may be read and written. A wrong value restricts nothing less than was meant: a
+    name that cannot be read is left out, and what is no list at all allows no tier."""
+    if value is None:
+        return None, None
+    if not isinstance(value, Mapping):
+        both = _numbers(TIERS, value, tiers, wrong)
+        return both, both
+    wrong.extend(
+        f'{TIERS} has no part {show(name)} (parts: "read", "write")'
+        for name in list(value)[:WRONG_MOST]
+        if name not in ("read", "write")
+    )
+    read, write = (
+        _numbers(f"{TIERS}.{part}", value[part], tiers, wrong) if part in value else None
+        for part in ("read", "write")
+    )
+    return read, write
+
+
+def _numbers(where: str, value: object, tiers: Sequence[str], wrong: list[str]) -> frozenset[int]:
+    known = {"cpu": CPU} | {name: number for number, name in enumerate(tiers)}
+    if not isinstance(value, list | tuple):
+        wrong.append(f"{where} must be a list of tiers (got {show(value)})")
+        return frozenset()
+    found = set()
+    for name in value[:NAMES_MOST]:
+        if isinstance(name, str) and name in known:
+            found.add(known[name])
+        else:
+            wrong.append(f"{where}: no tier {show(name)} (tiers: {', '.join(known)})")
+    return frozenset(found)

@@ -1,0 +1,107 @@
+"""Controls of a request that vLLM's real scheduler serves, and what the client is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.connector.oracle_models import MODELS
+from tests.connector.oracle_world import Conditions, World
+from tests.connector.test_requests_told import _request
+
+PROMPT = list(range(64))
+
+
+@pytest.fixture(params=["full", "sliding_full"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    with World(MODELS[request.param], Conditions(slots=120), tmp_path, 1) as made:
+        yield made
+        made.check_idle()
+
+
+def serve(world: World, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
+    """Serve one request alone; the report that its client gets."""
+    request = _request(world, name, prompt, {"kvtiers": told} if told else None)
+    outputs: list[Any] = []
+    update = world.scheduler.update_from_output
+
+    def noting(*arguments: Any) -> Any:
+        found = update(*arguments)
+        outputs.extend(output for out in found.values() for output in out.outputs)
+        return found
+
+    world.scheduler.update_from_output = noting
+    world.scheduler.add_request(request)
+    world.drain()
+    world.check()
+    world.scheduler.update_from_output = update
+    last = [output for output in outputs if output.finish_reason is not None]
+    params = last[0].kv_transfer_params
+    assert bool(params) == bool(told), "a client is told something if it said something"
+    return dict(params["kvtiers_report"]) if params else {}
+
+
+def loaded(world: World) -> float:
+    return sum(world.loaded().values())
+
+
+def test_nothing_is_stored_or_loaded_on_request(world: World) -> None:
+    serve(world, "a", PROMPT, no_store=True)
+    assert len(world.planner.cpu) == 0
+    serve(world, "b", PROMPT)
+    assert len(world.planner.cpu) > 0
+    world.forget_locally()
+    assert serve(world, "c", PROMPT, no_load=True) == {"loaded_tokens": {}}
+    assert loaded(world) == 0
+    world.forget_locally()
+    report = serve(world, "d", PROMPT, session="s")
+    assert sum(report["loaded_tokens"].values()) == loaded(world) > 0
+
+
+def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
+    serve(world, "a", PROMPT)
+    world.forget_locally()
+    size = world.connector._scheduler.layout.alignment_tokens
+    report = serve(world, "b", PROMPT, max_load_tokens=2 * size + 1)
+    assert report["loaded_tokens"] == {"cpu": 2 * size}
+
+
+def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: World) -> None:
+    serve(world, "a", PROMPT, tiers=["cpu"])
+    assert len(world.planner.lower[0]) == 0
+    world.forget_locally()
+    assert serve(world, "b", PROMPT, tiers=["file"])["loaded_tokens"] == {}
+    serve(world, "c", [*PROMPT[:32], *range(100, 132)])
+    assert len(world.planner.lower[0]) > 0
+    other = [7, *PROMPT[1:]]
+    serve(world, "d", other)
+    world.forget_locally()
+    assert set(serve(world, "e", other, tiers=["file"])["loaded_tokens"]) == {"file"}
+    world.forget_locally()
+    assert set(serve(world, "f", other, tiers=["cpu"])["loaded_tokens"]) == {"cpu"}
+
+
+def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+        report = serve(world, "a", PROMPT, pin_s=600, pinned=32)
+        assert report["pinned_tokens"] == 24, "a quarter of the tier's 24 slots of 4 tokens"
+        for number in range(12):
+            serve(world, f"x{number}", [200 - number, *range(1, 80)])
+        assert world.planner.cpu.evictions > 0
+        world.forget_locally()
+        report = serve(world, "b", PROMPT, session="s")
+        assert report["loaded_tokens"] == {"cpu": 24}
+        world.change_weights()
+        assert world.connector._scheduler._endings.pins.used()["cpu"] == 0
+        world.drain()
+        world.check_idle()
+
+
+def test_wrong_values_are_told_and_counted(world: World) -> None:
+    report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
+    assert len(report["ignored"]) == 3
+    assert world.connector._scheduler.intake.wrong_values == 3
+    assert world.connector.faults.by_hook == {}

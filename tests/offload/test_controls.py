@@ -1,0 +1,222 @@
+"""What clients order in ``kv_transfer_params`` is obeyed by the planner; nonsense is described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.chunks import GroupInfo, Origin, Wanted
+from offload.controls import CONTROL_NAMES, NO_CONTROLS, WRONG_MOST, Controls, parse_controls
+from offload.demotion import DemotionQueue
+from offload.hints import parse_hints
+from offload.index import TierIndex
+from offload.ledger import CPU
+from offload.planner import Planner
+from offload.plans import IN_SLAB, STAGED, JobResult, StepReport
+from offload.space import ByteSpace, SlotSpace
+from policies.admission import SecondUse, WriteBudget
+from policies.lru import LruPolicy
+
+TIERS = ("lmdb", "file")
+GROUP = 0
+KEYS = [bytes([n]) * 32 + bytes(4) for n in range(16)]
+
+
+def read(**told: Any) -> tuple[Controls, list[str]]:
+    return parse_controls({"kvtiers": told}, TIERS)
+
+
+def test_all_controls_are_read() -> None:
+    controls, wrong = read(
+        no_store=True, no_load=True, max_load_tokens=64, tiers=["cpu", "file"], pin_s=3
+    )
+    assert wrong == []
+    both = frozenset({CPU, 1})
+    assert controls == Controls(True, True, 64, both, both, 3.0)
+
+
+def test_reading_and_writing_are_apart() -> None:
+    controls, wrong = read(tiers={"read": ["lmdb"], "write": ["cpu"]})
+    assert not wrong
+    assert (controls.read, controls.write) == (frozenset({0}), frozenset({CPU}))
+    assert not controls.no_store
+    assert not controls.no_load
+
+
+def test_no_tier_means_neither_stored_nor_loaded() -> None:
+    controls, _ = read(tiers=[])
+    assert controls.no_store
+    assert controls.no_load
+    controls, _ = read(tiers={"write": []})
+    assert controls.no_store
+    assert not controls.no_load
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"kvtiers": None}, {"kvtiers": {}}, 3, {"kvtiers": 3}]
+)
+def test_no_controls(params: object) -> None:
+    assert parse_controls(params, TIERS) == (NO_CONTROLS, [])
+
+
+@pytest.mark.parametrize(
+    ("told", "part"),
+    [
+        ({"no_store": "yes"}, "no_store must be true or false (got 'yes')"),
+        ({"no_load": 1}, "no_load must be true or false"),
+        ({"max_load_tokens": -1}, "number of tokens"),
+        ({"max_load_tokens": 1.5}, "number of tokens"),
+        ({"max_load_tokens": True}, "number of tokens"),
+        ({"pin_s": -1}, "seconds from 0 to 86400"),
+        ({"pin_s": float("nan")}, "seconds from 0"),
+        ({"pin_s": 1e9}, "seconds from 0"),
+        ({"pin_s": 10**5000}, "got a int"),
+        ({"tiers": "cpu"}, "must be a list of tiers"),
+        ({"tiers": ["disk"]}, "no tier 'disk' (tiers: cpu, lmdb, file)"),
+        ({"tiers": [["cpu"]]}, "no tier ['cpu']"),
+        ({"tiers": {"reed": ["cpu"]}}, "no part 'reed'"),
+    ],
+)
+def test_a_wrong_control_is_described(told: dict[str, Any], part: str) -> None:
+    _, wrong = read(**told)
+    assert len(wrong) == 1
+    assert part in wrong[0]
+
+
+def test_a_wrong_list_of_tiers_allows_none() -> None:
+    """Somebody wanted to keep a prompt off some tier: no tier may get it by mistake."""
+    for value in ("cpu", ["dsk"], 7):
+        controls, _ = read(tiers=value)
+        assert controls.no_store
+        assert controls.no_load
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.sampled_from((*CONTROL_NAMES, "read", "write")) | st.text(), inner)
+    ),
+)
+
+
+@given(_json)
+def test_no_json_raises_and_what_is_described_is_short(told: Any) -> None:
+    controls, wrong = parse_controls({"kvtiers": told}, TIERS)
+    _, more = parse_hints({"kvtiers": told})
+    assert all(len(text) < 250 for text in (*wrong, *more))
+    assert len(more) <= WRONG_MOST
+    assert 0 <= controls.pin_s <= 86_400
+
+
+def test_thousands_of_names_are_described_briefly() -> None:
+    _, wrong = parse_hints({"kvtiers": {f"n{number}": 1 for number in range(10_000)}})
+    assert len(wrong) == WRONG_MOST
+
+
+# -- obeyed by the planner -----------------------------------------------------------------------
+
+
+class Bed:
+    """A planner with a disk, of which every job ends well."""
+
+    def __init__(self, slots: int = 8, disk_chunks: int = 100, admission: Any = None) -> None:
+        cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+        self.disk = TierIndex("lmdb", ByteSpace(disk_chunks * 10), LruPolicy())
+        self.queue = DemotionQueue(0, self.disk, admissions=admission or ())
+        groups = {GROUP: GroupInfo("full", 16, (10,))}
+        self.planner = Planner(groups, cpu, [self.disk], demotions=[self.queue], max_load_chunks=4)
+
+    def store(self, numbers: range, **told: Any) -> None:
+        origin = self.origin(**told)
+        chunks = [Wanted(KEYS[n], GROUP, (n,), 16 * (n + 1), origin) for n in numbers]
+        self.planner.plan_store(chunks)
+        self.finish()
+
+    @staticmethod
+    def origin(**told: Any) -> Origin:
+        params = {"kvtiers": told}
+        return Origin(b"", parse_hints(params)[0], parse_controls(params, TIERS)[0])
+
+    def finish(self) -> None:
+        for _ in range(3):
+            plan = self.planner.step()
+            jobs = [*plan.stores, *plan.demotes, *plan.loads]
+            self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
+        self.planner.check()
+
+
+def test_a_prompt_can_be_kept_off_the_disk() -> None:
+    bed = Bed()
+    bed.store(range(2), tiers=["cpu"])
+    assert KEYS[0] in bed.planner.cpu
+    assert not len(bed.disk)
+    bed.store(range(2, 4), tiers=["cpu", "lmdb"])
+    assert KEYS[2] in bed.disk
+
+
+def test_only_allowed_tiers_are_read() -> None:
+    bed = Bed()
+    bed.store(range(2))
+    bed.store(range(2, 3), tiers=["cpu"])
+    disk_only, cpu_only = bed.origin(tiers=["lmdb"]), bed.origin(tiers=["cpu"])
+    assert not any(KEYS[2] in holder for holder in bed.planner.holders_for(disk_only))
+    wanted = [Wanted(KEYS[n], GROUP, (n,), 16 * (n + 1), disk_only) for n in range(2)]
+    assert bed.planner.plan_load("r", wanted) == {0: 32}
+    items = bed.planner.step().loads[0].items
+    assert {(item.tier, item.slot) for item in items} == {(0, STAGED)}
+    bed = Bed()
+    bed.store(range(2))
+    bed.planner.cpu.drop(KEYS[:1])
+    assert not any(KEYS[0] in holder for holder in bed.planner.holders_for(cpu_only))
+    # Whatever a caller asks for: nothing is read from a tier that is not allowed.
+    bed.planner.plan_load("r", [Wanted(KEYS[0], GROUP, (0,), 16, cpu_only)])
+    assert bed.planner.step().loads[0].items[0].tier == IN_SLAB
+
+
+def test_low_priority_takes_free_places_only() -> None:
+    bed = Bed(slots=2, disk_chunks=2)
+    bed.store(range(2), priority="low")
+    assert KEYS[1] in bed.planner.cpu, "what is free is taken"
+    bed.store(range(2, 4), priority="low")
+    assert KEYS[2] not in bed.planner.cpu
+    assert KEYS[2] not in bed.disk
+    bed.store(range(2, 4))
+    assert KEYS[2] in bed.planner.cpu
+    assert KEYS[2] in bed.disk
+
+
+def test_low_priority_does_not_displace_on_the_disk() -> None:
+    bed = Bed(slots=8, disk_chunks=2)
+    bed.store(range(4), priority="low")
+    assert len(bed.planner.cpu) == 4
+    assert len(bed.disk) == 2
+    assert bed.disk.evictions == 0
+    bed.store(range(4, 6))
+    assert KEYS[4] in bed.disk
+
+
+def test_low_priority_may_use_half_of_the_load_budget() -> None:
+    bed = Bed()
+    bed.store(range(4))
+    low = bed.origin(priority="low")
+    bed.planner.plan_load("r", [Wanted(KEYS[0], GROUP, (0,), 16)])
+    assert bed.planner.can_load(1, 1, low)
+    assert not bed.planner.can_load(2, 2, low)
+    assert bed.planner.can_load(2, 2)
+
+
+def test_high_priority_passes_admission_but_not_the_write_budget() -> None:
+    bed = Bed(admission=[SecondUse()])
+    bed.store(range(2))
+    assert not len(bed.disk)
+    assert bed.queue.refused == 2
+    bed.store(range(2, 4), priority="high")
+    assert KEYS[2] in bed.disk
+    bed = Bed(admission=[WriteBudget(1e-9, burst_bytes=15)])
+    bed.store(range(2), priority="high")
+    assert len(bed.disk) == 1
+    assert bed.queue.refused == 1
