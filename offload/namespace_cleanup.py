@@ -27,6 +27,7 @@ from offload.namespace import (
     sync_folder,
 )
 from offload.sizes import format_size
+from tiers.lmdb_index import LOCK_NAME as READERS_NAME
 
 NEIGHBOURS_MAX = 256
 _QUARANTINE = re.compile(r"quarantine-[0-9a-f]{32}-[0-9a-f]{8}", re.ASCII)
@@ -52,7 +53,7 @@ def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[St
         ours = NAME.fullmatch(name) or _QUARANTINE.fullmatch(name)
         real = ours and stat.S_ISDIR(_lstat_mode(Path(root) / name))
         if real and (keep is None or name != keep.name):
-            found.append(Stored(name, *_usage(Path(root) / name)))
+            found.append(Stored(name, *usage(Path(root) / name)))
     return sorted(found, key=lambda stored: (stored.last_used, stored.name))
 
 
@@ -133,8 +134,11 @@ def _delete_trash(base: Path) -> None:
             shutil.rmtree(base / name, ignore_errors=True)  # the next start tries again
 
 
-def _usage(folder: Path) -> tuple[int, float]:
-    """Disk bytes of everything in ``folder`` and the newest modification time."""
+def usage(folder: Path) -> tuple[int, float]:
+    """Disk bytes of everything in ``folder`` and the newest modification time.
+
+    LMDB's table of readers does not count as use: those who only look at a store change it.
+    """
     total, newest = 0, _mtime(folder)
     stack = [folder]
     while stack:
@@ -143,7 +147,8 @@ def _usage(folder: Path) -> tuple[int, float]:
                 with contextlib.suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
                     total += found.st_blocks * 512
-                    newest = max(newest, found.st_mtime)
+                    if entry.name != READERS_NAME:
+                        newest = max(newest, found.st_mtime)
                     if stat.S_ISDIR(found.st_mode):
                         stack.append(Path(entry.path))
     return total, newest

@@ -60,10 +60,13 @@ class DiskIo:
 class PayloadFile:
     """One open file of whole pages. Methods raise ``OSError``."""
 
-    def __init__(self, path: Path, io: DiskIo, *, direct: bool = True) -> None:
-        """Open or create. Falls back to buffered I/O where ``O_DIRECT`` is refused."""
+    def __init__(
+        self, path: Path, io: DiskIo, *, direct: bool = True, read_only: bool = False
+    ) -> None:
+        """Open, or create unless ``read_only``. Falls back to buffered I/O where ``O_DIRECT`` is
+        refused."""
         self._io = io
-        flags = os.O_RDWR | os.O_CREAT
+        flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         self.direct = direct
         try:
             self.fd = io.open(path, flags | (os.O_DIRECT if direct else 0))

@@ -21,6 +21,7 @@ from pathlib import Path
 from tiers.base import TierIoError
 
 LOCK_NAME = "owner.lock"
+LOCK_WAIT_S = 0.2
 QUARANTINE_PREFIX = "quarantine-"
 MODE = 0o700
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -112,7 +113,7 @@ class OwnerLock:
         except OSError as error:
             raise FolderError(f"cannot open the lock {path}: {error}") from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._fd)
         except OSError as error:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._fd)
@@ -128,6 +129,19 @@ class OwnerLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _take(fd: int) -> None:
+    """Lock it; whoever only asks for the owner holds it for a moment. Raises ``OSError``."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def quarantine(folder: Path, names: Iterable[str]) -> Path:

@@ -2,12 +2,14 @@
 
 One environment of two named databases:
 
-    meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian
+    meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian; b"limits" -> JSON
     records   key -> last use (8 bytes, big-endian) + record header + runs (start u64, pages u32)
 
-Payloads are not in here. Values are small, every transaction is short and there are no readers
-beside the scan at ``open``, so LMDB's pages are reused at once and the file stays inside its map.
-The file is preallocated to the size of the map: a full disk cannot fail a commit.
+Payloads are not in here. Values are small, every transaction is short and so are those of readers
+in other processes (``lmdb_reader``), so LMDB's pages are reused at once and the file stays inside
+its map. A reader that was killed in a transaction would keep pages for ever: ``apply`` looks for
+such from time to time. The file is preallocated to the size of the map: a full disk cannot fail a
+commit.
 
 Opening never trusts a file. Sizes are checked before LMDB sees them (LMDB dies by SIGBUS on a
 truncated file); unless the last close left a matching checksum, the whole structure is walked by
@@ -48,6 +50,8 @@ RECORD_INDEX_BYTES = 512
 """Index space set aside per record; 280 to 320 bytes are used, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
 SCAN_BATCH = 4096
+READER_CHECK_EVERY = 64
+"""Transactions from one look for killed readers to the next; a look takes microseconds."""
 
 USE_BYTES = 8
 _PAYLOAD_AT = USE_BYTES + 24
@@ -153,6 +157,26 @@ class Manifest:
             raise IndexUnusableError(f"the manifest is not readable: {error!r}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The capacity an index was last opened with, and the smallest usual payload, in bytes."""
+
+    capacity_bytes: int
+    record_bytes: int
+
+    def dump(self) -> bytes:
+        return json.dumps([self.capacity_bytes, self.record_bytes]).encode()
+
+    @classmethod
+    def load(cls, raw: bytes | None) -> Limits | None:
+        """``None`` if nothing readable was stored."""
+        try:
+            capacity_bytes, record_bytes = json.loads(raw or b"")
+            return cls(int(capacity_bytes), int(record_bytes))
+        except (ValueError, TypeError):
+            return None
+
+
 def index_exists(folder: Path) -> bool:
     """Whether there is something to recover from."""
     path = folder / DATA_NAME
@@ -169,8 +193,9 @@ class LmdbIndex:
         self._clean = folder / CLEAN_NAME
         is_new = not index_exists(folder)
         if not is_new:
-            _check_file(folder, self._path, self._clean)
+            check_file(folder)
         self._clean.unlink(missing_ok=True)
+        self._transactions = 0
         self._env = self._open_env(folder, map_bytes)
         try:
             self._meta = self._env.open_db(b"meta")
@@ -243,6 +268,9 @@ class LmdbIndex:
         if os.stat(self._path).st_size < self._file_bytes:
             raise OSError(f"{self._path} was truncated while in use")
         records = self._records
+        self._transactions += 1
+        if not self._transactions % READER_CHECK_EVERY:
+            self._env.reader_check()
         with self._env.begin(write=True) as txn:
             if changes.clear_to_epoch is not None:
                 txn.drop(records, delete=False)
@@ -254,6 +282,14 @@ class LmdbIndex:
                     txn.put(key, value, db=records)
         if changes.clear_to_epoch is not None:
             self.epoch = changes.clear_to_epoch
+
+    def note_limits(self, limits: Limits) -> None:
+        """Keep what this index was opened with, for those who look at it from outside."""
+        with self._env.begin(db=self._meta) as txn:
+            known = txn.get(b"limits")
+        if known != limits.dump():
+            with self._env.begin(write=True, db=self._meta) as txn:
+                txn.put(b"limits", limits.dump())
 
     def close(self, *, clean: bool) -> None:
         """Close; ``clean`` leaves a checksum that spares the next ``open`` the long check."""
@@ -274,8 +310,10 @@ def _translated(error: BaseException) -> BaseException:
     return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
 
 
-def _check_file(folder: Path, path: Path, clean: Path) -> None:
-    """Raise ``IndexUnusableError`` unless LMDB can read the file without harm."""
+def check_file(folder: Path) -> None:
+    """Raise ``IndexUnusableError`` unless LMDB can read the file without harm. Only for an index
+    that nobody writes."""
+    path, clean = folder / DATA_NAME, folder / CLEAN_NAME
     found = path.lstat()
     if not path.is_file() or path.is_symlink():
         raise IndexUnusableError("it is not a regular file")

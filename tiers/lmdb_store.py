@@ -31,6 +31,7 @@ from tiers.lmdb_index import (
     RECORD_INDEX_BYTES,
     Changes,
     IndexUnusableError,
+    Limits,
     LmdbIndex,
     Manifest,
     index_exists,
@@ -116,6 +117,7 @@ class LmdbStore:
         self._options = options
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
+        self._capacity_bytes = capacity_bytes
         self._index_bytes = index_bytes(capacity_bytes, options.record_bytes)
         self.pages_max = payload_capacity_bytes(capacity_bytes, options.record_bytes) // ALIGNMENT
         self.pages_max += 1
@@ -167,6 +169,7 @@ class LmdbStore:
                     raise IndexUnusableError(f"{path} is not the payload file of this index")
                 self._open_payload(path, undo)
             self._recover()
+            self.index.note_limits(Limits(self._capacity_bytes, self._options.record_bytes))
             undo.pop_all()
 
     def _open_payload(self, path: Path, undo: contextlib.ExitStack) -> None:

@@ -50,6 +50,7 @@ from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
 from tiers.record import Identity, check_identity, check_key, check_payload
 from tiers.transfer import ReadItem, ReadJob, WriteJob
+from tiers.uses import UseClock
 
 TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
@@ -109,7 +110,7 @@ class LmdbTier(Tier):
         self._pid = os.getpid()
         self._epoch = store.index.epoch
         self._records = recovered.records
-        self._next_use = recovered.next_use
+        self._uses = UseClock(recovered.next_use)
         self._places = Places(store.file_pages, recovered.free)
         self._filling: dict[Key, Put] = {}
         self._commits: dict[Remove | Clear, asyncio.Future[None]] = {}
@@ -327,8 +328,7 @@ class LmdbTier(Tier):
     def _submit_write(self, puts: list[Put], data: list[Buffer]) -> None:
         store = self._store
         assert store is not None, "aclose waits for every call"
-        uses = list(range(self._next_use, self._next_use + len(puts)))
-        self._next_use += len(puts)
+        uses = list(self._uses.take(len(puts)))
         self._write_threads.submit(
             WriteJob(
                 puts,
@@ -483,11 +483,10 @@ class LmdbTier(Tier):
 
     async def touch(self, keys: Sequence[Key]) -> None:
         self._open_store()
-        for key in keys:
+        for key, use in zip(keys, self._uses.take(len(keys)), strict=True):
             value = self._records.pop(key, None)
             if value is not None:
-                self._records[key] = with_use(value, self._next_use)
-                self._next_use += 1
+                self._records[key] = with_use(value, use)
                 self._touched.add(key)
         if len(self._touched) >= TOUCHES_MAX:
             self._flush_touches()

@@ -1,0 +1,176 @@
+"""What the commands share: how they refuse, read sizes and times, show progress and print."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from offload.errors import NamespaceError, Problem, TierUnavailableError
+from offload.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from offload.stores import Home
+
+Folder = Annotated[Path, typer.Argument(help="Path of a tier, or a namespace or rank in it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypted.")]
+
+WRONG = 2
+"""Exit code for what was asked wrongly; 1 is for what was found or could not be done."""
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+FILES_WIDTH = 150
+"""Columns where the output is no terminal: nothing is cut off in files and pipes."""
+
+
+def make_app() -> typer.Typer:
+    """A Typer for one command."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Problems(list[Problem]):
+    """Everything that is wrong with what was asked, to be said at once."""
+
+    def add(self, where: str, what: str, fix: str = "") -> None:
+        self.append(Problem(where, what, fix))
+
+    def size(self, where: str, text: str, default: int = 0) -> int:
+        """A size such as ``8GiB``; ``default`` if nothing was given."""
+        if not text:
+            return default
+        try:
+            return parse_size(int(text) if text.isdecimal() else text)
+        except ValueError as error:
+            what, _, fix = str(error).partition(". ")
+            self.add(where, f'{what} (got "{text}")', f"{fix}." if fix else "")
+            return default
+
+    def duration(self, where: str, text: str, default: float = 0.0) -> float:
+        """Seconds from a text such as ``7d``; ``default`` if nothing was given."""
+        match = _DURATION.fullmatch(text)
+        if text and match is None:
+            self.add(where, f'is not a time (got "{text}")', "Write 30s, 15m, 12h, 7d or 2w.")
+        return float(match[1]) * _SECONDS[match[2]] if match else default
+
+    def homes(self, folder: Path) -> list[Home]:
+        """What lies below a folder; a problem if nothing does."""
+        from offload.stores import find_homes
+
+        fix = "Give the path of a tier, as in tiers[].path of the configuration."
+        try:
+            found = find_homes(folder)
+        except OSError:
+            what = "is not a folder" if folder.exists() else "does not exist"
+            self.add(str(folder), what, fix)
+            return []
+        if not found:
+            self.add(str(folder), "holds no records of kvtiers", fix)
+        return found
+
+    def refuse(self, command: str) -> None:
+        """End the program with all of them, if there are any."""
+        if self:
+            refuse(command, self)
+
+
+def refuse(command: str, problems: list[Problem]) -> NoReturn:
+    """Say what was asked wrongly and end with ``WRONG``."""
+    count = len(problems)
+    head = f"kvtiers {command}: {problems[0]}"
+    if count > 1:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        head = f"kvtiers {command}: {count} problems:\n{lines}"
+    print(head, file=sys.stderr)
+    raise typer.Exit(WRONG)
+
+
+def give_up(command: str, text: str) -> NoReturn:
+    """Say why it cannot be done and end with 1."""
+    print(f"kvtiers {command}: {text}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def at_a_store(command: str) -> Iterator[None]:
+    """Around work on a store: errors of the store end the program with one line.
+
+    A process that is stopped in the middle of a look at LMDB keeps its owner from using pages
+    again, so Ctrl-Z does nothing meanwhile.
+    """
+    from tiers.base import TierError
+    from tiers.lmdb_index import IndexUnusableError
+    from tiers.outside import StoreChangedError
+
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    except StoreChangedError as error:
+        give_up(command, f"{error} while it was read. Run this again")
+    except IndexUnusableError as error:
+        give_up(command, f"the index is damaged: {error}. A server that opens it starts empty")
+    except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
+        give_up(command, str(error))
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(value, indent=1))
+
+
+def screen() -> Console:
+    """For tables on stdout."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(width=FILES_WIDTH, highlight=False)
+
+
+def progress_bar(*, is_bytes: bool) -> Progress:
+    """A bar on stderr, with bytes per second or with a count."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    done: list[ProgressColumn] = [MofNCompleteColumn()]
+    if is_bytes:
+        done = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    columns = [TextColumn("{task.description}"), BarColumn(), *done, TimeRemainingColumn()]
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def size_text(size_bytes: float) -> str:
+    """A size, short."""
+    return format_size(int(size_bytes))
+
+
+def age_text(at_ns: int, now_s: float | None = None) -> str:
+    """How long ago that was; ``?`` if it is not known."""
+    if at_ns <= 0:
+        return "?"
+    seconds = max(0.0, (now_s or time.time()) - at_ns / 1e9)
+    for unit in ("w", "d", "h", "m"):
+        if seconds >= 2 * _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:.0f}{unit}"
+    return f"{seconds:.0f}s"

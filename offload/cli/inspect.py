@@ -1,0 +1,124 @@
+"""``kvtiers inspect``: what lies below a tier's path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offload.cli.common import (
+    AsJson,
+    Folder,
+    Problems,
+    age_text,
+    at_a_store,
+    make_app,
+    print_json,
+    progress_bar,
+    screen,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.store_summary import HomeSummary, StoreSummary
+
+app = make_app()
+
+NO_HITS = (
+    "Hits are not kept on disk: a running server counts them (kvtiers top URL). Last uses are at "
+    "most 5 s behind."
+)
+COLUMNS = (
+    *("replica/rank", "kind", "used by", "records", "payload", "of capacity", "record size"),
+    "last use",
+)
+AGE_NAMES = {
+    "1h": "< 1h",
+    "1d": "< 1d",
+    "7d": "< 7d",
+    "30d": "< 30d",
+    "older": "older",
+    "unknown": "unknown",
+}
+"""Columns of the histogram of last uses; those with no record are not shown."""
+
+
+@app.command()
+def inspect(folder: Folder, as_json: AsJson = False) -> None:
+    """Show the namespaces below a tier's path: records, sizes, ages, and who uses them.
+
+    Works while a server runs on the folder. Ends with 1 if something there cannot be read.
+    """
+    from offload.store_summary import summarise, to_json
+
+    problems = Problems()
+    homes = problems.homes(folder)
+    problems.refuse("inspect")
+    with at_a_store("inspect"), progress_bar(is_bytes=False) as bar:
+        task = bar.add_task("records", total=None)
+        found = summarise(homes, lambda count: bar.advance(task, count))
+    if as_json:
+        print_json({"folder": str(folder), "namespaces": to_json(found)})
+    else:
+        _print(found)
+    if any(home.problem or any(store.problem for store in home.stores) for home in found):
+        raise SystemExit(1)
+
+
+def _print(homes: list[HomeSummary]) -> None:
+    from rich.markup import escape
+
+    out = screen()
+    for home in homes:
+        out.print(f"[bold]{home.name or 'one tier'}[/bold]  {escape(_about(home))}")
+        for path, here, newest in home.differs:
+            out.print(escape(f"  other than the one used last: {path} is {here}, not {newest}"))
+        out.print(_table(home.stores))
+        for store in home.stores:
+            if store.problem:
+                out.print(escape(f"  replica {store.replica} rank {store.rank}: {store.problem}"))
+    out.print(NO_HITS, style="dim")
+
+
+def _about(home: HomeSummary) -> str:
+    users = {f"pid {owner.pid}" for owner in home.owners}
+    parts = [
+        home.model or "model unknown",
+        f"{size_text(home.disk_bytes)} on disk",
+        f"last used {age_text(int(home.last_used_s * 1e9))} ago",
+        f"in use by {', '.join(sorted(users))}" if users else "not in use",
+    ]
+    return ", ".join(parts) + (f"; {home.problem}" if home.problem else "")
+
+
+def _table(stores: list[StoreSummary]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for place, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if place < 3 else "right")
+    ages = [age for store in stores for age, count in store.ages.items() if count]
+    shown = [age for age in AGE_NAMES if age in ages]
+    for age in shown:
+        table.add_column(AGE_NAMES[age], justify="right")
+    for store in stores:
+        table.add_row(*_cells(store), *(f"{store.ages.get(age, 0):,}" for age in shown))
+    return table
+
+
+def _cells(store: StoreSummary) -> list[str]:
+    share = "?"
+    if store.capacity_bytes:
+        full = store.stored_bytes / store.capacity_bytes
+        share = f"{full:.0%} of {size_text(store.capacity_bytes)}"
+    sizes = [size_text(store.smallest_bytes), size_text(store.largest_bytes)]
+    return [
+        f"{store.replica}/{store.rank}",
+        store.kind,
+        f"pid {store.owner_pid}" if store.owner_pid is not None else "",
+        f"{store.records:,}",
+        size_text(store.payload_bytes),
+        share,
+        " to ".join(dict.fromkeys(sizes)) if store.records else "",
+        f"{age_text(store.oldest_use_ns)} to {age_text(store.newest_use_ns)}",
+    ]

@@ -1,0 +1,174 @@
+"""``kvtiers inspect`` on stores at rest and on one that another process writes to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.world import (
+    CAPACITY,
+    FIELDS,
+    OTHER,
+    ROOT,
+    SIZE,
+    kvtiers,
+    make_store,
+    open_index,
+    place_of,
+    writer,
+)
+from tiers.lmdb_index import Changes, with_use
+from tiers.testing import key_of
+
+
+def only_store(root: Path) -> dict:
+    [home] = kvtiers("inspect", root, "--json").json["namespaces"]
+    [store] = home["stores"]
+    return store
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_counts_and_sizes_of_a_store_at_rest(tmp_path: Path, kind: str) -> None:
+    began_ns = time.time_ns()
+    make_store(tmp_path, range(7), kind=kind)
+    found = only_store(tmp_path)
+    assert (found["kind"], found["records"], found["payload_bytes"]) == (kind, 7, 7 * SIZE)
+    assert (found["smallest_bytes"], found["largest_bytes"]) == (SIZE, SIZE)
+    assert found["capacity_bytes"] == (CAPACITY if kind == "lmdb" else None)
+    assert began_ns <= found["oldest_use_ns"] < found["newest_use_ns"]
+    assert found["ages"]["1h"] == 7
+    assert sum(found["ages"].values()) == 7
+    assert (found["owner_pid"], found["hits"], found["problem"]) == (None, None, "")
+    assert found["file_bytes"] >= 7 * SIZE
+
+
+def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -> None:
+    older = make_store(tmp_path, range(2))
+    newer = make_store(tmp_path, range(3), fields=OTHER)
+    for path in (older.parents[1], *older.parents[1].rglob("*")):
+        os.utime(path, (1, 1))
+    result = kvtiers("inspect", tmp_path, "--json")
+    result = kvtiers("inspect", tmp_path, "--json")  # looking is no use: the order stays
+    by_model = {home["model"]: home for home in result.json["namespaces"]}
+    assert by_model["tiny/llama"]["differs"] == [["model.name", "'tiny/llama'", "'tiny/qwen'"]]
+    assert by_model["tiny/qwen"]["differs"] == []
+    assert by_model["tiny/qwen"]["name"] == newer.parents[1].name
+    text = kvtiers("inspect", tmp_path).out
+    assert "tiny/llama" in text
+    assert "model.name is 'tiny/llama', not 'tiny/qwen'" in text
+
+
+def test_every_folder_inside_a_path_will_do(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(4))
+    make_store(tmp_path, range(9), rank=1)
+    for place in (folder, folder.parent, folder.parents[1], tmp_path):
+        [home] = kvtiers("inspect", place, "--json").json["namespaces"]
+        ranks = {store["rank"]: store["records"] for store in home["stores"]}
+        assert ranks == ({0: 4} if place == folder else {0: 4, 1: 9})
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    [home] = kvtiers("inspect", bare, "--json").json["namespaces"]
+    assert home["stores"][0]["records"] == 4
+
+
+def test_uses_of_early_stores_are_counters_and_no_times(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    index = open_index(folder)
+    values = {k: v for batch in index.scan() for k, v in batch.items()}
+    index.apply(Changes(edits={key_of(0): with_use(values[key_of(0)], 17)}))
+    index.close(clean=True)
+    found = only_store(tmp_path)
+    assert found["ages"]["unknown"] == 1
+    assert found["ages"]["1h"] == 2
+
+
+def test_a_damaged_index_is_said_and_does_no_harm(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(50))
+    content = (folder / "data.mdb").read_bytes()
+    (folder / "index.xxh3").unlink()
+    for damaged in (content[:9000], content[:8192], b"x" * 20_000, content[:4096] + bytes(40_960)):
+        (folder / "data.mdb").write_bytes(damaged)
+        result = kvtiers("inspect", tmp_path, "--json")
+        assert result.code == 1
+        assert "damaged index" in result.json["namespaces"][0]["stores"][0]["problem"]
+        assert (folder / "data.mdb").read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("missing", "does not exist"), ("file", "is not a folder"), ("empty", "holds no records")],
+)
+def test_a_wrong_folder_is_named(tmp_path: Path, path: str, words: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    result = kvtiers("inspect", tmp_path / path)
+    assert result.code == 2
+    assert words in result.err
+    assert str(tmp_path / path) in result.err
+    assert "Give the path of a tier" in result.err
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_while_another_process_writes(tmp_path: Path, kind: str) -> None:
+    with writer(tmp_path, kind) as live:
+        for _ in range(8):
+            result = kvtiers("inspect", tmp_path, "--json")
+            [home] = result.json["namespaces"]
+            [store] = home["stores"]
+            assert result.code == 0
+            assert 150 <= store["records"] <= 204
+            assert store["owner_pid"] == live.pid
+            assert home["owners"][0]["engine"] == "child"
+        rounds, reads, wrong, failures = live.stop()
+    assert rounds > 0
+    assert reads > 200
+    assert (wrong, failures) == (0, 0)
+    assert only_store(tmp_path)["records"] == pytest.approx(200, abs=8)
+
+
+def test_looking_leaves_a_clean_store_clean(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(5))
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"}
+    assert kvtiers("inspect", tmp_path).code == 0
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"} == before
+    index = open_index(folder)
+    index.close(clean=True)
+
+
+def test_help_comes_without_the_heavy_parts() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from offload.cli import app;"
+        "assert 'inspect' in CliRunner().invoke(app, ['--help']).stdout;"
+        "print([n for n in ('torch', 'vllm', 'numpy', 'lmdb', 'policies') if n in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"
+
+
+def test_no_command_imports_torch_or_vllm_to_show_its_help() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from offload.cli import COMMANDS, app\n"
+        "for name in COMMANDS:\n"
+        "    result = CliRunner().invoke(app, [name, '--help'])\n"
+        "    assert result.exit_code == 0, (name, result.output)\n"
+        "print([n for n in ('torch', 'vllm') if n in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"
+
+
+def test_the_namespace_folder_is_what_the_manifest_says(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(1))
+    assert place_of(tmp_path, FIELDS) == folder
+    folder.parents[1].rename(tmp_path / ("0" * 32))
+    result = kvtiers("inspect", tmp_path, "--json")
+    assert result.code == 1
+    assert "another namespace" in result.json["namespaces"][0]["problem"]
