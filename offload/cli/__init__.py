@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS = {
     "inspect": ("offload.cli.inspect", "What lies in a tier's folder, also while it is used."),
     "verify": ("offload.cli.verify", "Read and check every record; remove what is damaged."),
+    "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
     "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
     "simulate": ("policies.simulate_cli", "Eviction policies on request traces."),
 }

@@ -1,0 +1,152 @@
+"""``kvtiers clear``: remove namespaces, or records that were not used for long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.common import (
+    AsJson,
+    Folder,
+    Problems,
+    age_text,
+    at_a_store,
+    make_app,
+    print_json,
+    progress_bar,
+    screen,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from offload.clearing import Removal, Wanted
+    from offload.stores import Home
+
+app = make_app()
+
+LIVE = (
+    "in use by pid {pids}: not removed. To empty the tiers of a running server call its "
+    "POST /reset_prefix_cache?reset_external=true; to remove the files stop it first"
+)
+
+
+@app.command()
+def clear(
+    folder: Folder,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Begin of a namespace's name. Repeatable.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Model's name. Repeatable.")] = None,
+    unused_for: Annotated[
+        str,
+        typer.Option(
+            help="Only what was last used longer ago than this, as 12h or 30d: whole namespaces, "
+            "and single records of the others."
+        ),
+    ] = "",
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Only what was moved aside as damaged.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Everything below the path.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove namespaces by name, model or age; what a running server uses stays.
+
+    Options of several kinds must all fit. Works while servers run on other namespaces of the same
+    path. Ends with 1 if something stays because it is in use.
+    """
+    from offload.clearing import Wanted, find_removals, remove
+
+    problems = Problems()
+    age_s = problems.duration("--unused-for", unused_for)
+    homes = problems.homes(folder)
+    before_ns = int((time.time() - age_s) * 1e9) if age_s else 0
+    wanted = Wanted(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
+    _check(problems, wanted, homes, everything, unused_for)
+    if as_json and not (yes or dry_run):
+        problems.add("--json", "asks nothing", "Add --yes, or --dry-run.")
+    problems.refuse("clear")
+    with at_a_store("clear"):
+        removals = find_removals(homes, wanted)
+        if not as_json:
+            _print_plan(removals)
+        if not dry_run and any(not removal.owners for removal in removals):
+            if not yes and not typer.confirm("Remove this?", err=True):
+                raise SystemExit(1)
+            with progress_bar(is_bytes=False) as bar:
+                task = bar.add_task("removing", total=len(removals))
+                remove(removals, before_ns, lambda count: bar.advance(task, count))
+    _report(removals, str(folder), dry_run, as_json)
+
+
+def _check(
+    problems: Problems, wanted: Wanted, homes: list[Home], everything: bool, unused_for: str
+) -> None:
+    """Say what fits nothing, and what was left open."""
+    chosen = wanted.names or wanted.models or unused_for or wanted.set_aside
+    if not chosen and not everything:
+        fix = "Give --namespace, --model, --unused-for, --set-aside or --all; --dry-run to look."
+        problems.add("clear", "does not know what to remove", fix)
+    if not homes:
+        return
+    names = [home.name for home in homes]
+    models = sorted({home.model for home in homes if home.model})
+    for name in wanted.names:
+        if not any(known.startswith(name) for known in names) or not name:
+            problems.add("--namespace", f'fits nothing (got "{name}")', f"Known: {_list(names)}.")
+    for name in wanted.models:
+        if name not in models:
+            problems.add("--model", f'fits nothing (got "{name}")', f"Known: {_list(models)}.")
+    if names == [""] and not unused_for:
+        fix = "Delete the folder once nothing uses it, or give --unused-for."
+        problems.add(str(homes[0].folder), "is the folder of a single tier", fix)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "none"
+
+
+def _print_plan(removals: list[Removal]) -> None:
+    from rich.table import Table
+
+    if not removals:
+        print("nothing fits")
+        return
+    table = Table()
+    for name in ("namespace", "model", "what", "size", "last used", "in use by"):
+        table.add_column(name, justify="right" if name in ("size", "last used") else "left")
+    for removal in removals:
+        what = "everything" if removal.is_whole else f"{sum(removal.old.values()):,} records"
+        pids = sorted({str(owner.pid) for owner in removal.owners})
+        table.add_row(
+            removal.home.name,
+            removal.home.model,
+            what,
+            size_text(removal.size_bytes),
+            f"{age_text(int(removal.last_used_s * 1e9))} ago",
+            f"pid {', '.join(pids)}: stays" if pids else "",
+        )
+    screen().print(table)
+
+
+def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) -> None:
+    """Say what was done; ends the program."""
+    kept = [removal for removal in removals if removal.owners and not removal.done]
+    if as_json:
+        found = [removal.to_json() for removal in removals]
+        print_json({"folder": folder, "dry_run": dry_run, "namespaces": found})
+    else:
+        done = [removal for removal in removals if removal.done]
+        if done:
+            size = size_text(sum(removal.size_bytes for removal in done))
+            print(f"removed {size} in {len(done)} of {len(removals)} namespaces")
+        for removal in kept:
+            pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
+            line = LIVE.format(pids=pids)
+            print(f"{removal.home.name or removal.home.folder}: {line}", file=sys.stderr)
+    raise SystemExit(1 if kept else 0)

@@ -1,0 +1,195 @@
+"""``kvtiers clear`` removes exactly what it says, beside a live writer as well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offload.namespace import Namespace
+from tests.cli.world import (
+    FIELDS,
+    OTHER,
+    Result,
+    kvtiers,
+    make_store,
+    open_index,
+    records_of,
+    writer,
+)
+from tiers.file_tier import record_name
+from tiers.lmdb_index import Changes, with_use
+from tiers.testing import key_of
+
+THIRD = {"model": {"name": "tiny/llama"}, "parallel": {"tp": 2}}
+NAMES = {
+    key: Namespace.of(fields).name
+    for key, fields in {"llama": FIELDS, "qwen": OTHER, "llama2": THIRD}.items()
+}
+DAY_NS = 86_400 * 10**9
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three namespaces, two of them of one model."""
+    for fields in (FIELDS, OTHER, THIRD):
+        make_store(tmp_path / "kv", range(4), fields=fields)
+    return tmp_path / "kv"
+
+
+def left(root: Path) -> set[str]:
+    """Short names of the namespaces there are; nothing else may lie there."""
+    names = {path.name for path in root.iterdir()} - {".kvtiers.lock"}
+    return {short for short, name in NAMES.items() if name in names} | (names - set(NAMES.values()))
+
+
+def age(folder: Path) -> None:
+    """As if a namespace was last used in 1970."""
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (1, 1))
+
+
+def clear(root: Path, *options: object) -> Result:
+    return kvtiers("clear", root, *options, "--yes")
+
+
+def test_by_name(root: Path) -> None:
+    assert clear(root, "--namespace", NAMES["qwen"][:9]).code == 0
+    assert left(root) == {"llama", "llama2"}
+    assert len(records_of(root / NAMES["llama"] / "replica-0" / "rank-0")) == 4
+
+
+def test_by_model(root: Path) -> None:
+    assert clear(root, "--model", "tiny/llama").code == 0
+    assert left(root) == {"qwen"}
+
+
+def test_several_kinds_must_all_fit(root: Path) -> None:
+    age(root / NAMES["llama"])
+    age(root / NAMES["qwen"])
+    assert clear(root, "--model", "tiny/llama", "--unused-for", "30d").code == 0
+    assert left(root) == {"qwen", "llama2"}
+
+
+def test_everything(root: Path) -> None:
+    assert clear(root, "--all").code == 0
+    assert left(root) == set()
+
+
+def test_a_dry_run_and_a_no_remove_nothing(root: Path) -> None:
+    listed = kvtiers("clear", root, "--all", "--dry-run", "--json")
+    assert [one["removed"] for one in listed.json["namespaces"]] == [False] * 3
+    assert kvtiers("clear", root, "--all").code == 1  # nobody there to say yes
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def test_what_was_moved_aside(root: Path) -> None:
+    aside = root / f"quarantine-{NAMES['qwen']}-0123abcd"
+    shutil.copytree(root / NAMES["qwen"], aside)
+    assert clear(root, "--set-aside").code == 0
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def grow_old(folder: Path, numbers: range) -> None:
+    """As if these records were last used two days ago."""
+    if (folder / "data.mdb").exists():
+        index = open_index(folder)
+        values = {key: value for batch in index.scan() for key, value in batch.items()}
+        use = int.from_bytes(values[key_of(numbers[0])][:8], "big") - 2 * DAY_NS
+        keys = map(key_of, numbers)
+        index.apply(Changes(edits={key: with_use(values[key], use) for key in keys}))
+        index.close(clean=True)
+    else:
+        for number in numbers:
+            [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
+            use = path.stat().st_mtime_ns - 2 * DAY_NS
+            os.utime(path, ns=(use, use))
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_records_by_age(tmp_path: Path, kind: str) -> None:
+    folder = make_store(tmp_path, range(10), kind=kind)
+    grow_old(folder, range(3, 7))
+    listed = kvtiers("clear", tmp_path, "--unused-for", "1d", "--dry-run", "--json").json
+    assert listed["namespaces"][0]["records"] == 4
+    result = clear(tmp_path, "--unused-for", "1d", "--json")
+    [found] = result.json["namespaces"]
+    assert (result.code, found["records"], found["removed"], found["whole"]) == (0, 4, True, False)
+    kept = {key_of(number) for number in (0, 1, 2, 7, 8, 9)}
+    if kind == "lmdb":
+        assert set(records_of(folder)) == kept
+    else:
+        assert {p.name for p in folder.glob("epoch-0/*")} == {record_name(key) for key in kept}
+    assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["good"] == 6
+    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+
+
+def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    index = open_index(folder)
+    values = {key: value for batch in index.scan() for key, value in batch.items()}
+    edits = {key: with_use(value, 7) for key, value in values.items()}
+    index.apply(Changes(edits=dict(edits)))
+    index.close(clean=True)
+    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+
+
+def test_beside_a_writer(root: Path) -> None:
+    """Other namespaces go while a server works in one; that one stays, whatever is asked."""
+    with writer(root) as live:
+        result = clear(root, "--all", "--json")
+        assert result.code == 1
+        by_name = {one["namespace"]: one for one in result.json["namespaces"]}
+        assert by_name[NAMES["llama"]]["in_use_by"] == [live.pid]
+        assert [by_name[NAMES[n]]["removed"] for n in ("llama", "qwen", "llama2")] == [
+            False,
+            True,
+            True,
+        ]
+        assert left(root) == {"llama"}
+        grown = clear(root, "--unused-for", "1s")
+        assert grown.code in (0, 1)  # by then some of the untouched records are old enough, or not
+        text = clear(root, "--namespace", NAMES["llama"])
+        assert text.code == 1
+        assert f"in use by pid {live.pid}: not removed" in text.err
+        rounds, reads, wrong, failures = live.stop()
+    assert (wrong, failures) == (0, 0)
+    assert rounds > 0
+    assert reads > 200
+    assert clear(root, "--namespace", NAMES["llama"]).code == 0
+    assert left(root) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "does not know what to remove"),
+        (["--namespace", "zz"], '--namespace: fits nothing (got "zz"). Known: '),
+        (["--model", "x"], '--model: fits nothing (got "x"). Known: tiny/llama, tiny/qwen'),
+        (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),
+        (["--all", "--json"], "--json: asks nothing. Add --yes, or --dry-run."),
+    ],
+)
+def test_bad_input(root: Path, options: list[str], words: str) -> None:
+    result = kvtiers("clear", root, *options)
+    assert result.code == 2
+    assert words in result.err
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    result = kvtiers("clear", tmp_path / "no", "--unused-for", "soon", "--json")
+    assert result.code == 2
+    assert "3 problems" in result.err
+
+
+def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "kv", range(4))
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    assert "is the folder of a single tier" in clear(bare, "--all").err
+    grow_old(bare, range(2))
+    assert clear(bare, "--unused-for", "1d").code == 0
+    assert set(records_of(bare)) == {key_of(2), key_of(3)}
