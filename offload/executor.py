@@ -103,6 +103,8 @@ class Executor:
         self._lane = LoadLane(
             slab, engine, self._groups, self._tiers, watches, staging, self.limits, self.stats
         )
+        for number, tier in enumerate(self._tiers):
+            tier.on_loss(partial(self._see, number, Observed(losses=1)))
         self._writers = [
             TierWriter(tier, watch, slab, self._groups, self.stats)
             for tier, watch in zip(self._tiers, watches, strict=True)

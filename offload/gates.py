@@ -51,6 +51,7 @@ class TierGate:
         """Let time pass; whether a read should be tried now."""
         self.reads.tick(now)
         self.writes.tick(now)
+        self.pace.tick(now)
         self._log()
         if self.probe is not None:
             return False

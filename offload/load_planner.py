@@ -55,15 +55,18 @@ class LoadPlanner:
         """Loads that were planned and not sent."""
         return len(self._planned)
 
-    def holders(self, read: frozenset[int] | None) -> tuple[Container[bytes], ...]:
-        """Where a chunk can be found now, nearest first, among the tiers ``read`` (``None``: all).
-        A promotion under way counts, unless it may come from a tier that is not to be waited for.
-        """
+    def holders(
+        self, read: frozenset[int] | None, above: int | None = None
+    ) -> tuple[Container[bytes], ...]:
+        """Where a chunk can be found now, nearest first, among the tiers ``read`` (``None``: all)
+        and ``above`` a lower one. A promotion under way counts, unless it may come from a tier
+        that is not to be waited for."""
         asked = [tier for tier, gate in enumerate(self._gates) if gate.readable]
-        lower = [self._lower[tier].resident for tier in asked if read is None or tier in read]
+        asked = [tier for tier in asked if read is None or tier in read]
+        lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
         if read is not None and CPU not in read:
             return tuple(lower)
-        if len(lower) < len(self._lower):
+        if len(asked) < len(self._lower):
             return (self._cpu.resident, *lower)
         return (self._cpu.resident, *lower, self.promoting)
 

@@ -209,29 +209,35 @@ class OffloadManager:
         bad = result.result().bad
         return next((n for n, chunk in enumerate(chunks) if chunk.key in bad), hit)
 
-    async def flush(self) -> None:
-        """Wait until everything accepted so far has reached, or failed to reach, every tier."""
-        self._pump()
-        while self.planner.busy:
-            self._moved.clear()
-            await self._moved.wait()
-        await self._executor.settle()
+    async def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until everything accepted so far has reached, or failed to reach, every tier.
 
-    async def reset(self) -> None:
+        Raises ``TimeoutError`` if a tier takes longer; what it has accepted goes on.
+        """
+        async with asyncio.timeout(timeout_s):
+            self._pump()
+            while self.planner.busy:
+                self._moved.clear()
+                await self._moved.wait()
+            await self._executor.settle()
+
+    async def reset(self, timeout_s: float = 60.0) -> None:
         """Forget everything at once, in every tier, durably: the weights have changed.
 
-        Raises ``TierUnavailableError`` if a tier could not make it durable.
+        Raises ``TierUnavailableError`` if a tier could not make it durable within ``timeout_s``.
         """
         self._epoch += 1
         errors = self._executor.stats.tier_errors
         self.planner.reset([self._epoch] * len(self.planner.lower))
         self._pump()
-        await self._executor.settle()
-        if self._executor.stats.tier_errors > errors:
-            raise TierUnavailableError(
-                "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
-                "this process, but delete its folder before it is opened again."
-            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._executor.settle(), timeout_s)
+            if self._executor.stats.tier_errors == errors:
+                return
+        raise TierUnavailableError(
+            "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
+            "this process, but delete its folder before it is opened again."
+        )
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
         """Flush within ``timeout_s`` seconds, then release tiers, threads and memory."""
@@ -240,7 +246,7 @@ class OffloadManager:
             return
         # What is not written in time is not there after a restart, nothing else.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.flush(), timeout_s)
+            await self.flush(timeout_s)
         task.cancel()
         await self._executor.aclose(timeout_s)
         self._slab.close()

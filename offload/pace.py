@@ -18,6 +18,8 @@ STOP_BELOW = 0.9
 RESUME_ABOVE = 1.1
 RETRY_S = 5.0
 RETRY_MAX_S = 60.0
+FORGET_S = 60.0
+"""How long it is remembered what short loads took."""
 
 
 class Rate:
@@ -48,6 +50,8 @@ class BreakEven:
     It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
     ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double
     until loads, which meet more traffic than probes do, have shown that it pays.
+
+    A tier that pays may still be too slow to answer for a few tokens: ``least_tokens``.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True) -> None:
@@ -57,10 +61,27 @@ class BreakEven:
         self._enabled = enabled
         self._wait_s = RETRY_S
         self._retry_at = 0.0
+        self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # when, how long
+
+    @property
+    def least_tokens(self) -> float:
+        """A request should compute rather than load fewer tokens than this: in the time that
+        short loads take at present they are computed. 0 if that is not known."""
+        prefill = self._prefill.value()
+        if not self._enabled or prefill is None or len(self._short) < SAMPLES_MIN:
+            return 0.0
+        return STOP_BELOW * prefill * statistics.median(took for _, took in self._short)
+
+    def tick(self, now: float) -> None:
+        """Time passes: what short loads took is forgotten, and so tried again."""
+        while self._short and self._short[0][0] < now - FORGET_S:
+            self._short.popleft()
 
     def observe_load(self, tokens: int, seconds: float, now: float) -> None:
         """A load that came from this tier has ended well."""
         self.rate.observe(tokens, seconds)
+        if tokens < TOKENS_MIN:
+            self._short.append((now, seconds))
         prefill, mine = self._prefill.value(), self.rate.value()
         if not self._enabled or not self.pays or prefill is None or mine is None:
             return

@@ -14,14 +14,14 @@ from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.gates import Gates
 from offload.index import TierIndex
-from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import LoadPlanner
-from offload.plans import StepPlan, StepReport, StoreJob
+from offload.plans import StepPlan, StepReport
 from offload.stats import PlannerStats
+from offload.store_planner import StorePlanner
 from offload.uses import Uses
-from policies.base import AdmissionPolicy, EntryInfo
-from policies.hints import HIGH, LOW
+from policies.base import AdmissionPolicy
+from policies.hints import LOW
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -65,14 +65,12 @@ class Planner:
             max_load_chunks,
             max_load_blocks,
         )
-        self._max_store_chunks = max_store_chunks
-        self._admission = admission
-        self._storing = 0
-        self._stores: list[StoreJob] = []
-        self._fence: set[int] = set()
         self._deletes: dict[int, list[bytes]] = {}
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
+        self._stores = StorePlanner(
+            groups, cpu, self._ledger, self.stats, self._uses.filled, max_store_chunks, admission
+        )
         self._reset = False
         self._epochs: tuple[int, ...] = ()
         if demotions is None:
@@ -90,9 +88,10 @@ class Planner:
         """Where a chunk can be found now, nearest first."""
         return self._loads.holders(None)
 
-    def holders_for(self, origin: Origin) -> tuple[Container[bytes], ...]:
-        """``holders``, as far as this request may read them."""
-        return self._loads.holders(origin.controls.read)
+    def holders_for(self, origin: Origin, above: int | None = None) -> tuple[Container[bytes], ...]:
+        """``holders``, as far as this request may read them; without lower tiers from the
+        ``above``-th on if that is given."""
+        return self._loads.holders(origin.controls.read, above)
 
     @property
     def present(self) -> Callable[[bytes], bool]:
@@ -120,82 +119,16 @@ class Planner:
     # -- store -------------------------------------------------------------------------------
 
     def plan_store(self, chunks: Sequence[Wanted], protect: Container[bytes] = frozenset()) -> int:
-        """Plan to store chunks of one group whose content is final after this step.
-
-        Returns how many of them, from the first on, need no more attention: those that some
-        tier holds already and those that got a slot. The rest may be asked again.
-        """
-        fresh, settled = self._absent_prefix(chunks)
-        if not fresh:
-            return settled
-        infos = [self._entry(chunk) for chunk in fresh]
-        evict = fresh[0].origin.priority != LOW
-        grant = self.cpu.reserve([chunk.key for chunk in fresh], infos, protect, evict=evict)
-        self.stats.evicted(CPU, len(grant.evicted))
-        taken = fresh[: len(grant.places)]
-        if len(taken) < len(fresh):
-            self.stats.store_refusals += len(fresh) - len(taken)
-            settled = chunks.index(fresh[len(taken)])
-        if taken:
-            self._open_store(taken, grant.places)
-        return settled
-
-    def _absent_prefix(self, chunks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
-        """The chunks that no tier has, as far as the store budget goes, and how many were seen."""
-        budget = self._max_store_chunks - self._storing
-        cpu, present = self.cpu, self.present
-        fresh: list[Wanted] = []
-        for position, chunk in enumerate(chunks):
-            if present(chunk.key) or not cpu.is_absent(chunk.key) or not self._admits(chunk):
-                continue
-            # A recurrent state is offered once; what else is refused here is asked again.
-            if len(fresh) >= budget and self.groups[chunk.group].kind != STATE:
-                self.stats.store_refusals += 1
-                return fresh, position
-            fresh.append(chunk)
-        return fresh, len(chunks)
-
-    def _admits(self, chunk: Wanted) -> bool:
-        admitted = self._admission is None or self._admission.admit(chunk.key, self._entry(chunk))
-        return admitted or chunk.origin.priority == HIGH
-
-    def _open_store(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
-        job = self._ledger.next_id()
-        blocks = tuple(chunk.blocks for chunk in chunks)
-        flat = tuple(block for chunk in blocks for block in chunk)
-        keys = tuple(chunk.key for chunk in chunks)
-        write = chunks[0].origin.controls.write
-        self._ledger.open(Job(job, JobKind.STORE, fills=keys, blocks=flat, write=write))
-        self._stores.append(StoreJob(job, chunks[0].group, blocks, slots))
-        self._storing += len(keys)
+        """Plan to store chunks of one group: see ``StorePlanner.plan``."""
+        return self._stores.plan(chunks, self.present, protect)
 
     def fence(self, blocks: Iterable[int]) -> None:
-        """These GPU blocks are given to new content in the coming step.
-
-        Stores that still read them are fenced; a store that was planned but not sent is
-        cancelled, because its source is gone when the plan arrives.
-        """
-        readers = self._ledger.readers(blocks)
-        if not readers:
-            return
-        unsent = {store.job for store in self._stores} & readers
-        for job_id in unsent:
-            self._cancel_store(job_id)
-        self._fence |= readers - unsent
+        """These GPU blocks are given to new content in the coming step."""
+        self._stores.fence(blocks)
 
     def distrust_stores(self) -> None:
         """A fence may have been missed: no store that is open now may be committed."""
-        for store in list(self._stores):
-            self._cancel_store(store.job)
-        self._ledger.distrust(JobKind.STORE)
-
-    def _cancel_store(self, job_id: int) -> None:
-        job = self._ledger.close(job_id)
-        self.cpu.abort(job.fills)
-        self._storing -= len(job.fills)
-        self._stores = [store for store in self._stores if store.job != job_id]
-        self.stats.stores_cancelled += 1
-        self._uses.filled(job.fills)
+        self._stores.distrust()
 
     # -- load --------------------------------------------------------------------------------
 
@@ -215,9 +148,6 @@ class Planner:
         """Whether the load budgets have room: see ``LoadPlanner.can_load``."""
         return self._loads.can_load(chunks, blocks, origin.priority == LOW)
 
-    def _entry(self, chunk: Wanted) -> EntryInfo:
-        return self.groups[chunk.group].entry(chunk, 1)
-
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
@@ -234,7 +164,7 @@ class Planner:
         """Whether a worker has, or should get, something to do."""
         return bool(
             len(self._ledger)
-            or self._stores
+            or len(self._stores)
             or len(self._loads)
             or self._due_deletes()
             or self._reset
@@ -249,18 +179,18 @@ class Planner:
                 demotes.append(job.plan)
                 self.delete(queue.tier, job.evicted)
                 self.stats.evicted(queue.tier, len(job.evicted))
+        stores, fence = self._stores.take()
         plan = StepPlan(
-            stores=tuple(self._stores),
+            stores=stores,
             loads=self._loads.take(),
             demotes=tuple(demotes),
             deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
             touches={tier: tuple(keys) for tier, keys in self._touches.items()},
-            fence=tuple(sorted(self._fence)),
+            fence=fence,
             reset=self._reset,
             epochs=self._epochs,
             idle=idle,
         )
-        self._stores, self._fence = [], set()
         self._touches = {}
         self._reset, self._epochs = False, ()
         return plan
@@ -279,6 +209,8 @@ class Planner:
         }
         for (tier, rank), seen in report.tiers.items():
             self.gates.tiers[tier].observe(rank, seen, self._now)
+            if seen.losses:  # a chunk is there on every rank or not at all
+                self._drop(tier, self.lower[tier].some(len(self.lower[tier])))
         errors: list[Exception] = []
         for job_id, result in report.results.items():
             try:
@@ -291,12 +223,9 @@ class Planner:
             raise errors[0]
 
     def _stored(self, job: Job) -> None:
-        self._storing -= len(job.fills)
         good, bad = job.verdict()
-        self.cpu.abort(bad)
         told = self.cpu.infos(good) if self._demotions else {}
-        kept = self.cpu.commit(good)
-        self.stats.stored(CPU, len(kept), len(bad))
+        kept = self._stores.ended(job, good, bad)
         for queue in self._demotions:
             if job.write is None or queue.tier in job.write:
                 queue.offer(kept, self.cpu, self.groups, told)
@@ -322,9 +251,7 @@ class Planner:
         index = self.lower[job.fill_tier]
         index.abort(bad)
         kept = index.commit(good)
-        for tier, keys in job.pins:
-            if tier != CPU:
-                raise InvariantError(f"planner: demotion {job.job} pins tier {tier}")
+        for _cpu, keys in job.pins:
             self.cpu.unpin(keys)
         self._demotions[job.fill_tier].ended(job)
         self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
@@ -338,11 +265,13 @@ class Planner:
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop keys that a tier turned out not to hold intact, from every lower tier."""
         lost = list(keys)
-        for tier, index in enumerate(self.lower):
-            dropped = index.drop(lost)
-            if dropped:
-                self.delete(tier, dropped)
-                self.stats.dropped(tier, len(dropped))
+        for tier in range(len(self.lower)):
+            self._drop(tier, lost)
+
+    def _drop(self, tier: int, keys: Sequence[bytes]) -> None:
+        dropped = self.lower[tier].drop(keys)
+        self.delete(tier, dropped)
+        self.stats.dropped(tier, len(dropped))
 
     def delete(self, tier: int, keys: Sequence[bytes]) -> None:
         """Have the workers delete records of a lower tier that its index does not know."""
@@ -366,8 +295,7 @@ class Planner:
         Jobs under way end as usual, but what they fill is forgotten. Lower tiers are written
         again only after ``begin_epochs``.
         """
-        for store in list(self._stores):
-            self._cancel_store(store.job)
+        self._stores.cancel_planned()
         for queue in self._demotions:
             queue.clear(self.cpu)
             queue.closed = True
@@ -390,7 +318,8 @@ class Planner:
         for index in (self.cpu, *self.lower):
             index.check()
         storing = sum(len(j.fills) for j in self._ledger.jobs() if j.kind is JobKind.STORE)
-        if storing != self._storing:
-            raise InvariantError(f"planner: {storing} chunks being stored, counted {self._storing}")
+        counted = self._stores.storing
+        if storing != counted:
+            raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
         if not len(self._ledger) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")

@@ -96,12 +96,13 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class Observed:
     """How operations of one lower tier went: those that did their work in time, and those that
-    failed or were late."""
+    failed or were late; and how often the tier has lost all its records."""
 
     reads_good: int = 0
     reads_failed: int = 0
     writes_good: int = 0
     writes_failed: int = 0
+    losses: int = 0
 
     def merge(self, other: Observed) -> Observed:
         """The sum of two reports."""
@@ -110,6 +111,7 @@ class Observed:
             self.reads_failed + other.reads_failed,
             self.writes_good + other.writes_good,
             self.writes_failed + other.writes_failed,
+            self.losses + other.losses,
         )
 
 

@@ -28,6 +28,7 @@ class PlannerStats:
     loads: int = 0
     load_failures: int = 0
     load_refusals: int = 0
+    short_loads: int = 0
     store_refusals: int = 0
     stores_cancelled: int = 0
     resets: int = 0

@@ -11,13 +11,16 @@ from tiers.base import Tier
 from tiers.file_tier import FileTier
 from tiers.lmdb_store import Recovery
 from tiers.lmdb_tier import LmdbTier
+from tiers.reopening import ReopeningTier
 
 
 @dataclass(frozen=True)
 class TierSpec:
     """One lower tier of one rank: where it was configured, its name in logs and metrics, its
-    folder, its share of the capacity in bytes, what its records must carry, and the claim on the
-    folder that lasts as long as this object."""
+    folder, its share of the capacity in bytes, and what its records must carry.
+
+    ``renew`` claims the folder once more after its medium had failed, and raises while it is not
+    back; without it a failed tier stays shut."""
 
     where: str
     name: str
@@ -27,7 +30,7 @@ class TierSpec:
     namespace: bytes
     rank: int
     epoch: int
-    claim: object = None
+    renew: Callable[[], TierSpec] | None = None
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
@@ -41,7 +44,15 @@ def tier_names(config: OffloadConfig) -> list[str]:
 
 def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
     """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given."""
-    return _MAKERS[spec.config.type](spec, record_bytes)
+
+    def make_again() -> Tier:
+        nonlocal spec
+        assert spec.renew is not None
+        spec = spec.renew()
+        return _MAKERS[spec.config.type](spec, record_bytes)
+
+    tier = _MAKERS[spec.config.type](spec, record_bytes)
+    return tier if spec.renew is None else ReopeningTier(tier, make_again)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

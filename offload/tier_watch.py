@@ -28,12 +28,13 @@ class TierWatch:
         self._report = report
 
     async def read(self, operation: Awaitable[list[ReadOutcome]]) -> list[ReadOutcome]:
-        """A read. A tier that is busy, or does not have the keys, says nothing of its health."""
+        """A read. A tier that does not have the keys says nothing of its health; one that was too
+        busy for all of them costs requests as much as one that fails."""
         outcomes, late = await self._finish(operation, Observed(reads_failed=1))
         if ReadOutcome.OK in outcomes:
             if not late:
                 self._report(Observed(reads_good=1))
-        elif ReadOutcome.CORRUPT in outcomes:
+        elif ReadOutcome.CORRUPT in outcomes or ReadOutcome.BUSY in outcomes:
             self._report(Observed(reads_failed=1))
         return outcomes
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,6 +126,11 @@ class Tier(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Finish or abandon what is in flight and release everything. Idempotent."""
+
+    def on_loss(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called, on the loop, whenever records that the tier had vouched for are
+        found to be gone all at once."""
+        del call  # most tiers never find that out
 
     def stats(self) -> dict[str, Any]:
         """Counters since ``open`` (plain numbers), for metrics. Never raises."""

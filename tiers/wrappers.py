@@ -77,6 +77,9 @@ class TierWrapper(Tier):
     async def aclose(self) -> None:
         await self.inner.aclose()
 
+    def on_loss(self, call: Callable[[], None]) -> None:
+        self.inner.on_loss(call)
+
     def stats(self) -> dict[str, Any]:
         return self.inner.stats()
 

@@ -21,6 +21,7 @@ from offload.connector.prefill_clock import PrefillClock
 from offload.coordinator import Coordinator, present_in
 from offload.layout import FULL, STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
+from offload.lookup import tokens_to_load
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
 from offload.recorder import TraceRecorder
@@ -103,10 +104,9 @@ class SchedulerSide:
         tracker.lookup_start = computed_tokens
         # The last token is always computed, so that there is something to sample from.
         limit = request.num_tokens - 1
-        most = tracker.origin.controls.max_load_tokens
-        limit = limit if most is None else min(limit, computed_tokens + most)
-        present = present_in(*self.planner.holders_for(tracker.origin))
-        hit = self._coordinator.longest_hit(tracker.keys, present, computed_tokens, limit)
+        hit = tokens_to_load(
+            self._coordinator, self.planner, tracker.keys, computed_tokens, limit, tracker.origin
+        )
         if hit <= computed_tokens:
             return 0
         ranges = self._coordinator.load_ranges(computed_tokens, hit)

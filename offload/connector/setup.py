@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig, parse_config
@@ -21,7 +23,7 @@ from offload.connector.identity import (
     startup_warnings,
 )
 from offload.connector.vllm_layout import model_layout, page_regions
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TierUnavailableError
 from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
 from offload.namespace_folders import (
@@ -152,7 +154,12 @@ class Setup:
     def _tier_spec(self, number: int, name: str) -> TierSpec:
         config = self.config.tiers[number]
         place = self._claim(config.path)
-        capacity = make_room(config.path, self.namespace, config.capacity, note=_note)
+        try:
+            capacity = make_room(config.path, self.namespace, config.capacity, note=_note)
+            device = os.stat(config.path).st_dev
+        except BaseException:
+            place.close()
+            raise
         return TierSpec(
             f"$.tiers[{number}]",
             name,
@@ -162,8 +169,23 @@ class Setup:
             hashlib.blake2b(self.namespace.digest + self._form, digest_size=16).digest(),
             self.rank,
             place.epoch,
-            place,
+            partial(self._renew, number, name, place, device),
         )
+
+    def _renew(self, number: int, name: str, place: Place, device: int) -> TierSpec:
+        """The tier's folder, claimed anew after its medium had failed.
+
+        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back. A
+        mount point without its disk is an empty folder of another file system: never fill that.
+        """
+        place.close()
+        root = self.config.tiers[number].path
+        was_here = os.path.isdir(os.path.join(root, self.namespace.name))
+        if os.stat(root).st_dev != device and not was_here:
+            raise TierUnavailableError(
+                f"{root} lies on another file system than before and holds nothing of this model"
+            )
+        return self._tier_spec(number, name)
 
     def _claim(self, path: str) -> Place:
         engine = f"{self.vllm_config.model_config.model}"

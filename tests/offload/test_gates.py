@@ -313,3 +313,20 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         "kvtiers: tier disk0 fails and is not written any more; "
         "it is tried again from time to time",
     ]
+
+
+def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
+    """A chunk is there on every rank or not at all; the other tier keeps what it has."""
+    planner = make(tiers=2, ranks=2)
+    holding(planner, 1, 2, 3)
+    holding(planner, 2, tier=1)
+    planner.plan_load("r", wanted(1))
+    see(planner, rank=1, losses=1)
+    assert len(planner.lower[0]) == 0
+    assert [planner.present(key_of(n)) for n in (2, 3)] == [True, False]
+    plan = step(planner, 1.0)
+    assert set(plan.deletes[0]) == {key_of(1), key_of(2), key_of(3)}
+    assert 1 not in plan.deletes
+    answer(planner, plan.loads[0].job)
+    answer(planner, plan.loads[0].job)
+    planner.check()

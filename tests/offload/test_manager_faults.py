@@ -7,6 +7,7 @@ Time is virtual but for what the disk's threads really do (``tests.sim.virtual_t
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ import torch
 
 import offload.manager
 from offload.breaker import Circuit
+from offload.errors import TierUnavailableError
 from offload.gates import TierGate
 from offload.manager import OffloadManager
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
@@ -25,6 +27,7 @@ from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Buffer, Key, ReadOutcome, Tier
 from tiers.lmdb_tier import LmdbTier
+from tiers.reopening import ReopeningTier
 from tiers.simulated_copy import SimulatedCopyEngine
 from tiers.wrappers import (
     CountingTier,
@@ -153,7 +156,22 @@ def hanging(tier: Tier, trouble: Trouble) -> ReleasedTier:
     return ReleasedTier(tier, trouble)
 
 
-KINDS = [failing, slow, hanging]
+class BusyTier(TierWrapper):
+    """A disk that has no time for any reader while there is trouble."""
+
+    def __init__(self, inner: Tier, trouble: Trouble) -> None:
+        super().__init__(inner)
+        self.trouble = trouble
+        self.met = 0
+
+    async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
+        if not self.trouble.now:
+            return await self.inner.read(keys, into)
+        self.met += 1
+        return [ReadOutcome.BUSY] * len(keys)
+
+
+KINDS = [failing, slow, hanging, BusyTier]
 
 
 def fair_again(world: World) -> None:
@@ -248,8 +266,63 @@ def test_a_disk_that_hangs_for_ever_stays_out_and_the_end_is_bounded(tmp_path: P
                 waited += loop.time() - began > 1.0
                 await asyncio.sleep(3.0)
             assert waited <= 2, "in a quarter of an hour two requests waited for it"
+            await world.store(2, CHUNKS, wait=False)
+            began = loop.time()
+            with pytest.raises(TimeoutError):
+                await world.manager.flush(7.0)
+            with pytest.raises(TierUnavailableError, match="durably"):
+                await world.manager.reset(7.0)
+            assert loop.time() - began < 14.5
+            assert world.manager.lookup(keys(CHUNKS)) == 0
             began = loop.time()
         assert loop.time() - began < 3.0
+
+    run(life())
+
+
+@pytest.mark.parametrize("comes_back", ["as it was", "empty"])
+def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_back: str) -> None:
+    """The folder goes away under the open tier. The CPU tier goes on; the disk is shut out, and
+    opened again when the folder is back."""
+    mount, elsewhere = tmp_path / "mount", tmp_path / "elsewhere"
+
+    def make() -> Tier:
+        if not mount.exists():
+            raise FileNotFoundError(mount)
+        return OnThreads(LmdbTier(mount / "tier", 64 << 20, reserve_bytes=0))
+
+    async def life() -> None:
+        mount.mkdir()
+        async with World(mount, lambda *_: ReopeningTier(make(), make)).opened() as world:
+            planner = world.manager.planner
+            await world.store(CHUNKS)
+            mount.rename(elsewhere)
+            first = 100
+            while world.gate.writes.closed:
+                await world.store(2, first, wait=False)
+                assert await world.restore(2, first) == 2
+                await asyncio.sleep(1.0)
+                first += 2
+                assert first < 140
+            if comes_back == "empty":
+                shutil.rmtree(elsewhere)
+                mount.mkdir()
+            else:
+                elsewhere.rename(mount)
+            first = 200
+            while not world.gate.writes.closed:
+                await world.store(2, first, wait=False)
+                await asyncio.sleep(6.0)
+                first += 2
+                assert first < 260
+            await until(lambda: world.gate.reads.closed, world)
+            # Forgotten at once, not one failed load after the other.
+            held = CHUNKS if comes_back == "as it was" else 0
+            assert sum(key + bytes(4) in planner.lower[0] for key in keys(CHUNKS)) == held
+            assert await world.restore(CHUNKS) == held
+            await world.store(CHUNKS, 300)
+            await world.manager.flush()
+            assert await world.restore(CHUNKS, 300) == CHUNKS
 
     run(life())
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from offload.pace import (
+    FORGET_S,
     RESUME_ABOVE,
     RETRY_MAX_S,
     RETRY_S,
@@ -161,3 +162,37 @@ def test_between_the_thresholds_it_stays_as_it_is() -> None:
     for now in range(0, 1000, 10):
         probe_at(stopped, 1000.0, now)
     assert not stopped.pays
+
+
+def short_loads(pace: BreakEven, seconds: float, now: float, times: int = SAMPLES_MIN) -> None:
+    for _ in range(times):
+        pace.observe_load(TOKENS_MIN - 1, seconds, now)
+
+
+def test_the_least_load_is_what_is_computed_while_a_short_one_lasts() -> None:
+    pace = BreakEven(prefill_of(1000))
+    short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
+    assert pace.least_tokens == 0, "too few loads"
+    short_loads(pace, 0.2, 0.0, 1)
+    assert pace.least_tokens == pytest.approx(STOP_BELOW * 1000 * 0.2)
+
+
+def test_without_a_rate_of_computing_or_switched_off_every_load_is_worth_it() -> None:
+    for pace in (BreakEven(Rate()), BreakEven(prefill_of(1000), enabled=False)):
+        short_loads(pace, 9.0, 0.0)
+        assert pace.least_tokens == 0
+
+
+def test_long_loads_say_nothing_of_the_least_one() -> None:
+    pace = BreakEven(prefill_of(1000))
+    load_at(pace, 2000)
+    assert pace.least_tokens == 0
+
+
+def test_what_short_loads_took_is_forgotten_so_that_they_are_tried_again() -> None:
+    pace = BreakEven(prefill_of(1000))
+    short_loads(pace, 0.2, now=10.0)
+    pace.tick(10.0 + FORGET_S)
+    assert pace.least_tokens > 0
+    pace.tick(10.1 + FORGET_S)
+    assert pace.least_tokens == 0

@@ -56,7 +56,8 @@ async def fail(after_s: float = 0.0) -> None:
         ([OK, CORRUPT], Observed(reads_good=1)),
         ([CORRUPT, MISS], Observed(reads_failed=1)),
         ([MISS, MISS], Observed()),
-        ([BUSY], Observed()),
+        ([BUSY, MISS], Observed(reads_failed=1)),
+        ([BUSY, OK], Observed(reads_good=1)),
     ],
 )
 def test_reads(outcomes: list[ReadOutcome], expected: Observed) -> None:

@@ -180,7 +180,7 @@ class World(Engine):
         if len(loads) > 1:
             assert chunks <= self.max_load, f"{chunks} chunks in flight to requests"
             assert blocks <= self.setup.blocks // 2, f"{blocks} GPU blocks held by loads"
-        assert planner._storing <= self.max_store
+        assert planner._stores.storing <= self.max_store
         probes = planner._ledger.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
@@ -241,7 +241,11 @@ class World(Engine):
         self._take_in()
         planner = self.planner
         assert sorted(self.free) == list(range(1, self.setup.blocks)), "GPU blocks got lost"
-        assert (planner._loads.loading, planner._loads.holding, planner._storing) == (0, 0, 0)
+        assert (planner._loads.loading, planner._loads.holding, planner._stores.storing) == (
+            0,
+            0,
+            0,
+        )
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"

@@ -50,7 +50,7 @@ class SickIo(DiskIo):
 
 
 def _tiers(worker: Any) -> Any:
-    return executor(worker)._tiers
+    return [tier._tier for tier in executor(worker)._tiers]
 
 
 def infect(worker: Any, state: str) -> None:
