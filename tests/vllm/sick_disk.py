@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -68,9 +67,3 @@ def infect(worker: Any, state: str) -> None:
 def disk_calls(worker: Any) -> int:
     """How often the disk was asked since it is in its state."""
     return sum(tier._store.file._io.calls for tier in _tiers(worker))
-
-
-def unplug(worker: Any) -> None:
-    """Remove the folders under the open tiers."""
-    for tier in _tiers(worker):
-        shutil.rmtree(tier._folder)

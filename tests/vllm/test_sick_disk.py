@@ -3,7 +3,8 @@ out after a few failures, costs nothing while it is, and is used again when the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
 
 
 @pytest.fixture(scope="module")
-def engine(
-    llama: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sick") / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
     """A CPU tier that holds one prompt at a time, so that most hits come from the disk."""
-    folder = tmp_path_factory.mktemp("sick")
     limits = {"load_timeout_s": 2.0, "tier_timeout_s": 0.3, "breaker_failures": FAILURES}
-    offload = config(folder / "kv", cpu="1MiB", **limits)
-    with Engine(llama, log=folder / "log", connector=offload, **HASH) as found:
+    offload = config(root, cpu="1MiB", **limits)
+    with Engine(llama, log=root.with_name("log"), connector=offload, **HASH) as found:
         answers = [found.generate_one(prompt) for prompt in reference.prompts]
         assert compare(found, reference, answers) > 0
         settle(found)
@@ -66,13 +69,18 @@ def ask_all(engine: Engine, reference: Reference, seed: int) -> None:
     engine.call(check)
 
 
-def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -> None:
-    """Ask everything again and again until the disk is read and written as wanted."""
+def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool]) -> None:
+    """Ask everything again and again."""
     for turn in range(ROUNDS_MAX):
-        if engine.call(gate_state)[:2] == wanted:
+        if not goes_on():
             return
         ask_all(engine, reference, turn)
-    raise AssertionError(f"still {engine.call(gate_state)}, not {wanted}")
+    raise AssertionError(f"still {engine.call(gate_state)}")
+
+
+def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -> None:
+    """Ask until the disk is read and written as wanted."""
+    ask_while(engine, reference, lambda: engine.call(gate_state)[:2] != wanted)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +113,21 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
     ask_and_compare(engine, reference, "lmdb")
 
 
-def test_an_unplugged_disk_costs_hits_only(engine: Engine, reference: Reference) -> None:
-    """Last, because the tier stays shut out until the next start."""
-    on_disk(engine, sick_disk.unplug)
-    for turn in range(6):
-        ask_all(engine, reference, turn)
+@pytest.mark.parametrize("comes_back", ["as it was", "empty"])
+def test_an_unplugged_disk_is_used_again_when_it_is_back(
+    engine: Engine, reference: Reference, root: Path, comes_back: str
+) -> None:
+    """The folder is gone under the open tier, and later there again."""
+    elsewhere = root.with_name("elsewhere")
+    root.rename(elsewhere)
+    ask_while(engine, reference, lambda: engine.call(gate_state)[1])
     assert engine.call(totals)["breaker_openings:lmdb"] > 0
-    assert not engine.call(gate_state)[1]
+    if comes_back == "empty":
+        shutil.rmtree(elsewhere)
+        root.mkdir(mode=0o700)
+    else:
+        elsewhere.rename(root)
+    ask_until(engine, reference, (True, True))
+    ask_all(engine, reference, 500)  # what was lost is stored once more
+    settle(engine)
+    ask_and_compare(engine, reference, "lmdb")
