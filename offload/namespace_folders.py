@@ -148,8 +148,9 @@ def read_epoch(folder: str | Path) -> int:
     return int(match[1])
 
 
-def bump_epoch(folder: str | Path) -> int:
-    """Begin a new epoch and return it. Durable when it returns, whatever happens then.
+def bump_epoch(folder: str | Path, at_least: int = 0) -> int:
+    """Begin a new epoch, none below ``at_least``, and return it. Durable when it returns, whatever
+    happens then.
 
     Records of earlier epochs are dead from here on. If two processes bump, each gets its own. The
     namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch is
@@ -158,7 +159,7 @@ def bump_epoch(folder: str | Path) -> int:
     home = Path(folder)
     home.mkdir(mode=0o700, exist_ok=True)
     with locked(home):
-        epoch = read_epoch(home) + 1
+        epoch = max(read_epoch(home) + 1, at_least)
         _write_epoch(home, epoch)
         return epoch
 

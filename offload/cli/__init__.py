@@ -16,6 +16,8 @@ COMMANDS = {
     "inspect": ("offload.cli.inspect", "What lies in a tier's folder, also while it is used."),
     "verify": ("offload.cli.verify", "Read and check every record; remove what is damaged."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
+    "export": ("offload.cli.export", "Records of a namespace into one file."),
+    "import": ("offload.cli.import_", "Records of an export into a tier's folder."),
     "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
     "simulate": ("policies.simulate_cli", "Eviction policies on request traces."),
 }

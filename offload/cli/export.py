@@ -1,0 +1,139 @@
+"""``kvtiers export``: the records of a namespace into one file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.common import (
+    AsJson,
+    Folder,
+    KeyFile,
+    Problems,
+    at_a_store,
+    make_app,
+    print_json,
+    progress_bar,
+    size_text,
+)
+from offload.cli.verify import LIVE_RATE
+
+if TYPE_CHECKING:
+    from offload.exporting import Exported
+    from offload.stores import Home
+
+app = make_app()
+
+
+@app.command()
+def export(
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    namespace: Annotated[str, typer.Option(help="Begin of the namespace's name.")] = "",
+    model: Annotated[str, typer.Option(help="Model's name.")] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Bytes to read per second at most, as 200MiB; 0 for no limit. "
+            f"[default: {LIVE_RATE} where a server uses the store, else no limit]"
+        ),
+    ] = "",
+    key_file: KeyFile = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write all records of one namespace to a file, each verified; also while a server uses it.
+
+    The file is neither encrypted nor compressed, and readable by its owner alone. Ends with 1 if
+    damaged records had to be left out.
+    """
+    problems = Problems()
+    bytes_per_s = problems.size("--rate", rate, -1)
+    homes = problems.homes(folder)
+    home = _choose(problems, homes, namespace, model)
+    if file.is_dir() or not file.parent.is_dir():
+        problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
+    elif file.exists() and not overwrite:
+        problems.add(str(file), "exists", "Name another file, or give --overwrite.")
+    problems.refuse("export")
+    assert home is not None
+    with at_a_store("export"):
+        found = _write(home, file, bytes_per_s, key_file)
+    _report(home, file, found, as_json)
+
+
+def _choose(problems: Problems, homes: list[Home], namespace: str, model: str) -> Home | None:
+    """The one namespace that is meant; a problem if it is none or several."""
+    fitting = [
+        home
+        for home in homes
+        if home.name.startswith(namespace) and (not model or home.model == model)
+    ]
+    if len(fitting) == 1:
+        [home] = fitting
+        if home.problem or not home.name:
+            what = home.problem or "has no manifest: nobody could tell whose records they are"
+            problems.add(str(home.folder), what, "Only namespaces can be exported.")
+        return home
+    if homes:
+        known = ", ".join(f"{home.name} ({home.model or 'unknown'})" for home in homes[:10])
+        count = len(fitting) or "no"
+        problems.add("namespace", f"{count} of them fit", f"Give --namespace. Known: {known}.")
+    return None
+
+
+def _write(home: Home, file: Path, rate: int, key_file: str) -> list[Exported]:
+    from offload.exporting import export_home, part_of, publish
+    from offload.scrub import Pace
+    from offload.sizes import parse_size
+
+    if rate < 0:
+        rate = parse_size(LIVE_RATE) if home.owners() else 0
+    part = part_of(file)
+    with contextlib.ExitStack() as undo:
+        stores = []
+        for store in home.stores:
+            if store.kind != "empty":
+                stores.append((store, store.open(key_file)))
+                undo.callback(stores[-1][1].close)
+        total = sum(r.stored_bytes for _, out in stores for batch in out.batches() for r in batch)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        undo.callback(lambda: part.unlink(missing_ok=True))
+        out = undo.enter_context(os.fdopen(fd, "wb"))
+        bar = undo.enter_context(progress_bar(is_bytes=True))
+        task = bar.add_task("export", total=total)
+        found = export_home(
+            home,
+            stores,
+            out,
+            has_key=bool(key_file),
+            pace=Pace(rate),
+            advance=lambda count: bar.advance(task, count),
+        )
+        publish(out, file)
+    return found
+
+
+def _report(home: Home, file: Path, found: list[Exported], as_json: bool) -> None:
+    """Say what was written; ends the program."""
+    damaged = sum(one.damaged for one in found)
+    if as_json:
+        stores = [asdict(one) for one in found]
+        print_json({"namespace": home.name, "model": home.model, "file": str(file),
+                    "file_bytes": file.stat().st_size, "stores": stores})  # fmt: skip
+    else:
+        records = sum(one.records for one in found)
+        size = size_text(sum(one.payload_bytes for one in found))
+        print(f"{records:,} records ({size}) of {home.name} {home.model} in {file}")
+        for one in found:
+            left = {"damaged": one.damaged, "removed meanwhile": one.gone,
+                    "encrypted (give --key-file)": one.unread}  # fmt: skip
+            for why, count in left.items():
+                if count:
+                    print(f"replica {one.replica} rank {one.rank}: left out {count:,} {why}")
+    raise SystemExit(1 if damaged else 0)

@@ -1,0 +1,110 @@
+"""``kvtiers import``: the records of an export into a tier's path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.common import (
+    AsJson,
+    KeyFile,
+    Problems,
+    at_a_store,
+    give_up,
+    make_app,
+    print_json,
+    progress_bar,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from offload.importing import Import, Imported, Target
+
+app = make_app()
+
+KINDS = ("lmdb", "file")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="An export.")],
+    folder: Annotated[Path, typer.Argument(help="Path of a tier; made if it does not exist.")],
+    capacity: Annotated[
+        str,
+        typer.Option(
+            help="Bytes that the folder of one rank may take, as 200GiB. [default: what it was "
+            "made with]"
+        ),
+    ] = "",
+    type: Annotated[str, typer.Option(help="lmdb or file. [default: what it is or was]")] = "",
+    key_file: KeyFile = "",
+    compress: Annotated[bool, typer.Option("--compress", help="Compress the records.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the records of an export into stores that no server uses.
+
+    Namespace, form and epoch must be those of the store, or the store is made. Every record is
+    checked; damaged ones are left out. Ends with 1 if not everything could be imported.
+    """
+    from offload.importing import Target
+    from offload.namespace import NAME
+
+    problems = Problems()
+    capacity_bytes = problems.size("--capacity", capacity)
+    if type and type not in KINDS:
+        problems.add("--type", f'is unknown (got "{type}")', "Use lmdb or file.")
+    if not file.is_file():
+        problems.add(str(file), "is not a file", "Name a file that kvtiers export wrote.")
+    if NAME.fullmatch(folder.absolute().name):
+        fix = "Give the tier's path above it, as in tiers[].path of the configuration."
+        problems.add(str(folder), "is a namespace", fix)
+    problems.refuse("import")
+    target = Target(folder.absolute(), type, capacity_bytes, key_file, compress)
+    with at_a_store("import"):
+        source, found = _read(file, target)
+    _report(source, found, as_json)
+
+
+def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:
+    from offload.errors import NamespaceError
+    from offload.importing import Import
+
+    with file.open("rb") as opened, progress_bar(is_bytes=True) as bar:
+        task = bar.add_task("import", total=file.stat().st_size)
+        try:
+            source = Import(opened, target, lambda count: bar.advance(task, count))
+        except NamespaceError as error:
+            give_up("import", f"{file}: {error}")
+        return source, source.run()
+
+
+def _report(source: Import, found: list[Imported], as_json: bool) -> None:
+    """Say what was imported; ends the program."""
+    complete = all(one.is_complete for one in found)
+    complete = complete and not (source.problem or source.damaged_frames)
+    if as_json:
+        print_json({
+            "namespace": source.namespace.name, "complete": complete, "problem": source.problem,
+            "lost_frames": source.damaged_frames, "stores": [one.to_json() for one in found],
+        })  # fmt: skip
+    else:
+        for one in found:
+            print(_line(one))
+        if source.damaged_frames:
+            print(f"{source.damaged_frames:,} damaged parts of the file were skipped")
+        if source.problem:
+            print(f"the file could not be read to its end: {source.problem}")
+    raise SystemExit(0 if complete else 1)
+
+
+def _line(one: Imported) -> str:
+    place = f"replica {one.replica} rank {one.rank}"
+    if one.refused:
+        return f"{place}: nothing imported: {one.refused}"
+    counts = one.counts
+    line = f"{place}: {counts.written:,} records ({size_text(counts.written_bytes)}) imported"
+    more = {"were there already": counts.present, "were damaged": one.damaged,
+            "found no room": one.left, "could not be written": counts.failed}  # fmt: skip
+    return line + "".join(f", {count:,} {why}" for why, count in more.items() if count)

@@ -1,0 +1,147 @@
+"""Records in one file, to carry them to another disk or machine.
+
+    offset  bytes  a file
+    0       8      magic ``KVTEXP01``
+    8              frames, one after the other
+
+    0       4      a frame: magic ``KVTF``
+    4       1      kind: ``M`` whose records, ``S`` a store begins, ``R`` a record, ``E`` the end
+    5       3      zero
+    8       8      length of the body, little-endian
+    16      8      xxh3-64 of these 16 bytes
+    24      16     xxh3-128 of these 24 bytes and the body
+    40             body: JSON (M, S, E), or for a record: length of the key (2 bytes), time of last
+                   use in ns (8), key, payload
+
+Payloads are as the model made them: neither compressed nor encrypted. A frame whose body is damaged
+costs that frame; after a damaged head nothing can be found again, and the rest is lost. A file
+without its end is one whose export was cut short.
+
+This module knows nothing of tiers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from tiers.base import Buffer, Key
+
+MAGIC = b"KVTEXP01"
+BODY_BYTES_MAX = (1 << 30) + (1 << 16)
+_FRAME = b"KVTF"
+_HEAD = struct.Struct("<4sc3xQ")
+_RECORD = struct.Struct("<HQ")
+_SUM_BYTES, _DIGEST_BYTES = 8, 16
+HEAD_BYTES = _HEAD.size + _SUM_BYTES + _DIGEST_BYTES
+
+
+class PortableError(Exception):
+    """The file cannot be read any further; the message says where and why."""
+
+
+class Record(NamedTuple):
+    """One record. ``use_ns`` is 0 if its last use is not known."""
+
+    key: Key
+    use_ns: int
+    payload: Buffer
+
+
+class Frame(NamedTuple):
+    """What stands in the file: ``about`` for JSON, ``record`` for a record, neither if the body is
+    damaged. ``at`` is the offset of the frame, ``size_bytes`` its whole length."""
+
+    kind: str
+    at: int
+    size_bytes: int
+    about: dict[str, Any] | None = None
+    record: Record | None = None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether its body does not fit its checksum, or says nothing readable."""
+        return self.about is None and self.record is None
+
+
+def write_magic(file: IO[bytes]) -> None:
+    """Begin a file."""
+    file.write(MAGIC)
+
+
+def write_about(file: IO[bytes], kind: str, about: dict[str, Any]) -> None:
+    """A frame of JSON."""
+    _write(file, kind, json.dumps(about, sort_keys=True).encode(), None)
+
+
+def write_record(file: IO[bytes], record: Record) -> int:
+    """A record; the bytes it took."""
+    front = _RECORD.pack(len(record.key), record.use_ns) + record.key
+    return _write(file, "R", front, record.payload)
+
+
+def _write(file: IO[bytes], kind: str, front: bytes, payload: Buffer | None) -> int:
+    size = len(front) + (payload.nbytes if payload is not None else 0)
+    head = _HEAD.pack(_FRAME, kind.encode("ascii"), size)
+    head += xxhash.xxh3_64(head).digest()
+    digest = xxhash.xxh3_128(head + front)
+    if payload is not None:
+        digest.update(payload.data)
+    file.write(head + digest.digest() + front)
+    if payload is not None:
+        file.write(payload.data)
+    return HEAD_BYTES + size
+
+
+def read_frames(file: IO[bytes]) -> Iterator[Frame]:
+    """Every frame; the last one is the end. Raises ``PortableError`` where it cannot go on."""
+    if file.read(len(MAGIC)) != MAGIC:
+        raise PortableError("it is no export of kvtiers: its first bytes are others")
+    at = len(MAGIC)
+    while True:
+        head = file.read(HEAD_BYTES)
+        if len(head) < HEAD_BYTES:
+            raise PortableError(f"it ends at byte {at + len(head)}, before its end was written")
+        magic, kind, size = _HEAD.unpack_from(head)
+        sealed, digest = head[: _HEAD.size + _SUM_BYTES], head[-_DIGEST_BYTES:]
+        fits = xxhash.xxh3_64(head[: _HEAD.size]).digest() == sealed[_HEAD.size :]
+        if magic != _FRAME or not fits or size > BODY_BYTES_MAX:
+            raise PortableError(f"it is damaged at byte {at}: what follows cannot be found")
+        body = np.empty(size, np.uint8)
+        if _fill(file, body) < size:
+            raise PortableError(f"it ends within the frame at byte {at}")
+        found = xxhash.xxh3_128(sealed)
+        found.update(body.data)
+        frame = Frame(kind.decode("latin-1"), at, HEAD_BYTES + size)
+        at += frame.size_bytes
+        yield _with_content(frame, body) if found.digest() == digest else frame
+        if frame.kind == "E":
+            return
+
+
+def _fill(file: IO[bytes], body: Buffer) -> int:
+    done = 0
+    while done < body.nbytes:
+        count = file.readinto(body[done:].data)  # type: ignore[attr-defined]  # all binary files
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _with_content(frame: Frame, body: Buffer) -> Frame:
+    if frame.kind == "R":
+        key_bytes, use_ns = _RECORD.unpack_from(body.data)
+        start = _RECORD.size + key_bytes
+        key = body[_RECORD.size : start].tobytes()
+        return frame._replace(record=Record(key, use_ns, body[start:]))
+    try:
+        about = json.loads(body.tobytes())
+    except ValueError:
+        return frame
+    return frame._replace(about=about if isinstance(about, dict) else None)
