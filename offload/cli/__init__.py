@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
+    "top": ("offload.cli.top", "A running server, live, from its /metrics."),
     "inspect": ("offload.cli.inspect", "What lies in a tier's folder, also while it is used."),
     "verify": ("offload.cli.verify", "Read and check every record; remove what is damaged."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),

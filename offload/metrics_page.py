@@ -1,0 +1,224 @@
+"""What ``kvtiers top`` makes of a server's ``/metrics``: tiers, totals, and rates of two pages.
+
+Versions differ in which metrics they have: whatever is missing is ``None`` and shown as a dash.
+Several engines (data-parallel replicas) are summed, except states, of which the worst counts.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PREFIX = "vllm:kvtiers_"
+TIMEOUT_S = 10.0
+PAGE_BYTES_MAX = 64 << 20
+
+STATES = {0: "well", 1: "being tried", 2: "shut out"}
+WORST = ("breaker_state",)
+MEAN = ("used_ratio",)
+LEAST = ("break_even",)
+
+TIER_RATES = {
+    "loaded_tokens_per_s": "loaded_tokens_total",
+    "stored_chunks_per_s": "stored_chunks_total",
+    "evicted_chunks_per_s": "evicted_chunks_total",
+    "dropped_chunks_per_s": "dropped_chunks_total",
+    "read_bytes_per_s": "read_bytes_total",
+    "write_bytes_per_s": "write_bytes_total",
+}
+SERVER_RATES = {
+    "load_bytes_per_s": "load_bytes_total",
+    "store_bytes_per_s": "store_bytes_total",
+    "loads_per_s": "loads_total",
+    "misses_per_s": "misses_total",
+}
+SERVER_COUNTS = (
+    *("load_failures_total", "load_timeouts_total", "load_refusals_total", "store_refusals_total"),
+    *("corrupt_records_total", "tier_errors_total", "hook_faults_total"),
+)
+HIT_QUERIES = "vllm:external_prefix_cache_queries_total"
+HIT_TOKENS = "vllm:external_prefix_cache_hits_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
+
+
+class PageError(Exception):
+    """The page cannot be had, or is not that of a server with this connector."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The samples of one moment: by name, then by tier (empty for those without)."""
+
+    at_s: float
+    samples: Mapping[str, Mapping[str, list[float]]]
+
+    def value(self, name: str, tier: str | None = "") -> float | None:
+        """One number; with ``tier=None`` over all labels. ``None`` if the page lacks it."""
+        by_tier = self.samples.get(name)
+        if by_tier is None:
+            return None
+        if tier is None:
+            found = [value for values in by_tier.values() for value in values]
+        else:
+            found = by_tier.get(tier, [])
+        if not found:
+            return None
+        own = name.removeprefix(PREFIX)
+        if own in WORST:
+            return max(found)
+        if own in LEAST:
+            return min(found)
+        return sum(found) / len(found) if own in MEAN else sum(found)
+
+    @property
+    def tiers(self) -> list[str]:
+        """Names of the tiers, CPU first."""
+        names = {
+            tier
+            for name, by_tier in self.samples.items()
+            if name.startswith(PREFIX)
+            for tier in by_tier
+            if tier
+        }
+        return sorted(names, key=lambda tier: (tier != "cpu", tier))
+
+
+@dataclass(slots=True)
+class TierView:
+    """One tier. Bytes, seconds; ``None`` is not known. Rates are over the time between two
+    pages."""
+
+    name: str
+    resident_chunks: float | None = None
+    used_ratio: float | None = None
+    used_bytes: float | None = None
+    capacity_bytes: float | None = None
+    breaker: str | None = None
+    pays: bool | None = None
+    queue_depth: float | None = None
+    loaded_tokens: float | None = None
+    rates: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class View:
+    """What is shown. ``hit_ratio`` is of the prompt tokens that vLLM asked the tiers for."""
+
+    tiers: list[TierView]
+    running: float | None
+    waiting: float | None
+    prompt_tokens_per_s: float | None
+    hit_ratio: float | None
+    hit_ratio_since_start: float | None
+    rates: dict[str, float | None]
+    counts: dict[str, float | None]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def metrics_url(text: str) -> str:
+    """``host:port`` or any address of a server as that of its metrics. Raises ``ValueError``."""
+    address = text if "://" in text else f"http://{text}"
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f'is not the address of a server (got "{text}")')
+    _ = parts.port  # raises ValueError for one that is no number
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
+    """The page's text. Raises ``PageError``."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise PageError(f"{url} does not answer: {reason}") from error
+
+
+def parse(text: str, at_s: float) -> Page:
+    """The numbers of a page. Raises ``PageError``."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, dict[str, list[float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("vllm:"):
+                    by_tier = samples.setdefault(sample.name, {})
+                    by_tier.setdefault(sample.labels.get("tier", ""), []).append(sample.value)
+    except (ValueError, KeyError, IndexError) as error:
+        raise PageError(f"it is no page of metrics: {error}") from error
+    if not any(name.startswith(PREFIX) for name in samples):
+        what = "vLLM's, but none of kvtiers" if samples else "no metrics of vLLM"
+        raise PageError(
+            f"it has {what}. Start the server with the OffloadConnector, and without "
+            "--disable-log-stats"
+        )
+    return Page(at_s, samples)
+
+
+def view(now: Page, before: Page | None = None) -> View:
+    """What to show of a page; rates need an earlier one."""
+    return View(
+        tiers=[_tier(name, now, before) for name in now.tiers],
+        running=now.value("vllm:num_requests_running", None),
+        waiting=now.value("vllm:num_requests_waiting", None),
+        prompt_tokens_per_s=_rate(PROMPT_TOKENS, None, now, before),
+        hit_ratio=_ratio(_gain(HIT_TOKENS, now, before), _gain(HIT_QUERIES, now, before)),
+        hit_ratio_since_start=_ratio(now.value(HIT_TOKENS, None), now.value(HIT_QUERIES, None)),
+        rates={
+            short: _rate(PREFIX + name, None, now, before) for short, name in SERVER_RATES.items()
+        },
+        counts={name: now.value(PREFIX + name, None) for name in SERVER_COUNTS},
+        seconds=now.at_s - before.at_s if before else 0.0,
+    )
+
+
+def _tier(name: str, now: Page, before: Page | None) -> TierView:
+    def value(metric: str) -> float | None:
+        return now.value(PREFIX + metric, name)
+
+    state, pays = value("breaker_state"), value("break_even")
+    return TierView(
+        name,
+        resident_chunks=value("resident_chunks"),
+        used_ratio=value("used_ratio"),
+        used_bytes=value("used_bytes"),
+        capacity_bytes=value("capacity_bytes"),
+        breaker=None if state is None else STATES.get(int(state), str(state)),
+        pays=None if pays is None else bool(pays),
+        queue_depth=value("queue_depth"),
+        loaded_tokens=value("loaded_tokens_total"),
+        rates={
+            short: _rate(PREFIX + metric, name, now, before) for short, metric in TIER_RATES.items()
+        },
+    )
+
+
+def _gain(name: str, now: Page, before: Page | None, tier: str | None = None) -> float | None:
+    """How much a counter grew; after a restart of the server, what it counted since."""
+    value = now.value(name, tier)
+    if value is None or before is None:
+        return None
+    gain = value - (before.value(name, tier) or 0.0)
+    return gain if gain >= 0 else value
+
+
+def _rate(name: str, tier: str | None, now: Page, before: Page | None) -> float | None:
+    gain = _gain(name, now, before, tier)
+    if gain is None or before is None or now.at_s <= before.at_s:
+        return None
+    return gain / (now.at_s - before.at_s)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

@@ -1,0 +1,170 @@
+"""``kvtiers top`` on pages of a server that this test plays; a real one is asked in tests/vllm."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from offload.metrics_page import PageError, metrics_url, parse, view
+from tests.cli.world import kvtiers
+
+LABELS = ["model_name", "engine"]
+
+
+class Server:
+    """The metrics of a server with two engines, a CPU tier and an LMDB tier."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.made: dict[str, Counter | Gauge] = {}
+
+    def add(self, kind: type, name: str, value: float, tier: str = "", engine: str = "0") -> None:
+        labels = [*LABELS, *(["tier"] if tier else [])]
+        if name not in self.made:
+            self.made[name] = kind(name, "help", labels, registry=self.registry)
+        values = ["tiny", engine, *([tier] if tier else [])]
+        metric = self.made[name].labels(*values)
+        metric.inc(value) if kind is Counter else metric.set(value)
+
+    def fill(self) -> None:
+        for engine in ("0", "1"):
+            self.add(Counter, "vllm:kvtiers_loaded_tokens", 320, "lmdb", engine)
+            self.add(Gauge, "vllm:kvtiers_resident_chunks", 7, "cpu", engine)
+            self.add(Gauge, "vllm:num_requests_running", 2, engine=engine)
+        self.add(Counter, "vllm:kvtiers_read_bytes", 1000, "lmdb")
+        self.add(Gauge, "vllm:kvtiers_used_ratio", 0.25, "cpu", "0")
+        self.add(Gauge, "vllm:kvtiers_used_ratio", 0.75, "cpu", "1")
+        self.add(Gauge, "vllm:kvtiers_breaker_state", 0, "lmdb", "0")
+        self.add(Gauge, "vllm:kvtiers_breaker_state", 2, "lmdb", "1")
+        self.add(Gauge, "vllm:kvtiers_break_even", 1, "lmdb", "0")
+        self.add(Counter, "vllm:kvtiers_corrupt_records", 3)
+        self.add(Counter, "vllm:external_prefix_cache_hits", 50)
+        self.add(Counter, "vllm:external_prefix_cache_queries", 200)
+
+    @property
+    def page(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+@contextmanager
+def serving(pages: list[str]) -> Iterator[str]:
+    """An HTTP server that gives one page after the other, the last one for ever."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_totals_of_one_page() -> None:
+    server = Server()
+    server.fill()
+    found = view(parse(server.page, 10.0))
+    cpu, lmdb = found.tiers
+    assert (cpu.name, cpu.resident_chunks, cpu.used_ratio) == ("cpu", 14, 0.5)
+    assert (lmdb.name, lmdb.loaded_tokens, lmdb.breaker, lmdb.pays) == (
+        "lmdb",
+        640,
+        "shut out",
+        True,
+    )
+    assert (found.running, found.waiting) == (4, None)
+    assert (found.hit_ratio, found.hit_ratio_since_start) == (None, 0.25)
+    assert found.counts["corrupt_records_total"] == 3
+    assert found.counts["tier_errors_total"] is None
+    assert cpu.capacity_bytes is cpu.queue_depth is cpu.breaker is None
+    assert lmdb.rates["loaded_tokens_per_s"] is None
+
+
+def test_rates_are_over_the_time_between_two_pages() -> None:
+    server = Server()
+    server.fill()
+    before = parse(server.page, 10.0)
+    server.add(Counter, "vllm:kvtiers_loaded_tokens", 500, "lmdb")
+    server.add(Counter, "vllm:kvtiers_write_bytes", 900, "lmdb")  # new since
+    server.add(Counter, "vllm:external_prefix_cache_hits", 30)
+    server.add(Counter, "vllm:external_prefix_cache_queries", 40)
+    found = view(parse(server.page, 15.0), before)
+    rates = found.tiers[1].rates
+    assert rates["loaded_tokens_per_s"] == 100
+    assert rates["write_bytes_per_s"] == 180
+    assert rates["read_bytes_per_s"] == 0
+    assert (found.hit_ratio, found.seconds) == (0.75, 5.0)
+    restarted = view(before, parse(server.page, 5.0))
+    assert restarted.tiers[1].rates["loaded_tokens_per_s"] == 640 / 5
+
+
+def test_one_view_as_json_and_as_a_table() -> None:
+    server = Server()
+    server.fill()
+    first = server.page
+    server.add(Counter, "vllm:kvtiers_read_bytes", 10**6, "lmdb")
+    with serving([first, server.page]) as address:
+        found = kvtiers("top", address, "--interval", "0.1", "--json").json
+        assert found["url"] == f"http://{address}/metrics"
+        assert found["tiers"][1]["rates"]["read_bytes_per_s"] > 10**5
+        text = kvtiers("top", f"http://{address}/", "--once", "--interval", "0").out
+    for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since"):
+        assert words in text, words
+
+
+def test_a_server_without_this_connector() -> None:
+    server = Server()
+    server.add(Gauge, "vllm:num_requests_running", 1)
+    for page, words in (
+        (server.page, "vLLM's, but none of kvtiers. Start the server with"),
+        ("", "no metrics of vLLM"),
+        ("vllm:x{ 3", "no page of metrics"),
+    ):
+        with serving([page]) as address:
+            result = kvtiers("top", address, "--once")
+        assert result.code == 1
+        assert words in result.err
+        assert address in result.err
+
+
+def test_no_server() -> None:
+    with serving([""]) as address:
+        pass
+    result = kvtiers("top", address, "--once")
+    assert result.code == 1
+    assert f"http://{address}/metrics does not answer" in result.err
+    assert "\n" not in result.err.strip()
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "host:port", ""])
+def test_what_is_no_address(url: str) -> None:
+    result = kvtiers("top", url, "--once")
+    assert result.code == 2
+    assert "Write localhost:8000" in result.err
+
+
+def test_addresses() -> None:
+    assert metrics_url("h:1") == "http://h:1/metrics"
+    assert metrics_url("https://h/") == "https://h/metrics"
+    assert metrics_url("http://h:1/prometheus/metrics") == "http://h:1/prometheus/metrics"
+
+
+def test_pages_that_are_none() -> None:
+    with pytest.raises(PageError):
+        parse("<html>", 0.0)
