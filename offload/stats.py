@@ -69,6 +69,7 @@ class PlannerStats:
             "loads": self.loads,
             "load_failures": self.load_failures,
             "load_refusals": self.load_refusals,
+            "short_loads": self.short_loads,
             "store_refusals": self.store_refusals,
             "stores_cancelled": self.stores_cancelled,
             "resets": self.resets,

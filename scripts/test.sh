@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks, then the quick tests, then the tests on real vLLM; every stage runs, one exit code.
-# Arguments go to pytest.
+# Checks, then the quick tests, then the tests on real vLLM; every stage runs, one exit code. The
+# longest tests run beside the others, because most tests keep only one core busy; what they print
+# comes last. Arguments go to pytest; with them one stage follows the other.
 set -uo pipefail
 
 declare -A result
@@ -19,13 +20,34 @@ stage() {
     esac
 }
 
+quick=(python -m pytest -m "not vllm and not gpu" --durations=5)
+vllm=(python -m pytest -m "vllm and not gpu" --durations=10)
+longest=(tests/vllm/test_kinds.py tests/vllm/test_soak.py)
+
+show_longest() {
+    local code=0
+    wait "$beside" || code=$?
+    cat "$log"
+    return $code
+}
+
 start=$SECONDS
-[ $# -eq 0 ] && stage checks bash scripts/check.sh
-stage quick python -m pytest -m "not vllm and not gpu" --durations=5 "$@"
-stage vllm python -m pytest -m "vllm and not gpu" --durations=10 "$@"
+if [ $# -gt 0 ]; then
+    stage quick "${quick[@]}" "$@"
+    stage vllm "${vllm[@]}" "$@"
+else
+    stage checks bash scripts/check.sh
+    log=$(mktemp)
+    "${vllm[@]}" "${longest[@]}" >"$log" 2>&1 &
+    beside=$!
+    trap 'kill "$beside" 2>/dev/null; rm -f "$log"' EXIT
+    stage quick "${quick[@]}"
+    stage vllm "${vllm[@]}" "${longest[@]/#/--ignore=}"
+    stage longest show_longest
+fi
 
 echo "=== summary ($((SECONDS - start)) s)"
-for name in checks quick vllm; do
+for name in checks quick vllm longest; do
     [ -n "${result[$name]:-}" ] && echo "$name: ${result[$name]}"
 done
 exit $status

@@ -53,6 +53,7 @@ METRICS: dict[str, Metric] = {
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "load_refusals": Metric("Hits not used because the load budget was spent."),
+    "short_loads": Metric("Hits cut because a slow tier would have given only a few tokens."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
     "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
