@@ -60,7 +60,8 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is printed. ``ok`` is false if anything is refused."""
+    """Everything that is printed. ``ok`` is false if anything is refused. ``parameters`` are those
+    of the model, all ranks together."""
 
     model: str
     ranks: int
@@ -72,6 +73,7 @@ class Report:
     refused: tuple[str, ...]
     fixes: tuple[str, ...]
     notes: tuple[str, ...]
+    parameters: int = 0
 
     @property
     def ok(self) -> bool:
@@ -91,6 +93,7 @@ class Facts:
     pages: tuple[tuple[tuple[int, int], ...], ...]
     asked_block: int | None = None
     notes: tuple[str, ...] = ()
+    parameters: int = 0
 
 
 def refusal(model: str, reason: str, fixes: Sequence[str] = ()) -> Report:
@@ -137,6 +140,7 @@ def examine(
         refused=(*problems, *refused),
         fixes=tuple(fixes),
         notes=(*facts.notes, *_block_notes(facts)),
+        parameters=facts.parameters,
     )
 
 

@@ -84,6 +84,7 @@ def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -
         pages=tuple(_pages(group) for group in found.kv_cache_config.kv_cache_groups),
         asked_block=found.asked_block,
         notes=(*notes, asked, *ignored),
+        parameters=found.parameters * found.vllm_config.parallel_config.world_size,
     )
 
 

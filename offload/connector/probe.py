@@ -53,7 +53,7 @@ BYTES_TO_PLAN_WITH = 1 << 44
 class Probe:
     """``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
     ``--block-size`` or ``None``; ``ignored`` are flags that are not the engine's; ``platform`` is
-    vLLM's name of what it would run on here."""
+    vLLM's name of what it would run on here; ``parameters`` are those of one rank."""
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -61,6 +61,7 @@ class Probe:
     asked_block: int | None
     ignored: tuple[str, ...]
     platform: str
+    parameters: int
 
 
 class FlagsError(Exception):
@@ -96,7 +97,7 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
     config = arguments.create_engine_config()
     register_all_kvcache_specs(config)
     with set_current_vllm_config(config), _stand_in_groups(config):
-        _build_models(config)
+        parameters = _build_models(config)
         current_platform.update_block_size_for_backend(config)
         specs = _layer_specs(config)
         _resolve_placement(config, specs)
@@ -105,7 +106,8 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
         kernel = _kernel_tokens(config, kv_cache_config)
     name = current_platform.device_name
     ignored = tuple(parser.ignored)
-    return Probe(config, kv_cache_config, kernel, parsed.block_size, ignored, name)
+    asked = parsed.block_size
+    return Probe(config, kv_cache_config, kernel, asked, ignored, name, parameters)
 
 
 class _StandInGroup:
@@ -150,18 +152,21 @@ def _stand_in_groups(config: VllmConfig) -> Iterator[None]:
             setattr(parallel_state, name, group)
 
 
-def _build_models(config: VllmConfig) -> None:
-    """Build the model, and the draft model if it has KV caches, on the meta device."""
+def _build_models(config: VllmConfig) -> int:
+    """Build the model, and the draft model if it has KV caches, on the meta device; how many
+    parameters the model has on this rank."""
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-        initialize_model(config)
+        model = initialize_model(config)
+        parameters = int(sum(parameter.numel() for parameter in model.parameters()))
         speculative = config.speculative_config
         if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
-            return
+            return parameters
         draft = _draft_config(config)
         if speculative.uses_draft_model():
             initialize_model(draft, prefix="draft_model")
         else:
             initialize_model(draft, model_config=speculative.draft_model_config)
+        return parameters
 
 
 def _draft_config(config: VllmConfig) -> VllmConfig:

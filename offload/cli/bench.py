@@ -1,0 +1,37 @@
+"""``kvtiers bench``: hand over to the benchmarks of a checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+import offload
+from offload.cli.common import give_up, make_app
+
+app = make_app()
+
+PASS_ALL_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": list[str](),
+}
+
+
+@app.command(context_settings=PASS_ALL_ON)
+def bench(context: typer.Context) -> None:
+    """Run a benchmark of this project: the same as python -m bench in a checkout."""
+    checkout = Path(offload.__file__).resolve().parents[1]
+    if not (checkout / "bench" / "__main__.py").is_file():
+        give_up(
+            "bench",
+            f"the benchmarks are not installed beside {Path(offload.__file__).parent}. They run "
+            "from a checkout of the source: there, python -m bench",
+        )
+    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "bench", *context.args]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    raise SystemExit(found.returncode)

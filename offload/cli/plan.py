@@ -1,0 +1,272 @@
+"""``kvtiers plan``: what another configuration would do, before anything is bought or started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli.common import (
+    AsJson,
+    Problems,
+    give_up,
+    make_app,
+    print_json,
+    progress_bar,
+    screen,
+    size_text,
+)
+from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm
+
+if TYPE_CHECKING:
+    from offload.planning import Machine, ModelSize, Plan, Simulated
+    from policies.trace import Trace
+
+app = make_app()
+
+BLOCK_TOKENS = 16
+"""Tokens of a block where neither a model nor a trace says it."""
+YEARS = 5.0
+
+MixText = Annotated[
+    str,
+    typer.Option(
+        help="Requests without a trace: users=200,turns=6,system=1000,prompt=300,answer=400,"
+        "gap=90,hours=4"
+    ),
+]
+Prefill = Annotated[
+    float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
+]
+Tflops = Annotated[float, typer.Option(min=0, help="Peak of all GPUs, to estimate that instead.")]
+Parameters = Annotated[
+    float, typer.Option(min=0, help="Active parameters, as 8e9. [default: the model's]")
+]
+Endurance = Annotated[
+    str, typer.Option(help="Bytes that the disk may be written in its life, as 1200TB.")
+]
+TokenBytes = Annotated[
+    str, typer.Option(help="Bytes of one token's KV, all ranks; instead of a model.")
+]
+
+
+@app.command(context_settings=PASS_FLAGS_ON)
+def plan(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model, as for vllm serve; or --token-bytes.")] = "",
+    cpu: Annotated[str, typer.Option(help="CPU tier, as 64GiB.")] = "",
+    disk: Annotated[str, typer.Option(help="Disk tier, as 2TiB.")] = "",
+    trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,
+    mix: MixText = "",
+    policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = "adaptive",
+    disk_policy: Annotated[str, typer.Option(help="Policy of the disk tier.")] = "lru",
+    link: Annotated[str, typer.Option(help="Bytes per second to each GPU, as 25GB.")] = "",
+    disk_read: Annotated[str, typer.Option(help="Bytes per second of the disk, as 3GB.")] = "",
+    prefill_tokens_per_s: Prefill = 0.0,
+    gpu_tflops: Tflops = 0.0,
+    parameters: Parameters = 0.0,
+    write_budget: Annotated[str, typer.Option(help="Bytes to write per day, as 2TB.")] = "",
+    endurance: Endurance = "",
+    years: Annotated[float, typer.Option(min=0.1, help="Years that it shall last.")] = YEARS,
+    token_bytes: TokenBytes = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say what tiers of these sizes hold, hit, save and write, and whether loading pays.
+
+    All other flags are those of vllm serve. Hit rates come from the simulator; speeds are what you
+    give, or estimates that are marked as such.
+    """
+    from offload.planning import Machine
+
+    problems = Problems()
+    daily = problems.size("--write-budget", write_budget)
+    lifetime = problems.size("--endurance", endurance)
+    machine = Machine(
+        cpu_bytes=problems.size("--cpu", cpu),
+        disk_bytes=problems.size("--disk", disk),
+        link_bytes_per_s=problems.size("--link", link),
+        disk_bytes_per_s=problems.size("--disk-read", disk_read),
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        gpu_flops=gpu_tflops * 1e12,
+        write_budget_bytes=daily or lifetime / (365 * years),
+    )
+    given_bytes = problems.size("--token-bytes", token_bytes)
+    _check(problems, machine, model, given_bytes, context.args, cpu)
+    requests = _requests(problems, trace, mix)
+    _check_policies(problems, policy, disk_policy)
+    problems.refuse("plan")
+    size = _size_of(model, context.args, given_bytes, parameters)
+    found = _work_out(size, machine, requests, policy, disk_policy)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+
+
+def _check(
+    problems: Problems, machine: Machine, model: str, given: int, flags: list[str], cpu: str
+) -> None:
+    if not cpu:
+        problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
+    elif machine.cpu_bytes < 1 and not problems:
+        problems.add("--cpu", f'must be more than nothing (got "{cpu}")', "Give a size as 64GiB.")
+    if model.startswith("-"):  # an option that is not known goes on to vLLM, but after a model
+        problems.add(model, "is no option", "Flags of vLLM come after MODEL; see --help.")
+    elif bool(model) == bool(given):
+        what = "both MODEL and --token-bytes are given" if model else "neither is given"
+        problems.add("MODEL", what, "Give a model, or --token-bytes 128KiB.")
+    elif flags and not model:
+        problems.add(flags[0], "is no option", "Flags of vLLM come after MODEL; see --help.")
+
+
+def _check_policies(problems: Problems, *texts: str) -> None:
+    from policies.registry import make_policy
+    from policies.simulate_jobs import parse_spec
+
+    for where, text in zip(("--policy", "--disk-policy"), texts, strict=True):
+        try:
+            make_policy(parse_spec(text))
+        except ValueError as error:
+            problems.add(where, str(error))
+
+
+def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str | None:
+    """The trace that was given, or the mix as text: its blocks depend on the model."""
+    from policies.mix import Mix
+    from policies.trace_readers import read_trace
+
+    if trace is not None and mix:
+        problems.add("--mix", "beside --trace", "Give one of them.")
+    try:
+        if trace is not None:
+            return read_trace(trace)
+        Mix.parse(mix)
+    except OSError as error:
+        problems.add("--trace", f"cannot be read ({error.strerror}): {trace}")
+    except ValueError as error:
+        problems.add("--trace" if trace else "--mix", str(error))
+    return mix or None
+
+
+def _size_of(model: str, flags: list[str], given: int, parameters: float) -> ModelSize:
+    """Ask vLLM for the model's geometry, unless bytes per token were given."""
+    from offload.planning import ModelSize
+
+    if given:
+        return ModelSize("", given, BLOCK_TOKENS, parameters=parameters)
+    report = ask_vllm(model, flags)
+    if not report.groups or not report.token_bytes:
+        give_up("plan", f"{model}: {'; '.join(report.refused)}")
+    return ModelSize(
+        model,
+        report.token_bytes * report.ranks,
+        report.alignment_tokens,
+        report.ranks,
+        parameters or report.parameters,
+    )
+
+
+def _work_out(
+    size: ModelSize, machine: Machine, requests: Trace | str | None, policy: str, disk_policy: str
+) -> Plan:
+    from offload.planning import make_plan
+    from policies.mix import Mix, mix_trace
+
+    trace = mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else None
+    if requests is not None and not isinstance(requests, str):
+        trace = requests
+    block_tokens = trace.block_tokens if trace else size.chunk_tokens
+    try:
+        simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
+        return make_plan(size, machine, block_tokens, simulated)
+    except ValueError as error:
+        give_up("plan", str(error))
+
+
+def _simulate(
+    trace: Trace, size: ModelSize, machine: Machine, policy: str, disk_policy: str
+) -> Simulated:
+    from offload.planning import Simulated, capacity_blocks
+    from policies.registry import make_policy
+    from policies.simulate import bound, simulate
+    from policies.simulate_jobs import parse_spec
+    from policies.simulate_tiers import simulate_two
+
+    cpu, disk = capacity_blocks(size, machine, trace.block_tokens)
+    if not cpu:
+        raise ValueError(f"--cpu holds no block of {trace.block_tokens} tokens. Give more")
+    upper = make_policy(parse_spec(policy))
+    with progress_bar(is_bytes=False) as bar:
+        task = bar.add_task("simulated requests", total=len(trace.requests))
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+
+        if disk:
+            lower = make_policy(parse_spec(disk_policy))
+            result = simulate_two(
+                trace, upper, lower, (cpu, disk), "write-through", progress=advance
+            )
+        else:
+            result = simulate(trace, upper, cpu, progress=advance)
+    return Simulated(trace, result, bound(trace, None))
+
+
+def _print(found: Plan) -> None:
+    from rich.table import Table
+
+    out = screen()
+    model = found.model
+    name = model.name or "a model"
+    out.print(
+        f"{name}: {size_text(model.token_bytes)} per token on {model.ranks} "
+        f"rank{'s' * (model.ranks > 1)}; chunks of {model.chunk_tokens} tokens",
+        markup=False,
+    )
+    table = Table()
+    heads = ("tier", "capacity", "tokens", "chunks", "loads", "loading pays", "hits", "reads")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if not place else "right")
+    for tier in found.tiers:
+        table.add_row(
+            tier.name,
+            size_text(tier.capacity_bytes),
+            f"{tier.tokens:,}",
+            f"{tier.chunks:,}",
+            f"{tier.loads_tokens_per_s:,.0f} tok/s",
+            {None: "?", True: "yes", False: "no"}[tier.pays],
+            _percent(tier.hit_ratio),
+            "-" if tier.reads_bytes_per_s is None else f"{size_text(tier.reads_bytes_per_s)}/s",
+        )
+    out.print(table)
+    for line in _lines(found):
+        out.print(line, markup=False)
+
+
+def _lines(found: Plan) -> list[str]:
+    lines = []
+    if found.prefill_tokens_per_s is not None:
+        lines.append(f"computing: {found.prefill_tokens_per_s:,.0f} prompt tokens/s")
+    if found.hit_ratio is not None:
+        asked = found.prompt_tokens_per_s
+        rate = f" at {asked:,.0f} prompt tokens/s" if asked else ""
+        lines.append(f"requests: {found.requests}{rate}")
+        lines.append(
+            f"hits: {_percent(found.hit_ratio)} of the prompt tokens, of "
+            f"{_percent(found.hit_ratio_max)} that an endless cache would have; "
+            f"{_percent(found.compute_saved)} of the arithmetic saved"
+        )
+    else:
+        lines.append("hits: give --trace or --mix to have them simulated")
+    if found.disk_writes_per_day is not None:
+        text = f"disk writes: {size_text(found.disk_writes_per_day)} per day"
+        if found.write_budget:
+            share = found.disk_writes_per_day / found.write_budget
+            text += f", {_percent(share)} of the budget of {size_text(found.write_budget)}"
+        lines.append(text)
+    return lines + [f"note: {note}" for note in found.notes]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
