@@ -171,6 +171,12 @@ class TierIndex:
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """Enter chunks found after a restart, oldest first; returns those that did not fit."""
+        places = dict(zip(keys, (info.size_bytes for info in infos), strict=True))
+        is_plain = not (self._resident or self._filling or self._doomed)
+        if is_plain and len(places) == len(keys) and self.space.take_bytes(sum(places.values())):
+            self._resident.update(places)
+            self.policy.insert_all(keys, infos)
+            return []
         rejected = []
         for key, info in zip(keys, infos, strict=True):
             place = self.space.take(info.size_bytes) if self.is_absent(key) else None

@@ -8,6 +8,7 @@ cache salt, the adapter's name and the media of the prompt; we never derive our 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 GROUP_BYTES = 4
@@ -21,6 +22,21 @@ def group_suffix(group: int) -> bytes:
 def group_of(key: bytes) -> int:
     """The group a key belongs to."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int]]:
+    """All keys in one piece, and their lengths (one number if they are all the same)."""
+    lengths = set(map(len, keys))
+    return b"".join(keys), list(lengths) if len(lengths) == 1 else list(map(len, keys))
+
+
+def unpack_keys(packed: bytes, lengths: Sequence[int]) -> tuple[bytes, ...]:
+    """The keys that were packed."""
+    if len(lengths) == 1:
+        step = lengths[0]
+        return tuple([packed[at : at + step] for at in range(0, len(packed), step)])
+    ends = itertools.accumulate(lengths)
+    return tuple(packed[end - size : end] for end, size in zip(ends, lengths, strict=True))
 
 
 def chunk_keys(

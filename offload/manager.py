@@ -20,7 +20,7 @@ from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
-from offload.keys import group_of, group_suffix
+from offload.keys import GROUP_BYTES, group_suffix
 from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec, page_bytes
 from offload.load_task import io_bytes
 from offload.planner import Planner
@@ -386,14 +386,15 @@ async def _open_tier(tier: Tier, number: int, groups: Mapping[int, GroupInfo]) -
     index = TierIndex(
         info.name, ByteSpace(info.capacity_bytes), make_policy("lru"), low_watermark=0.95
     )
-    unknown: list[bytes] = []
+    infos = {
+        group_suffix(group): EntryInfo(group, size_bytes=info.footprints[number])
+        for group, info in groups.items()
+    }
+    found: list[bytes] = []
     async for batch in tier.keys():
-        known = [stored.key for stored in batch if group_of(stored.key) in groups]
-        unknown += [stored.key for stored in batch if group_of(stored.key) not in groups]
-        infos = [
-            EntryInfo(group_of(key), size_bytes=groups[group_of(key)].footprints[number])
-            for key in known
-        ]
-        unknown += index.recover(known, infos)
+        found += batch.keys
+    known = [key for key in found if key[-GROUP_BYTES:] in infos]
+    unknown = [key for key in found if key[-GROUP_BYTES:] not in infos]
+    unknown += index.recover(known, [infos[key[-GROUP_BYTES:]] for key in known])
     await tier.delete(unknown)
     return index

@@ -18,6 +18,11 @@ class Space(ABC):
     def take(self, size: int) -> int | None:
         """A place for ``size`` bytes, or ``None`` if there is no room."""
 
+    def take_bytes(self, size: int) -> bool:
+        """Take many places whose sizes add up to this, where a place *is* its size; ``False``
+        with nothing taken if that is not so here, or there is no room."""
+        return False
+
     @abstractmethod
     def give(self, place: int) -> None:
         """Take a place back."""
@@ -68,6 +73,9 @@ class ByteSpace(Space):
             return None
         self.used += size
         return size
+
+    def take_bytes(self, size: int) -> bool:
+        return self.take(size) is not None
 
     def give(self, place: int) -> None:
         self.used -= place

@@ -27,6 +27,11 @@ class LruPolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._order[key] = None
 
+    def insert_all(self, keys: Sequence[Key], infos: Sequence[EntryInfo]) -> None:
+        order = self._order
+        for key in keys:  # OrderedDict.update takes twice as long
+            order[key] = None
+
     def touch(self, keys: Sequence[Key]) -> None:
         order = self._order
         for key in reversed(keys):

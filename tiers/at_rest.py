@@ -22,13 +22,11 @@ def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
     Raises ``IndexUnusableError`` or ``OSError``. No reader may be open in this process.
     """
     index = LmdbIndex(folder, os.path.getsize(folder / DATA_NAME), Manifest(owner, ""))
-    is_whole = False
     try:
         for start in range(0, len(keys), BATCH):
             index.apply(Changes(edits=dict.fromkeys(keys[start : start + BATCH])))
-        is_whole = True
     finally:
-        index.close(clean=is_whole)
+        index.close()
 
 
 def forget_files(store: FileReader, keys: Sequence[Key]) -> None:

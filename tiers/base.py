@@ -72,13 +72,21 @@ class TierInfo:
 
 
 class StoredKey(NamedTuple):
-    """One record found by ``keys``: its key and the length of its payload in bytes.
-
-    A tuple because a restart makes one per record: a million of them in a third of a second.
-    """
+    """One record of a tier: its key and the length of its payload in bytes."""
 
     key: Key
     payload_bytes: int
+
+
+class StoredKeys(NamedTuple):
+    """Records found by ``keys``: ``payload_bytes[i]`` is the length of the payload of ``keys[i]``.
+
+    Columns and no pairs: a restart goes through millions of records, and a million small objects
+    that the garbage collector tracks cost it half a second.
+    """
+
+    keys: list[Key]
+    payload_bytes: list[int]
 
 
 class Tier(ABC):
@@ -113,7 +121,7 @@ class Tier(ABC):
         """Note a use, so that ``keys`` reports recency after a restart. Best effort."""
 
     @abstractmethod
-    def keys(self) -> AsyncIterator[list[StoredKey]]:
+    def keys(self) -> AsyncIterator[StoredKeys]:
         """Every record, least recently used first, in batches; for recovery after ``open``."""
 
     @abstractmethod

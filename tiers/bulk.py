@@ -38,7 +38,7 @@ async def _write_all(tier: Tier, records: Iterable[Record]) -> Written:
     try:
         await tier.open()
         batches = tier.keys()
-        known = {stored.key async for batch in batches for stored in batch}
+        known = {key async for batch in batches for key in batch.keys}
         batch: list[Record] = []
         size = 0
         for record in records:

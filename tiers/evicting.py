@@ -101,8 +101,8 @@ class EvictingTier(TierWrapper):
         self._sizes.clear()
         self._used_bytes = 0
         async for batch in self.inner.keys():
-            for stored in batch:
-                self._enter(stored.key, stored.payload_bytes)
+            for key, payload_bytes in zip(batch.keys, batch.payload_bytes, strict=True):
+                self._enter(key, payload_bytes)
         return info
 
     def _enter(self, key: Key, payload_bytes: int) -> None:

@@ -35,7 +35,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
-    StoredKey,
+    StoredKeys,
     Tier,
     TierClosedError,
     TierInfo,
@@ -188,12 +188,13 @@ class FileTier(Tier):
     def footprint_bytes(self, payload_bytes: int) -> int:
         return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
-    async def keys(self) -> AsyncIterator[list[StoredKey]]:
+    async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
         found = sorted(self._entries.items(), key=lambda item: item[1])
         for start in range(0, len(found), KEYS_PER_BATCH):
             batch = found[start : start + KEYS_PER_BATCH]
-            yield [StoredKey(key, entry.payload_bytes) for key, entry in batch]
+            sizes = [entry.payload_bytes for _, entry in batch]
+            yield StoredKeys([key for key, _ in batch], sizes)
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)

@@ -11,10 +11,10 @@ its map. A reader that was killed in a transaction would keep pages for ever: ``
 such from time to time. The file is preallocated to the size of the map: a full disk cannot fail a
 commit.
 
-Opening never trusts a file. Sizes are checked before LMDB sees them (LMDB dies by SIGBUS on a
-truncated file); unless the last close left a matching checksum, the whole structure is walked by
-LMDB's offline verifier (about 5 s per million records). Whatever is wrong is an
-``IndexUnusableError``; what to do about it is decided above.
+Opening never trusts a file, however it was closed: before LMDB sees it, ``lmdb_walk`` goes through
+all of its pages (LMDB dies by SIGBUS on a truncated file and of garbled pages) and brings the
+records along. What the walk refuses is put before LMDB's own, slow verifier. Whatever is wrong is
+an ``IndexUnusableError``; what to do about it is decided above.
 
 Ownership: one thread at a time; a transaction never leaves the method that began it, and nothing
 that LMDB owns outlives its transaction.
@@ -22,11 +22,11 @@ that LMDB owns outlives its transaction.
 
 from __future__ import annotations
 
-import itertools
 import json
+import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,30 +34,31 @@ from typing import Any
 import lmdb
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run, Runs
-from tiers.record import HEADER_BYTES, Identity
+from tiers.lmdb_pages import UnsoundError
+from tiers.lmdb_walk import walk
+from tiers.record import Identity
+from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES, RecordTable, tables_of
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
-CLEAN_NAME = "index.xxh3"
-FILES = (DATA_NAME, LOCK_NAME, CLEAN_NAME)
+FILES = (DATA_NAME, LOCK_NAME)
+RECORDS_NAME = b"records"
 RECORD_INDEX_BYTES = 512
 """Index space set aside per record; 280 to 320 bytes are used, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
-SCAN_BATCH = 4096
 READER_CHECK_EVERY = 64
 """Transactions from one look for killed readers to the next; a look takes microseconds."""
 
-USE_BYTES = 8
 _PAYLOAD_AT = USE_BYTES + 24
-RUNS_AT = USE_BYTES + HEADER_BYTES
 _RUN = struct.Struct("<QI")
-RUN_BYTES = _RUN.size
+assert _RUN.size == RUN_BYTES, "the layout of a run"
 
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -190,16 +191,13 @@ class LmdbIndex:
         """Open or create. ``manifest`` is what a new index gets, and its identity what an old
         one must have. Raises ``IndexUnusableError`` with the data as it was, or ``OSError``."""
         self._path = folder / DATA_NAME
-        self._clean = folder / CLEAN_NAME
         is_new = not index_exists(folder)
-        if not is_new:
-            check_file(folder)
-        self._clean.unlink(missing_ok=True)
+        self._found = None if is_new else check_file(folder)
         self._transactions = 0
         self._env = self._open_env(folder, map_bytes)
         try:
             self._meta = self._env.open_db(b"meta")
-            self._records = self._env.open_db(b"records")
+            self._records = self._env.open_db(RECORDS_NAME)
             if is_new:
                 self._create(manifest)
             self.manifest, self.epoch = self._read_meta()
@@ -254,19 +252,20 @@ class LmdbIndex:
             os.close(fd)
         self._file_bytes = max(size, map_bytes)
 
-    def scan(self) -> Iterator[dict[Key, bytes]]:
-        """Every key and value, in the order of keys, ``SCAN_BATCH`` at a time. The transaction
-        lasts as long as the iterator."""
+    def tables(self) -> Iterable[RecordTable]:
+        """Every record, for recovery at open."""
+        found, self._found = self._found, None
+        if found is not None:
+            return found
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
-            items = cursor.iternext()
-            while batch := dict(itertools.islice(items, SCAN_BATCH)):
-                yield batch
+            return list(tables_of(dict(cursor.iternext())))
 
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing
         changed, and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
         if os.stat(self._path).st_size < self._file_bytes:
             raise OSError(f"{self._path} was truncated while in use")
+        self._found = None
         records = self._records
         self._transactions += 1
         if not self._transactions % READER_CHECK_EVERY:
@@ -291,15 +290,9 @@ class LmdbIndex:
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"limits", limits.dump())
 
-    def close(self, *, clean: bool) -> None:
-        """Close; ``clean`` leaves a checksum that spares the next ``open`` the long check."""
-        last_page = self._env.info()["last_pgno"]
+    def close(self) -> None:
+        """Release the files."""
         self._env.close()
-        if clean:
-            text = _checksum(self._path, (last_page + 1) * ALIGNMENT)
-            fd = os.open(self._clean, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(fd, "w", encoding="ascii") as file:
-                file.write(text)
 
 
 def _translated(error: BaseException) -> BaseException:
@@ -310,42 +303,25 @@ def _translated(error: BaseException) -> BaseException:
     return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
 
 
-def check_file(folder: Path) -> None:
-    """Raise ``IndexUnusableError`` unless LMDB can read the file without harm. Only for an index
-    that nobody writes."""
-    path, clean = folder / DATA_NAME, folder / CLEAN_NAME
+def check_file(folder: Path) -> list[RecordTable] | None:
+    """The records, if LMDB can read the file without harm; ``None`` if it can, but only LMDB.
+
+    Raises ``IndexUnusableError`` if it cannot. Only for an index that nobody writes.
+    """
+    path = folder / DATA_NAME
     found = path.lstat()
     if not path.is_file() or path.is_symlink():
         raise IndexUnusableError("it is not a regular file")
     if found.st_size % ALIGNMENT or found.st_size < 2 * ALIGNMENT:
         raise IndexUnusableError(f"it has {found.st_size} bytes, which is no whole index")
-    if _is_clean(path, clean):
-        return
+    try:
+        return walk(path, RECORDS_NAME)
+    except UnsoundError as error:
+        logger.info("%s: %s; asking LMDB's verifier", path, error)
     try:
         problems: Sequence[object] = verify(str(folder))
     except (VerifyError, struct.error, IndexError) as error:
         raise IndexUnusableError(f"it is not an LMDB file: {error}") from error
     if problems:
         raise IndexUnusableError(f"{len(problems)} structural faults, first: {problems[0]}")
-
-
-def _is_clean(path: Path, clean: Path) -> bool:
-    try:
-        text = clean.read_text(encoding="ascii")
-        length = int(text.split()[0])
-        return 0 < length <= path.stat().st_size and text == _checksum(path, length)
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def _checksum(path: Path, length: int) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        left = length
-        while left:
-            block = file.read(min(left, 4 << 20))
-            if not block:
-                return "short"
-            digest.update(block)
-            left -= len(block)
-    return f"{length} {digest.hexdigest()}"
+    return None

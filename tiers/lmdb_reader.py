@@ -9,7 +9,7 @@ The payload file is opened apart, for reading, past the page cache where that is
 that the owner moves aside stay open here; every look then says ``StoreChangedError``.
 
 An index that nobody owns is checked as its tier would check it, because LMDB does not survive
-every damage (minutes for tens of millions of records, unless it was closed cleanly).
+every damage (seconds for tens of millions of records).
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from tiers.codec import Codec, KeyRing
 from tiers.direct_io import DiskIo, PayloadFile, Scratch
 from tiers.lmdb_index import (
     DATA_NAME,
-    RUN_BYTES,
-    RUNS_AT,
-    USE_BYTES,
     IndexUnusableError,
     Limits,
     Manifest,
@@ -42,6 +39,7 @@ from tiers.lmdb_index import (
 from tiers.lmdb_store import PAYLOAD_NAME
 from tiers.outside import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity, flags_of, stored_bytes_of
+from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES
 from tiers.transfer import ReadItem, ReadJob
 from tiers.uses import DATED_FROM_NS
 

@@ -163,7 +163,7 @@ class LmdbStore:
                 sync_folder(self._folder)
             manifest = Manifest(self._identity, file_id)
             self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
-            undo.callback(self.index.close, clean=False)
+            undo.callback(self.index.close)
             if not is_new:
                 if _is_foreign(path) or _read_id(path) != self.index.manifest.file_id:
                     raise IndexUnusableError(f"{path} is not the payload file of this index")
@@ -183,7 +183,7 @@ class LmdbStore:
             # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
             self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
-        found = recover(self.index.scan(), expected)
+        found = recover(self.index.tables(), expected)
         if found.bad and self._options.recovery is Recovery.STRICT:
             raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
         if found.bad:
@@ -219,16 +219,11 @@ class LmdbStore:
         found = os.fstatvfs(self.file.fd)
         return max(2 << 30, found.f_blocks * found.f_frsize // 20)
 
-    def close(self, *, clean: bool) -> None:
-        """Release everything; ``clean`` only if nothing failed and nobody writes any more."""
-        try:
-            self.index.close(clean=clean)
-        except OSError:
-            # The checksum file could not be written: the next open takes the long check.
-            pass
-        finally:
-            self.file.close()
-            self._lock.release()
+    def close(self) -> None:
+        """Release everything; only when nobody writes any more."""
+        self.index.close()
+        self.file.close()
+        self._lock.release()
 
 
 def _make_codec(identity: Identity, options: LmdbOptions) -> Codec:

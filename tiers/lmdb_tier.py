@@ -26,14 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tiers.base import (
     ALIGNMENT,
     Buffer,
     Key,
     ReadOutcome,
-    StoredKey,
+    StoredKeys,
     Tier,
     TierClosedError,
     TierInfo,
@@ -45,16 +43,17 @@ from tiers.commit_thread import Change, Clear, CommitThread, Put, Refresh, Remov
 from tiers.direct_io import DiskIo, pages_for
 from tiers.extents import Runs
 from tiers.io_threads import IoThreads
-from tiers.lmdb_index import payload_bytes_of, runs_of, uses_and_payloads, with_use
+from tiers.lmdb_index import payload_bytes_of, runs_of, with_use
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
 from tiers.record import Identity, check_identity, check_key, check_payload
+from tiers.records import Records
 from tiers.transfer import ReadItem, ReadJob, WriteJob
 from tiers.uses import UseClock
 
 TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
-KEYS_PER_BATCH = 1024
+KEYS_PER_BATCH = 1 << 14
 JOB_BYTES_MIN = 256 << 10
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
@@ -98,7 +97,7 @@ class LmdbTier(Tier):
             store = await settled(opening)
         except asyncio.CancelledError:
             if opening.exception() is None:
-                opening.result().close(clean=True)
+                opening.result().close()
             raise
         self._begin(store)
         capacity_bytes = (store.pages_max - 1) * ALIGNMENT
@@ -109,7 +108,7 @@ class LmdbTier(Tier):
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._epoch = store.index.epoch
-        self._records = recovered.records
+        self._records = Records(recovered)
         self._uses = UseClock(recovered.next_use)
         self._places = Places(store.file_pages, recovered.free)
         self._filling: dict[Key, Put] = {}
@@ -159,8 +158,7 @@ class LmdbTier(Tier):
         self._store = None
         # Hung threads may still use the files: then they and the lock stay with the process.
         if stopped:
-            is_clean = self._committer.failure is None
-            await asyncio.to_thread(store.close, clean=is_clean)
+            await asyncio.to_thread(store.close)
 
     def _stop_threads(self, timeout_s: float) -> bool:
         stopped = [pool.stop(timeout_s) for pool in (self._read_threads, self._write_threads)]
@@ -212,16 +210,12 @@ class LmdbTier(Tier):
     def footprint_bytes(self, payload_bytes: int) -> int:
         return pages_for(payload_bytes) * ALIGNMENT
 
-    async def keys(self) -> AsyncIterator[list[StoredKey]]:
+    async def keys(self) -> AsyncIterator[StoredKeys]:
         self._open_store()
-        keys, values = list(self._records), list(self._records.values())
-        fields = uses_and_payloads(values)
-        order = np.argsort(fields["use"], kind="stable")
+        keys, sizes = self._records.by_use()
         for start in range(0, len(keys), KEYS_PER_BATCH):
-            batch = order[start : start + KEYS_PER_BATCH]
-            sizes = fields["payload_bytes"][batch].tolist()
-            names = map(keys.__getitem__, batch.tolist())
-            yield list(map(StoredKey, names, sizes))
+            stop = start + KEYS_PER_BATCH
+            yield StoredKeys(keys[start:stop], sizes[start:stop])
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
@@ -437,7 +431,7 @@ class LmdbTier(Tier):
             self._places.unpin(item.runs)
             if job.epoch != self._epoch:
                 item.outcome = ReadOutcome.MISS
-            elif item.outcome is ReadOutcome.CORRUPT and self._records.get(item.key) is item.value:
+            elif item.outcome is ReadOutcome.CORRUPT and self._records.get(item.key) == item.value:
                 damaged.append(item.key)
             self._counts[f"read_{item.outcome.value}"] += 1
             if item.outcome is ReadOutcome.OK:
@@ -467,7 +461,7 @@ class LmdbTier(Tier):
         gone: list[Key] = []
         places: list[Runs] = []
         for key in keys:
-            value = self._records.pop(key, None)
+            value = self._records.pop(key)
             if value is not None:
                 runs = runs_of(value)
                 self._places.forget(runs)
@@ -484,7 +478,7 @@ class LmdbTier(Tier):
     async def touch(self, keys: Sequence[Key]) -> None:
         self._open_store()
         for key, use in zip(keys, self._uses.take(len(keys)), strict=True):
-            value = self._records.pop(key, None)
+            value = self._records.pop(key)
             if value is not None:
                 self._records[key] = with_use(value, use)
                 self._touched.add(key)
@@ -498,7 +492,7 @@ class LmdbTier(Tier):
             self._touch_timer.cancel()
             self._touch_timer = None
         records = self._records
-        values = [(key, records[key]) for key in self._touched if key in records]
+        values = [(key, value) for key in self._touched if (value := records.get(key)) is not None]
         self._touched.clear()
         if values:
             self._committer.submit(Refresh(values))
@@ -506,7 +500,7 @@ class LmdbTier(Tier):
     async def reset(self, epoch: int) -> None:
         with self._working():
             self._epoch = max(epoch, self._epoch + 1)
-            self._records = {}
+            self._records.clear()
             self._filling = {}
             self._touched.clear()
             await settled(self._submit_removal(Clear(self._epoch)))

@@ -14,7 +14,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
-    StoredKey,
+    StoredKeys,
     Tier,
     TierClosedError,
     TierInfo,
@@ -106,11 +106,13 @@ class MemoryTier(Tier):
             if record is not None:
                 self.records[key] = record
 
-    async def keys(self) -> AsyncIterator[list[StoredKey]]:
+    async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        found = [StoredKey(key, data.nbytes) for key, (_, data) in self.records.items()]
-        for start in range(0, len(found), KEYS_PER_BATCH):
-            yield found[start : start + KEYS_PER_BATCH]
+        keys = list(self.records)
+        sizes = [data.nbytes for _, data in self.records.values()]
+        for start in range(0, len(keys), KEYS_PER_BATCH):
+            stop = start + KEYS_PER_BATCH
+            yield StoredKeys(keys[start:stop], sizes[start:stop])
 
     async def reset(self, epoch: int) -> None:
         self._check_open()

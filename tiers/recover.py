@@ -1,16 +1,16 @@
 """From what an index holds at open to what a tier may believe.
 
-Records come in batches of a few thousand and are checked as arrays, one batch at a time: memory
-that is used again and stays in the processor's cache is what makes a million records take about a
-second (arrays over all of them take three times as long, most of it for fresh pages).
-A record is dropped unless its header is of this format, identity and epoch, and its pages lie
-inside the payload file and belong to nobody else. Payloads are not read here; their tags are
-verified by every read.
+Records come as tables of thousands and are checked as arrays. A record is dropped unless its header
+is of this format, identity and epoch, and its pages lie inside the payload file and belong to
+nobody else. Payloads are not read here; their tags are verified by every read.
+
+Only the keys become objects, at the end and in the order of use: whoever goes through them
+afterwards (the tier's ``keys``, the scheduler's index) walks through memory from front to back,
+which is several times faster than a walk in the order of hashes. Values stay rows of their tables.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,39 +20,24 @@ import numpy.typing as npt
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run
-from tiers.lmdb_index import RUN_BYTES, RUNS_AT
 from tiers.record import ENCRYPTED, MAGIC, VERSION, Identity
+from tiers.record_table import RecordTable
 
-_VALUE = np.dtype(
-    [
-        ("use", ">u8"),
-        ("magic", "<u4"),
-        ("version", "u1"),
-        ("flags", "u1"),
-        ("rank", "<u2"),
-        ("group", "<u4"),
-        ("key_bytes", "<u2"),
-        ("zero", "<u2"),
-        ("epoch", "<u8"),
-        ("payload_bytes", "<u8"),
-        ("stored_bytes", "<u8"),
-        ("namespace", "<u8", 2),
-        ("nonce", "u1", 12),
-        ("key_id", "<u4"),
-        ("tag", "u1", 16),
-    ]
-)
-_RUN = np.dtype([("start", "<u8"), ("pages", "<u4")])
-assert (_VALUE.itemsize, _RUN.itemsize) == (RUNS_AT, RUN_BYTES), "layout of lmdb_index"
+KEYS_AT_ONCE = 1 << 14
 _Mask = npt.NDArray[np.bool_]
 _Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """``records`` in any order; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
+    """``rows``: where each good record is in ``tables``, counted through all of them, the least
+    recently used first; ``uses`` and ``payload_bytes``, one per row; ``free`` runs of pages;
+    ``bad`` keys to delete; next ``use``."""
 
-    records: dict[Key, bytes]
+    rows: dict[Key, int]
+    tables: list[RecordTable]
+    uses: _Rows
+    payload_bytes: _Rows
     free: list[Run]
     bad: list[Key]
     next_use: int
@@ -81,59 +66,68 @@ class _Places(NamedTuple):
         return _Places(*(column[chosen] for column in self))
 
 
-def recover(batches: Iterable[dict[Key, bytes]], expected: Expected) -> Recovered:
+def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
     """Sort what a scan finds into good and bad. No key may come twice."""
-    records: dict[Key, bytes] = {}
     bad: list[Key] = []
-    parts: list[_Places] = []
-    last_use = 0
-    for batch in batches:
-        good, found, use = _check_batch(list(batch.values()), expected, len(records))
-        if not good.all():
-            dropped = list(itertools.compress(batch, (~good).tolist()))
-            bad += dropped
-            for key in dropped:
-                del batch[key]
-        records.update(batch)
-        parts += found
-        last_use = max(last_use, use)
-    places = _sorted(parts)
-    shared = _rows_that_overlap(places)
+    tables: list[RecordTable] = []
+    good: list[_Mask] = []
+    uses: list[_Rows] = []
+    sizes: list[_Rows] = []
+    places: list[_Places] = []
+    count = 0
+    for table in found:
+        if not table.is_whole:
+            bad += table.keys()
+            continue
+        fields = table.fields()
+        fits = _fits(fields, expected)
+        places.append(_places_of(fields["runs"][fits], count + np.flatnonzero(fits)))
+        tables.append(table)
+        good.append(fits)
+        uses.append(fields["use"].astype(np.int64))
+        sizes.append(fields["payload_bytes"].astype(np.int64))
+        count += fits.size
+    by_place = _sorted(places)
+    is_good, all_uses = _joined(good, np.bool_), _joined(uses, np.int64)
+    shared = _rows_that_overlap(by_place)
     if shared.size:
-        keys = list(records)
-        for row in shared.tolist():
-            bad.append(keys[row])
-            del records[keys[row]]
-        places = places.take(~np.isin(places.rows, shared))
-    return Recovered(records, _free_runs(places, expected.file_pages), bad, last_use + 1)
+        is_good[shared] = False
+        by_place = by_place.take(~np.isin(by_place.rows, shared))
+    start = 0
+    for table in tables:
+        dropped = ~is_good[start : start + table.rows.size]
+        start += table.rows.size
+        if dropped.any():
+            bad += table.take(dropped).keys()
+    rows = _in_order_of_use(tables, all_uses, is_good)
+    free = _free_runs(by_place, expected.file_pages)
+    next_use = int(all_uses[is_good].max(initial=0)) + 1
+    return Recovered(rows, tables, all_uses, _joined(sizes, np.int64), free, bad, next_use)
 
 
-def _check_batch(
-    values: list[bytes], expected: Expected, first_row: int
-) -> tuple[_Mask, list[_Places], int]:
-    """Which values are good, the places of those, and their latest use."""
-    lengths = np.fromiter(map(len, values), np.int64, len(values))
-    whole = (lengths > RUNS_AT) & ((lengths - RUNS_AT) % RUN_BYTES == 0)
-    tables = []
-    good = np.zeros(len(values), np.bool_)
-    for length in np.unique(lengths[whole]).tolist():
-        positions = np.flatnonzero(lengths == length)
-        mine = values
-        if positions.size < len(values):
-            mine = [values[position] for position in positions.tolist()]
-        count = (length - RUNS_AT) // RUN_BYTES
-        layout = np.dtype([("fields", _VALUE), ("runs", _RUN, (count,))])
-        table = np.frombuffer(b"".join(mine), layout)
-        good[positions] = fits = _fits(table["fields"], table["runs"], expected)
-        tables.append((positions[fits], table[fits]))
-    rows = first_row + np.cumsum(good) - 1
-    places = [_places_of(table["runs"], rows[positions]) for positions, table in tables]
-    last_use = max((int(t["fields"]["use"].max(initial=0)) for _, t in tables), default=0)
-    return good, places, last_use
+def _joined(parts: list[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0, kind)
 
 
-def _fits(fields: npt.NDArray[Any], runs: npt.NDArray[Any], expected: Expected) -> _Mask:
+def _in_order_of_use(tables: list[RecordTable], uses: _Rows, is_good: _Mask) -> dict[Key, int]:
+    """The good rows under their keys, the least recently used first."""
+    order = np.argsort(uses)
+    if not is_good.all():
+        order = order[is_good[order]]
+    keys: list[Key] = []
+    if len({table.key_bytes for table in tables}) == 1:
+        columns = np.concatenate([table.key_column() for table in tables])
+        for start in range(0, order.size, KEYS_AT_ONCE):
+            keys += columns[order[start : start + KEYS_AT_ONCE]].tolist()
+    else:
+        every = [key for table in tables for key in table.keys()]  # noqa: SIM118  # no dict
+        keys = [every[row] for row in order.tolist()]
+    return dict(zip(keys, order.tolist(), strict=True))
+
+
+def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     """Which records are of this format, identity and epoch, with pages inside the file."""
+    runs = fields["runs"]
     pages = runs["pages"].astype(np.uint64)
     good: _Mask = (
         (fields["magic"] == int.from_bytes(MAGIC, "little"))
@@ -163,7 +157,7 @@ def _sorted(parts: list[_Places]) -> _Places:
     if not parts:
         return _Places(*(np.zeros(0, np.int64),) * 3)
     places = _Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-    return places.take(np.argsort(places.starts, kind="stable"))
+    return places.take(np.argsort(places.starts))
 
 
 def _rows_that_overlap(places: _Places) -> _Rows:

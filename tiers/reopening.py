@@ -19,7 +19,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
-    StoredKey,
+    StoredKeys,
     Tier,
     TierClosedError,
     TierInfo,
@@ -72,7 +72,7 @@ class ReopeningTier(Tier):
         self._epoch = epoch
         await self._try(lambda tier: tier.reset(epoch))
 
-    def keys(self) -> AsyncIterator[list[StoredKey]]:
+    def keys(self) -> AsyncIterator[StoredKeys]:
         return self._tier.keys()
 
     def on_loss(self, call: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
-    StoredKey,
+    StoredKeys,
     Tier,
     TierError,
     TierInfo,
@@ -65,7 +65,7 @@ class TierWrapper(Tier):
         await self.before("touch", keys)
         await self.inner.touch(keys)
 
-    async def keys(self) -> AsyncIterator[list[StoredKey]]:
+    async def keys(self) -> AsyncIterator[StoredKeys]:
         await self.before("keys", ())
         async for batch in self.inner.keys():
             yield batch

@@ -13,7 +13,7 @@ from offload.demotion import DemotionQueue
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
-from offload.keys import group_of
+from offload.keys import GROUP_BYTES, group_suffix
 from offload.layout import ModelLayout
 from offload.planner import Planner
 from offload.space import ByteSpace, SlotSpace
@@ -121,21 +121,22 @@ def _recover(
     groups: Mapping[int, GroupInfo],
 ) -> None:
     """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
-    everywhere = set(ranks[0].tiers[tier].keys)
-    known = set(everywhere)
-    for rank in ranks[1:]:
-        held = set(rank.tiers[tier].keys)
-        everywhere &= held
-        known |= held
-    keys = [
-        key for key in ranks[0].tiers[tier].keys if key in everywhere and group_of(key) in groups
-    ]
+    found: Sequence[bytes] = ranks[0].tiers[tier].keys
+    lost: set[bytes] = set()
+    if len(ranks) > 1:
+        held = [set(rank.tiers[tier].keys) for rank in ranks]
+        everywhere = set.intersection(*held)
+        lost = set.union(*held) - everywhere
+        found = [key for key in found if key in everywhere]
     infos = {
-        group: EntryInfo(group, info.kind, 0, info.footprints[tier])
+        group_suffix(group): EntryInfo(group, info.kind, 0, info.footprints[tier])
         for group, info in groups.items()
     }
-    rejected = planner.lower[tier].recover(keys, [infos[group_of(key)] for key in keys])
-    planner.delete(tier, [*(known - set(keys)), *rejected])
+    keys = [key for key in found if key[-GROUP_BYTES:] in infos]
+    if len(keys) < len(found):
+        lost.update(set(found).difference(keys))
+    rejected = planner.lower[tier].recover(keys, [infos[key[-GROUP_BYTES:]] for key in keys])
+    planner.delete(tier, [*lost, *rejected])
     logger.info("kvtiers: %s: %d chunks recovered", planner.lower[tier].name, len(keys))
 
 

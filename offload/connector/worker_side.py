@@ -13,7 +13,7 @@ from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, TierUnavailableError
 from offload.executor import Drained, Executor, ExecutorLimits
-from offload.keys import group_of
+from offload.keys import GROUP_BYTES, group_suffix
 from offload.load_task import io_bytes
 from offload.loop import OffloadLoop
 from offload.plans import StepPlan
@@ -220,10 +220,11 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     except TierError as error:
         raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
-    sizes = {group.group: io_bytes(group) for group in groups}
+    sizes = {group_suffix(group.group): io_bytes(group) for group in groups}
     keys: list[bytes] = []
     async for batch in tier.keys():
-        keys += [s.key for s in batch if s.payload_bytes == sizes.get(group_of(s.key))]
+        pairs = zip(batch.keys, batch.payload_bytes, strict=True)
+        keys += [key for key, size in pairs if sizes.get(key[-GROUP_BYTES:]) == size]
     return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys))
 
 

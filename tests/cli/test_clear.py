@@ -96,11 +96,11 @@ def grow_old(folder: Path, numbers: range) -> None:
     """As if these records were last used two days ago."""
     if (folder / "data.mdb").exists():
         index = open_index(folder)
-        values = {key: value for batch in index.scan() for key, value in batch.items()}
+        values = {key: value for table in index.tables() for key, value in table.items()}
         use = int.from_bytes(values[key_of(numbers[0])][:8], "big") - 2 * DAY_NS
         keys = map(key_of, numbers)
         index.apply(Changes(edits={key: with_use(values[key], use) for key in keys}))
-        index.close(clean=True)
+        index.close()
     else:
         for number in numbers:
             [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
@@ -129,10 +129,10 @@ def test_records_by_age(tmp_path: Path, kind: str) -> None:
 def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(3))
     index = open_index(folder)
-    values = {key: value for batch in index.scan() for key, value in batch.items()}
+    values = {key: value for table in index.tables() for key, value in table.items()}
     edits = {key: with_use(value, 7) for key, value in values.items()}
     index.apply(Changes(edits=dict(edits)))
-    index.close(clean=True)
+    index.close()
     assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
 
 

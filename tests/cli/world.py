@@ -98,8 +98,8 @@ def open_index(folder: Path, rank: int = 0) -> LmdbIndex:
 def records_of(folder: Path) -> dict[bytes, bytes]:
     """Keys and values in the index of a store at rest."""
     index = open_index(folder)
-    found = {key: value for batch in index.scan() for key, value in batch.items()}
-    index.close(clean=True)
+    found = {key: value for table in index.tables() for key, value in table.items()}
+    index.close()
     return found
 
 

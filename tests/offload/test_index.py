@@ -13,6 +13,7 @@ from offload.space import ByteSpace, SlotSpace
 from offload.states import TRANSITIONS, ChunkEvent, ChunkState
 from policies.base import EntryInfo
 from policies.lru import LruPolicy
+from policies.registry import make_policy
 
 KEYS = [bytes([n]) * 4 for n in range(11)]
 SLOTS = 3
@@ -233,3 +234,19 @@ def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
     info = EntryInfo(size_bytes=100)
     assert index.recover(KEYS[:3], [info] * 3) == [KEYS[2]]
     assert index.reserve([KEYS[5]], [info]).evicted == (KEYS[0],)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1, 1, 2]]])
+def test_recovery_at_once_is_recovery_one_by_one(policy: str, parts: list[list[int]]) -> None:
+    """An empty index takes everything at once, unless a key comes twice."""
+    index = TierIndex("lmdb", ByteSpace(350), make_policy(policy))
+    resident = index.resident
+    info = EntryInfo(size_bytes=100)
+    rejected: list[bytes] = []
+    for part in parts:
+        rejected += index.recover([KEYS[n] for n in part], [info] * len(part))
+    assert rejected == [KEYS[1]] * (sum(map(len, parts)) - 3)
+    assert all(key in resident for key in KEYS[:3])
+    index.check()
+    assert index.reserve(KEYS[4:6], [info] * 2).evicted == (KEYS[0], KEYS[1])

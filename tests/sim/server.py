@@ -182,5 +182,5 @@ class Server:
 async def keys_of(tier: Tier) -> list[bytes]:
     found: list[bytes] = []
     async for batch in tier.keys():
-        found += [stored.key for stored in batch]
+        found += batch.keys
     return found

@@ -31,7 +31,7 @@ POWER_CUTS = int(os.environ.get("KVTIERS_POWER_CUTS", "3"))
 SEED = int(os.environ.get("KVTIERS_SEED", "9"))
 SIZE = 150_000
 CAPACITY = 24 << 20
-KNOWN_FILES = {"data.mdb", "lock.mdb", "owner.lock", "payload.data", "index.xxh3"}
+KNOWN_FILES = {"data.mdb", "lock.mdb", "owner.lock", "payload.data"}
 BATCH = 6
 """Records that the child has in flight at once."""
 CHILD = Path(__file__).with_name("crash_child.py")

@@ -116,15 +116,6 @@ async def test_a_missing_index_starts_empty(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_an_index_without_checksum_is_walked_and_kept(tmp_path: Path) -> None:
-    folder = await filled(tmp_path)
-    (folder / "index.xxh3").unlink()
-    tier = tier_at(tmp_path)
-    assert (await tier.open()).record_count == len(KEYS)
-    await assert_holds(tier, KEYS, SIZE)
-    await tier.aclose()
-
-
 # -- the payload file --------------------------------------------------------------------------
 
 

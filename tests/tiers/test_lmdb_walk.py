@@ -1,0 +1,189 @@
+"""The walk over an index's file: it reads what LMDB reads, and accepts nothing that LMDB's own
+verifier refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+from lmdb.verify import VerifyError, verify
+
+from tiers import lmdb_pages, lmdb_walk
+from tiers.lmdb_pages import UnsoundError
+from tiers.lmdb_tier import LmdbTier
+from tiers.lmdb_walk import walk
+from tiers.testing import all_keys, assert_holds, put
+from tiers.testing import key_of as number_key
+
+SEED = 20261121
+PAGE = 4096
+TRIES = int(os.environ.get("KVTIERS_DAMAGED_INDEXES", "60"))  # of each kind
+NAME = b"records"
+WAYS = {"hashes": 36, "short keys": 3, "one prefix": 40}
+
+
+def key_of(rng: random.Random, way: str) -> bytes:
+    raw = rng.randbytes(rng.choice([WAYS[way]] * 9 + [1, 8, 511]))
+    return b"the same prefix" + raw[:30] if way == "one prefix" else raw
+
+
+def grown(folder: Path, rng: random.Random, way: str, steps: int) -> None:
+    """An index after random transactions: puts, deletes, clears (whose lists of free pages
+    overflow)."""
+    with lmdb.open(str(folder), map_size=64 << 20, max_dbs=2, sync=False) as env:
+        meta, records = env.open_db(b"meta"), env.open_db(NAME)
+        known: list[bytes] = []
+        for step in range(steps):
+            with env.begin(write=True) as txn:
+                txn.put(b"step", bytes([step % 256]), db=meta)
+                if rng.random() < 0.05:
+                    txn.drop(records, delete=False)
+                    known.clear()
+                for _ in range(rng.choice([1, 30, 3000])):
+                    key = key_of(rng, way)
+                    known.append(key)
+                    txn.put(key, rng.randbytes(rng.choice([108, 108, 120, 800])), db=records)
+                for key in rng.sample(known, rng.randrange(len(known))):
+                    txn.delete(key, db=records)
+                    known.remove(key) if len(known) < 100 else None
+
+
+def read_by_lmdb(folder: Path) -> dict[bytes, bytes]:
+    with (
+        lmdb.open(str(folder), max_dbs=2, readonly=True, lock=False) as env,
+        env.begin(db=env.open_db(NAME, create=False)) as txn,
+    ):
+        return dict(txn.cursor())
+
+
+def read_by_walk(folder: Path) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for table in walk(folder / "data.mdb", NAME):
+        assert found.keys().isdisjoint(table.keys())
+        found.update(table.items())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
+@pytest.mark.parametrize("way", WAYS)
+def test_it_reads_what_lmdb_reads(tmp_path: Path, way: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for steps in (1, 5, 30):
+        grown(tmp_path, rng, way, steps)
+        assert verify(str(tmp_path)) == []
+        assert read_by_walk(tmp_path) == read_by_lmdb(tmp_path)
+
+
+def test_an_empty_index(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path), max_dbs=2) as env:
+        env.open_db(NAME)
+    assert read_by_walk(tmp_path) == {}
+
+
+def is_sound(folder: Path) -> bool:
+    try:
+        return not verify(str(folder))
+    except (VerifyError, struct.error, IndexError):
+        return False
+
+
+def flip(raw: bytearray, rng: random.Random, at: int) -> None:
+    raw[at] ^= 1 << rng.randrange(8)
+
+
+def other_byte(raw: bytearray, rng: random.Random, at: int) -> None:
+    raw[at] = rng.randrange(256)
+
+
+def swap_pages(raw: bytearray, rng: random.Random, at: int) -> None:
+    one, two = at // PAGE * PAGE, rng.randrange(2, len(raw) // PAGE) * PAGE
+    raw[one : one + PAGE], raw[two : two + PAGE] = raw[two : two + PAGE], raw[one : one + PAGE]
+
+
+def copy_words(raw: bytearray, rng: random.Random, at: int) -> None:
+    """Numbers of one place in another: page numbers and lengths that are plausible."""
+    at = at // 8 * 8
+    source = rng.randrange(len(raw) // 8) * 8
+    raw[at : at + 8] = raw[source : source + 8]
+
+
+DAMAGE = [flip, other_byte, swap_pages, copy_words]
+
+
+def accepted_garbage(
+    folder: Path, tries: int, damage: Callable[[bytearray, random.Random, int], None]
+) -> tuple[int, int]:
+    """How many damaged files the walk accepts although the verifier does not, and how many
+    both refuse."""
+    grown(folder, random.Random(SEED), "hashes", 12)
+    with lmdb.open(str(folder), max_dbs=2) as env:
+        used = (env.info()["last_pgno"] + 1) * PAGE
+    raw = (folder / "data.mdb").read_bytes()[:used]
+    broken = folder / "broken"
+    wrong = refused = 0
+    for number in range(tries):
+        rng = random.Random(f"{SEED} {number}")
+        data = bytearray(raw)
+        # Half of them where the structure is: heads of pages, and the two meta pages.
+        page = rng.choice([0, 1, rng.randrange(used // PAGE), rng.randrange(used // PAGE)])
+        damage(data, rng, page * PAGE + rng.randrange(rng.choice([16, 160, PAGE])))
+        broken.mkdir()
+        (broken / "data.mdb").write_bytes(data)
+        try:
+            found = read_by_walk(broken)
+        except UnsoundError:
+            refused += not is_sound(broken)
+        else:
+            if not is_sound(broken):
+                wrong += 1
+            elif found != read_by_lmdb(broken):
+                raise AssertionError(f"another content than LMDB's: {damage.__name__} {number}")
+        shutil.rmtree(broken)
+    return wrong, refused
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_it_accepts_nothing_that_the_verifier_refuses(
+    tmp_path: Path, damage: Callable[[bytearray, random.Random, int], None]
+) -> None:
+    wrong, refused = accepted_garbage(tmp_path, TRIES, damage)
+    assert not wrong
+    assert refused > 5, "the damage does harm"
+
+
+def test_without_its_checks_garbage_would_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above has teeth."""
+    for module in (lmdb_pages, lmdb_walk):
+        monkeypatch.setattr(module, "require", lambda *_: None)
+    try:
+        wrong, _ = accepted_garbage(tmp_path, 60, other_byte)
+    except (IndexError, ValueError, OSError):
+        return  # garbage went even further
+    assert wrong > 0
+
+
+async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> None:
+    """Healthy, but not of the shape that our own walk knows: LMDB's verifier decides."""
+    keys = [number_key(n) for n in range(30)]
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    await put(tier, keys, 12_000)
+    await tier.touch(keys[:3])
+    await tier.aclose()
+    with lmdb.open(str(tmp_path / "tier"), max_dbs=3) as env:
+        env.open_db(b"duplicates", dupsort=True)
+    with pytest.raises(UnsoundError):
+        walk(tmp_path / "tier" / "data.mdb", NAME)
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    assert (await tier.open()).record_count == 30
+    assert [stored.key for stored in await all_keys(tier)] == keys[3:] + keys[:3]
+    await assert_holds(tier, keys, 12_000)
+    await tier.aclose()

@@ -1,0 +1,213 @@
+"""LMDB's file format, as far as an index needs it (LMDB 0.9, data version 1, 64 bit).
+
+A file is pages of one size, numbered from 0. Pages 0 and 1 are the two meta pages, of which the
+one with the later transaction counts. All other pages are part of exactly one B+tree (of the list
+of free pages, of the main database, of a named database inside it) or listed as free.
+
+    page      number u64, pad u16, flags u16, lower u16, upper u16, then one u16 per node: its
+              offset in the page. ``lower`` is where these offsets end, ``upper`` where nodes begin.
+              The first page of an overflow extent has its length as u32 instead of both.
+    node      low u16, high u16, flags u16, key length u16, key, data
+    branch    low | high << 16 | flags << 32 is the number of the page below
+    leaf      low | high << 16 is the length of the data, which follows the key at once
+    tree      pad u32, flags u16, depth u16, then u64: branch, leaf and overflow pages, entries,
+              root
+    meta      page header, magic u32, version u32, address u64, map size u64, tree of the free list,
+              main tree, last page u64, transaction u64; the first tree's pad is the page size
+
+Numbers are in the processor's own order. Source: ``struct MDB_page`` and what follows it in
+LMDB's ``mdb.c``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+META_PAGES = 2
+HEAD_BYTES = 16
+NODE_BYTES = 8
+NO_PAGE = (1 << 64) - 1
+BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
+BIG_DATA, SUB_DATA = 1, 2
+INTEGER_KEY = 8
+DEPTH_MAX = 32
+
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
+_PAGE_BYTES_MAX = 1 << 15
+_TREE = struct.Struct("=IHH5Q")
+TREE_BYTES = _TREE.size
+_META = struct.Struct(f"=QHHHHII8xQ{TREE_BYTES}s{TREE_BYTES}sQQ")
+_HEAD = np.dtype(
+    [("number", "=u8"), ("pad", "=u2"), ("flags", "=u2"), ("lower", "=u2"), ("upper", "=u2")]
+)
+
+Pages = npt.NDArray[np.uint8]
+"""Whole pages: an array of shape (count, page bytes)."""
+Numbers = npt.NDArray[np.int64]
+
+
+class UnsoundError(Exception):
+    """The file is not what LMDB leaves behind, or of a kind that is not understood here."""
+
+
+def require(is_true: Any, what: str) -> None:
+    """Raise ``UnsoundError`` unless it is so."""
+    if not is_true:
+        raise UnsoundError(what)
+
+
+class Tree(NamedTuple):
+    """What the file says of one B+tree."""
+
+    pad: int
+    flags: int
+    depth: int
+    branch_pages: int
+    leaf_pages: int
+    overflow_pages: int
+    entries: int
+    root: int
+
+    @classmethod
+    def load(cls, raw: bytes) -> Tree:
+        require(len(raw) == TREE_BYTES, f"a tree record of {len(raw)} bytes")
+        return cls._make(_TREE.unpack(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The meta page that counts."""
+
+    page_bytes: int
+    free: Tree
+    main: Tree
+    page_count: int
+    transaction: int
+
+
+class PageFile:
+    """The file, read without a map: a short file is an error and no SIGBUS."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises ``UnsoundError``, and ``OSError`` as all methods do."""
+        self._fd = fd
+        self._file_bytes = os.fstat(fd).st_size
+        self.meta = self._read_meta()
+
+    def _read_meta(self) -> Meta:
+        page_bytes, first = self._parse_meta(0, 0)
+        require(
+            256 <= page_bytes <= _PAGE_BYTES_MAX and not page_bytes & (page_bytes - 1),
+            f"pages of {page_bytes} bytes",
+        )
+        same_bytes, second = self._parse_meta(1, page_bytes)
+        require(page_bytes == same_bytes, "the meta pages disagree on the page size")
+        require(not first.transaction & 1, "meta page 0 has an odd transaction")
+        require(second.transaction & 1 or not second.transaction, "meta page 1 has an even one")
+        meta = second if first.transaction < second.transaction else first
+        # Pages at the end that were freed before they were ever written are not in the file.
+        require(
+            META_PAGES <= meta.page_count <= 2 * (self._file_bytes // page_bytes),
+            f"{meta.page_count} pages in {self._file_bytes} bytes",
+        )
+        return meta
+
+    def _parse_meta(self, number: int, offset: int) -> tuple[int, Meta]:
+        raw = os.pread(self._fd, _META.size, offset)
+        require(len(raw) == _META.size, f"meta page {number} is cut off")
+        own, _, flags, _, _, magic, version, _, free, main, last, transaction = _META.unpack(raw)
+        is_meta = own == number and flags & META and magic == _MAGIC and version == _VERSION
+        require(is_meta, f"page {number} is no meta page of LMDB 0.9")
+        free_tree = Tree.load(free)
+        page_bytes = free_tree.pad
+        return page_bytes, Meta(page_bytes, free_tree, Tree.load(main), last + 1, transaction)
+
+    def gather(self, numbers: Numbers, into: Pages) -> Pages:
+        """These pages, in the front of ``into``. Neighbours come with one system call."""
+        breaks = np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1
+        for start, stop in itertools.pairwise([0, *breaks.tolist(), numbers.size]):
+            self.read(int(numbers[start]), into[start:stop])
+        return into[: numbers.size]
+
+    def read(self, first: int, into: Pages) -> None:
+        """Fill ``into`` with the pages from ``first`` on."""
+        flat, offset = into.reshape(-1), first * self.meta.page_bytes
+        while flat.nbytes:
+            moved = os.preadv(self._fd, [flat], offset)  # type: ignore[list-item]  # arrays are buffers
+            require(moved > 0, f"the file ends inside page {offset // self.meta.page_bytes}")
+            flat, offset = flat[moved:], offset + moved
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """All nodes of some pages, page by page, in the order of their keys.
+
+    ``counts`` has one number per page, the other arrays one per node: ``at``, its byte offset in
+    ``flat``; the 32 bits of ``low`` and ``high``; flags; length of the key.
+    """
+
+    flat: npt.NDArray[np.uint8]
+    counts: Numbers
+    at: Numbers
+    word: Numbers
+    flags: Numbers
+    key_bytes: Numbers
+
+    def keys(self, chosen: Numbers) -> list[bytes]:
+        """The keys of some nodes."""
+        starts, lengths = self.at[chosen] + NODE_BYTES, self.key_bytes[chosen]
+        if not (lengths == lengths[:1]).all():
+            pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+            return [self.flat[at : at + n].tobytes() for at, n in pairs]
+        if not starts.size or not lengths[0]:
+            return [b""] * starts.size
+        return self.windows(starts, int(lengths[0])).tolist()  # type: ignore[no-any-return]  # a void's item is bytes
+
+    def windows(self, starts: Numbers, length: int) -> npt.NDArray[np.void]:
+        """``length`` bytes from each of these even offsets on."""
+        count = (self.flat.nbytes - length) // 2 + 1
+        found = np.ndarray((count,), f"V{length}", self.flat, strides=(2,))
+        return found[starts // 2]
+
+    def data(self, node: int) -> bytes:
+        """The data of one leaf node, or of an overflowing one the number of its first page."""
+        start = int(self.at[node]) + NODE_BYTES + int(self.key_bytes[node])
+        length = 8 if self.flags[node] & BIG_DATA else int(self.word[node])
+        return bytes(self.flat[start : start + length])
+
+
+def nodes_of(pages: Pages, numbers: Numbers, kind: int) -> Nodes:
+    """The nodes of pages of one kind. Raises ``UnsoundError`` if a page is not what its number
+    and kind say, or a node leaves its page."""
+    page_bytes = pages.shape[1]
+    head = pages[:, :HEAD_BYTES].copy().view(_HEAD)[:, 0]
+    lower, upper = head["lower"].astype(np.int64), head["upper"].astype(np.int64)
+    require((head["number"] == numbers).all(), "a page has another number than its place")
+    require((head["flags"] == kind).all(), "a page is of another kind than its place")
+    fits = (lower > HEAD_BYTES) & (lower <= upper) & (upper <= page_bytes) & (lower % 2 == 0)
+    require(fits.all(), "a page has impossible bounds")
+    counts = (lower - HEAD_BYTES) // 2
+    words = pages.view(np.uint16)
+    widest = int(counts.max())
+    offsets = words[:, HEAD_BYTES // 2 : HEAD_BYTES // 2 + widest]
+    inside = offsets[np.arange(widest) < counts[:, None]].astype(np.int64)
+    rows = np.repeat(np.arange(len(pages)), counts)
+    fits = (inside >= upper[rows]) & (inside + NODE_BYTES <= page_bytes) & (inside % 2 == 0)
+    require(fits.all(), "a node lies outside its page")
+    at = rows * page_bytes + inside
+    flat, half = words.reshape(-1), at // 2
+    word = flat[half].astype(np.int64) | flat[half + 1].astype(np.int64) << 16
+    flags, key_bytes = flat[half + 2].astype(np.int64), flat[half + 3].astype(np.int64)
+    size = NODE_BYTES + key_bytes
+    if kind == LEAF:
+        size += np.where(flags & BIG_DATA, 8, word)
+    require((inside + size <= page_bytes).all(), "a node reaches beyond its page")
+    return Nodes(pages.reshape(-1), counts, at, word, flags, key_bytes)
