@@ -92,6 +92,8 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     require_salt: bool = False
     max_pinned_share: float = 0.25
     record_trace: str | None = None
+    record_requests: str | None = None
+    recent_requests: int = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,21 @@ TOP_FIELDS = (
         "data-parallel replicas the number of each is added to the name.",
         "off",
     ),
+    Field(
+        "record_requests",
+        path(),
+        None,
+        "File for `kvtiers why`: a line for each of the last `recent_requests` requests at least, "
+        "with what it found in which tier and why it did not find more; no content. Replaced at "
+        "each start; with several data-parallel replicas the number of each is added to the name.",
+        "off",
+    ),
+    Field(
+        "recent_requests",
+        count(1, 100_000),
+        256,
+        "How many requests are remembered with what they found.",
+    ),
 )
 
 

@@ -87,6 +87,30 @@ class Coordinator:
                 return bound
         return start_tokens
 
+    def next_boundary(self, hit_tokens: int) -> int:
+        """The first boundary that is longer than this prefix."""
+        return (hit_tokens // self._alignment + 1) * self._alignment
+
+    def first_missing(
+        self,
+        keys: Sequence[Sequence[bytes]],
+        present: PresentBatch,
+        start_tokens: int,
+        hit_tokens: int,
+    ) -> tuple[int, int] | None:
+        """What the boundary after a longest hit lacks: a group by its place in the layout, and the
+        chunk; ``None`` if it is a chunk without a key yet (a draft group's proof)."""
+        boundary = self.next_boundary(hit_tokens)
+        for at in self._full_first:
+            group = self.layout.groups[at]
+            known = hit_tokens if group.kind == FULL else start_tokens
+            needed = _needed(group, known, boundary, group.chunk_tokens)
+            proof = needed.stop + (1 if group.draft else 0)
+            gap = present(keys[at][needed.start : proof]).find(0)
+            if gap >= 0:
+                return at, needed.start + gap
+        return None
+
     def load_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
         """Chunks of each group to load so that tokens up to ``hit_tokens`` need no computing.
 

@@ -275,7 +275,7 @@ class Executor:
         body.add_done_callback(self._tasks.discard)
         done, _ = await asyncio.wait({body}, timeout=self.limits.load_timeout_s)
         if not done:
-            task.give_up()
+            task.give_up(late=True)
             self.stats.load_timeouts += 1
             await task.copies_ended()
             self._end_request(task.request, ok=False)

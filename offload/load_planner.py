@@ -6,6 +6,7 @@ chunks that are being read into the CPU tier, and the budget of chunks in flight
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 
 from offload.chunks import GroupInfo, Wanted
@@ -13,15 +14,17 @@ from offload.gates import TierGate
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
-from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob
+from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.stats import PlannerStats
 
 PROBE_CHUNKS = 64
+FAILED_MOST = 256
 
 
 class LoadPlanner:
     """Plans loads over the CPU tier and the lower tiers.
 
+    ``failed`` are the last loads that failed, with their requests, for whoever explains them;
     ``promoting`` are the chunks that some load is reading into the CPU tier, with its job;
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
     that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load.
@@ -40,6 +43,7 @@ class LoadPlanner:
     ) -> None:
         self.promoting: dict[bytes, int] = {}
         self.loading = self.holding = 0
+        self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MOST)
         self._gates = tuple(gates)
         self._groups = groups
         self._cpu = cpu
@@ -86,6 +90,8 @@ class LoadPlanner:
         failed = job.answer.failed or bool(job.answer.bad)
         tokens = job.tokens_by_tier or {}
         self._stats.loaded(tokens, failed=failed)
+        if failed:
+            self.failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
         if slowest != CPU and not failed:
             self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
@@ -226,7 +232,7 @@ class LoadPlanner:
         keys = [chunk.key for chunk in free]
         infos = [self._groups[c.group].entry(c, 1) for c in free]
         grant = self._cpu.reserve(keys, infos)
-        self._stats.evicted(CPU, len(grant.evicted))
+        self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.places, strict=False))
         for key in promoted:
             self.promoting[key] = job

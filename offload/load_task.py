@@ -132,8 +132,10 @@ class LoadTask:
         self._items = job.items
         self._after = after
         self._abandoned = False
+        self._late = False
         self._bad: set[bytes] = set()
         self._lost: set[bytes] = set()
+        self._corrupt: set[bytes] = set()
         self._failed = False
         self._copying = 0
         self._no_copies = asyncio.Event()
@@ -143,9 +145,11 @@ class LoadTask:
         """Wait until no copy into the request's GPU blocks is under way."""
         await self._no_copies.wait()
 
-    def give_up(self) -> None:
-        """The request does not wait any more: start no further copy into its GPU blocks."""
+    def give_up(self, *, late: bool = False) -> None:
+        """The request does not wait any more (``late``: it has waited too long): start no further
+        copy into its GPU blocks."""
         self._abandoned = True
+        self._late = self._late or late
 
     async def run(self) -> JobResult:
         """Restore every item; never raises."""
@@ -168,6 +172,8 @@ class LoadTask:
             lost=frozenset(self._lost),
             failed=self._failed or self._abandoned,
             seconds=seconds,
+            corrupt=frozenset(self._corrupt),
+            late=self._late,
         )
 
     def _sort(
@@ -249,7 +255,8 @@ class LoadTask:
         if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
             self._lost.add(item.key)
         if outcome is ReadOutcome.CORRUPT:
-            self._lane.stats.corrupt_records += 1
+            self._corrupt.add(item.key)
+            self._lane.stats.corrupt(item.tier)
 
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
         """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""

@@ -24,6 +24,8 @@ from policies.base import AdmissionPolicy
 from policies.hints import LOW
 
 _NOTHING: Mapping[str, Any] = {}
+FORGOTTEN_MOST = 16_384
+"""Chunks of each tier that are remembered to have been forgotten by a reset."""
 
 
 class Planner:
@@ -65,6 +67,7 @@ class Planner:
             max_load_chunks,
             max_load_blocks,
         )
+        self.failed_loads = self._loads.failed
         self._deletes: dict[int, list[bytes]] = {}
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
@@ -152,7 +155,7 @@ class Planner:
 
     def tick(self, now: float) -> None:
         """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
-        self._now = now
+        self._now = self.stats.now = now
         self._loads.tick(now)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -178,7 +181,7 @@ class Planner:
             for job in queue.due(self.cpu, self._ledger, self.groups):
                 demotes.append(job.plan)
                 self.delete(queue.tier, job.evicted)
-                self.stats.evicted(queue.tier, len(job.evicted))
+                self.stats.evicted(queue.tier, job.evicted)
         stores, fence = self._stores.take()
         plan = StepPlan(
             stores=stores,
@@ -240,11 +243,11 @@ class Planner:
         for tier, keys in job.pins:
             index = self.cpu if tier == CPU else self.lower[tier]
             index.unpin(keys)
-        self.forget(job.answer.lost)
+        self.forget(job.answer.lost, job.answer.corrupt)
 
     def _probed(self, job: Job) -> None:
         self._loads.probed(job, self._now)
-        self.forget(job.answer.lost)
+        self.forget(job.answer.lost, job.answer.corrupt)
 
     def _demoted(self, job: Job) -> None:
         good, bad = job.verdict()
@@ -255,23 +258,25 @@ class Planner:
             self.cpu.unpin(keys)
         self._demotions[job.fill_tier].ended(job)
         self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
-        self.stats.stored(job.fill_tier, len(kept), len(bad))
+        self.stats.stored(job.fill_tier, kept, bad)
         # What a rank may have written and the index does not keep (it failed on another, or was
         # forgotten meanwhile) must not take space, nor come back after a restart.
         self.delete(job.fill_tier, [key for key in job.fills if key not in index])
 
     # -- forgetting --------------------------------------------------------------------------
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def forget(self, keys: Iterable[bytes], corrupt: Container[bytes] = frozenset()) -> None:
         """Drop keys that a tier turned out not to hold intact, from every lower tier."""
         lost = list(keys)
         for tier in range(len(self.lower)):
-            self._drop(tier, lost)
+            self._drop(tier, lost, corrupt)
 
-    def _drop(self, tier: int, keys: Sequence[bytes]) -> None:
+    def _drop(
+        self, tier: int, keys: Sequence[bytes], corrupt: Container[bytes] = frozenset()
+    ) -> None:
         dropped = self.lower[tier].drop(keys)
         self.delete(tier, dropped)
-        self.stats.dropped(tier, len(dropped))
+        self.stats.dropped(tier, dropped, corrupt)
 
     def delete(self, tier: int, keys: Sequence[bytes]) -> None:
         """Have the workers delete records of a lower tier that its index does not know."""
@@ -299,14 +304,15 @@ class Planner:
         for queue in self._demotions:
             queue.clear(self.cpu)
             queue.closed = True
-        for index in (self.cpu, *self.lower):
+        indexes = (self.cpu, *self.lower)
+        self.stats.reset([key for index in indexes for key in index.some(FORGOTTEN_MOST)])
+        for index in indexes:
             index.clear()
         self._loads.promoting.clear()
         self._uses.clear()
         self._deletes, self._touches = {}, {}
         self._ledger.distrust(JobKind.PROBE)
         self._reset, self._epochs = True, ()
-        self.stats.resets += 1
 
     def totals(self) -> dict[str, float]:
         """All counters by flat name; those of a tier end in ``:`` and its name."""

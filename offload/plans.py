@@ -120,8 +120,9 @@ class JobResult:
     """How one job ended on the ranks that have answered so far.
 
     ``bad`` are the keys that failed. For a load ``lost`` is the part of ``bad`` that its tier
-    does not hold intact any more (missing or corrupt): those keys are to be forgotten, and
-    ``seconds`` is how long it took on the slowest rank.
+    does not hold intact any more (missing or ``corrupt``): those keys are to be forgotten;
+    ``late`` says that it took longer than its request was to wait, and ``seconds`` how long it
+    took on the slowest rank.
     """
 
     ranks: int = 1
@@ -129,6 +130,8 @@ class JobResult:
     lost: frozenset[bytes] = frozenset()
     failed: bool = False
     seconds: float = 0.0
+    corrupt: frozenset[bytes] = frozenset()
+    late: bool = False
 
     def merge(self, other: JobResult) -> JobResult:
         """The sum of two ranks' answers."""
@@ -138,6 +141,8 @@ class JobResult:
             self.lost | other.lost,
             self.failed or other.failed,
             max(self.seconds, other.seconds),
+            self.corrupt | other.corrupt,
+            self.late or other.late,
         )
 
 

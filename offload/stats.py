@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from offload.departures import Cause, Departure, Departures
 from offload.ledger import CPU
+
+
+class ChunkListener(Protocol):
+    """Who wants to know which chunks a tier can give (``CPU`` or a lower tier's number)."""
+
+    def stored(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier can give these chunks now."""
+
+    def removed(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier cannot give them any more."""
+
+    def cleared(self) -> None:
+        """No tier can give anything any more."""
 
 
 @dataclass(slots=True)
@@ -21,7 +36,11 @@ class TierCounters:
 
 @dataclass(slots=True)
 class PlannerStats:
-    """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier."""
+    """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier.
+
+    ``now`` is the planner's clock; ``departures`` remembers what left lately, and ``listener`` is
+    told of every chunk that comes or goes.
+    """
 
     lower_names: Sequence[str]
     tiers: dict[str, TierCounters] = field(default_factory=dict)
@@ -32,6 +51,9 @@ class PlannerStats:
     store_refusals: int = 0
     stores_cancelled: int = 0
     resets: int = 0
+    now: float = 0.0
+    departures: Departures = field(default_factory=Departures)
+    listener: ChunkListener | None = None
 
     def __post_init__(self) -> None:
         for name in ("cpu", *self.lower_names):
@@ -41,18 +63,48 @@ class PlannerStats:
         """The counters of a tier by its number."""
         return self.tiers["cpu" if number == CPU else self.lower_names[number]]
 
-    def stored(self, tier: int, good: int, bad: int) -> None:
+    def stored(self, tier: int, good: Sequence[bytes], bad: Sequence[bytes]) -> None:
         """Chunks committed to a tier, and chunks that could not be written."""
-        self.tier(tier).stored_chunks += good
-        self.tier(tier).store_failures += bad
+        self.tier(tier).stored_chunks += len(good)
+        self.tier(tier).store_failures += len(bad)
+        if bad:
+            self._gone(tier, bad, Cause.FAILED)
+        if good and self.listener is not None:
+            self.listener.stored(tier, good)
 
-    def evicted(self, tier: int, count: int) -> None:
+    def evicted(self, tier: int, keys: Sequence[bytes]) -> None:
         """Chunks that left a tier to make room."""
-        self.tier(tier).evicted_chunks += count
+        if keys:
+            self.tier(tier).evicted_chunks += len(keys)
+            self._left(tier, keys, Cause.EVICTED)
 
-    def dropped(self, tier: int, count: int) -> None:
-        """Chunks forgotten because they were missing or damaged."""
-        self.tier(tier).dropped_chunks += count
+    def dropped(self, tier: int, keys: Sequence[bytes], corrupt: Container[bytes]) -> None:
+        """Chunks forgotten because they were damaged (those in ``corrupt``) or missing."""
+        self.tier(tier).dropped_chunks += len(keys)
+        damaged = [key for key in keys if key in corrupt]
+        self._left(tier, damaged, Cause.CORRUPT)
+        self._left(tier, [key for key in keys if key not in corrupt], Cause.LOST)
+
+    def refused(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
+        """Chunks that did not enter a tier."""
+        self._gone(tier, keys, cause)
+
+    def reset(self, keys: Iterable[bytes]) -> None:
+        """Everything was forgotten; ``keys`` are some of it."""
+        self.resets += 1
+        self.departures.clear()
+        self._gone(CPU, keys, Cause.RESET)
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def _left(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
+        if keys:
+            self._gone(tier, keys, cause)
+            if self.listener is not None:
+                self.listener.removed(tier, keys)
+
+    def _gone(self, tier: int, keys: Iterable[bytes], cause: Cause) -> None:
+        self.departures.note(keys, Departure(cause, tier, self.now))
 
     def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:
         """One load that ended."""
@@ -89,13 +141,17 @@ class WorkerStats:
     load_seconds: float = 0.0
     load_timeouts: int = 0
     fence_timeouts: int = 0
-    corrupt_records: int = 0
     write_failures: int = 0
     tier_errors: int = 0
+    corrupt_records: dict[int, int] = field(default_factory=dict)
     read_bytes: dict[int, int] = field(default_factory=dict)
     read_seconds: dict[int, float] = field(default_factory=dict)
     write_bytes: dict[int, int] = field(default_factory=dict)
     write_seconds: dict[int, float] = field(default_factory=dict)
+
+    def corrupt(self, tier: int) -> None:
+        """A record that failed verification."""
+        self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
 
     def read(self, tier: int, nbytes: int, seconds: float) -> None:
         """One batch read from a lower tier."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from offload.chunks import GroupInfo, Wanted
+from offload.departures import Cause
 from offload.index import TierIndex
 from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
@@ -63,7 +64,7 @@ class StorePlanner:
         self.storing -= len(job.fills)
         self._cpu.abort(bad)
         kept = self._cpu.commit(good)
-        self._stats.stored(CPU, len(kept), len(bad))
+        self._stats.stored(CPU, kept, bad)
         return kept
 
     def plan(self, chunks: Sequence[Wanted], present: Present, protect: Container[bytes]) -> int:
@@ -79,10 +80,11 @@ class StorePlanner:
         infos = [self._groups[chunk.group].entry(chunk, 1) for chunk in fresh]
         evict = fresh[0].origin.priority != LOW
         grant = self._cpu.reserve([chunk.key for chunk in fresh], infos, protect, evict=evict)
-        self._stats.evicted(CPU, len(grant.evicted))
+        self._stats.evicted(CPU, grant.evicted)
         taken = fresh[: len(grant.places)]
         if len(taken) < len(fresh):
             self._stats.store_refusals += len(fresh) - len(taken)
+            self._stats.refused(CPU, [fresh[len(taken)].key], Cause.NO_ROOM)
             settled = chunks.index(fresh[len(taken)])
         if taken:
             self._open(taken, grant.places)
@@ -101,6 +103,7 @@ class StorePlanner:
             # A recurrent state is offered once; what else is refused here is asked again.
             if len(fresh) >= budget and self._groups[chunk.group].kind != STATE:
                 self._stats.store_refusals += 1
+                self._stats.refused(CPU, [chunk.key], Cause.NO_ROOM)
                 return fresh, position
             fresh.append(chunk)
         return fresh, len(chunks)
@@ -109,7 +112,10 @@ class StorePlanner:
         if self._admission is None:
             return True
         entry = self._groups[chunk.group].entry(chunk, 1)
-        return self._admission.admit(chunk.key, entry) or chunk.origin.priority == HIGH
+        admitted = self._admission.admit(chunk.key, entry) or chunk.origin.priority == HIGH
+        if not admitted:
+            self._stats.refused(CPU, [chunk.key], Cause.NOT_ADMITTED)
+        return admitted
 
     def _open(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
         job = self._ledger.next_id()
@@ -151,4 +157,5 @@ class StorePlanner:
         self.storing -= len(job.fills)
         self._planned = [store for store in self._planned if store.job != job_id]
         self._stats.stores_cancelled += 1
+        self._stats.refused(CPU, job.fills, Cause.CANCELLED)
         self._filled(job.fills)

@@ -6,6 +6,7 @@ Pure; knows no vLLM type. Keys grow with the request's block hashes and are made
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offload.chunks import UNKNOWN, Origin
 from offload.keys import chunk_keys
@@ -16,7 +17,10 @@ class RequestTracker:
     """One live request.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
-    need no more attention. ``lookup_start`` is where the last lookup began (tokens);
+    need no more attention. ``lookup_start`` is where the last lookup began (tokens), ``found``
+    where its hit ends, ``refused`` whether there was no room for the load and ``shortened`` whether
+    it was cut to what is worth loading; ``record`` is what is
+    told of it; ``filtered_by`` is why ``no_load`` is set;
     ``told`` means that the client sent an object for us, ``wrong`` what was wrong in it, and
     ``pinned_tokens`` how many of its tokens were pinned;
     ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
@@ -26,6 +30,8 @@ class RequestTracker:
 
     __slots__ = (
         "failures",
+        "filtered_by",
+        "found",
         "identity",
         "keys",
         "loading",
@@ -35,7 +41,10 @@ class RequestTracker:
         "no_store",
         "origin",
         "pinned_tokens",
+        "record",
+        "refused",
         "request",
+        "shortened",
         "sources",
         "stale",
         "told",
@@ -49,6 +58,11 @@ class RequestTracker:
         self.keys: list[list[bytes]] = [[] for _ in range(groups)]
         self.next_chunk = [0] * groups
         self.lookup_start = 0
+        self.found = 0
+        self.refused = False
+        self.shortened = False
+        self.record: Any = None  # offload.why.RequestRecord, which is made from this
+        self.filtered_by = ""
         self.failures = 0
         self.loading = False
         self.no_load = False

@@ -78,6 +78,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 recorder=self._setup.recorder(),
                 tiers=tier_names(self._setup.config),
                 max_pinned_share=self._setup.config.max_pinned_share,
+                log=self._setup.request_log(),
             )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
@@ -199,7 +200,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             config, layout = self._setup.config, self._setup.layout
             namespace = self._setup.namespace.name
             num_blocks = self._setup.kv_cache_config.num_blocks
-            self._scheduler.attach(make_planner(config, layout, namespace, ranks, num_blocks))
+            planner = make_planner(config, layout, namespace, ranks, num_blocks)
+            self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

@@ -49,6 +49,7 @@ class Intake:
         identity = self._identity_of(request)
         tracker = RequestTracker(request.request_id, len(self._layout.groups), identity)
         tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
+        tracker.filtered_by = "require_salt" if tracker.no_load else "no_load"
         self._listen(tracker, request)
         if self._recorder is not None:
             self._record(self._recorder, tracker, request)

@@ -7,7 +7,6 @@ workers have said what they have (``attach``) everything is a miss.
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,16 @@ from offload.connector.block_tables import BlockTables
 from offload.connector.endings import Endings
 from offload.connector.guard import Faults
 from offload.connector.intake import Intake
+from offload.connector.lookups import Lookups
 from offload.connector.prefill_clock import PrefillClock
 from offload.coordinator import Coordinator, present_in
 from offload.layout import FULL, STATE, GroupLayout, ModelLayout
 from offload.ledger import CPU
-from offload.lookup import tokens_to_load
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
 from offload.recorder import TraceRecorder
 from offload.tracker import RequestTracker
+from offload.why import RequestLog
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +51,7 @@ class SchedulerSide:
         recorder: TraceRecorder | None = None,
         tiers: Sequence[str] = (),
         max_pinned_share: float = 0.25,
+        log: RequestLog | None = None,
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
@@ -58,6 +59,8 @@ class SchedulerSide:
         self.intake = Intake(
             layout, identity_of, require_salt=require_salt, recorder=recorder, tiers=tiers
         )
+        self.log = log or RequestLog()
+        self.lookups: Lookups | None = None
         self._endings: Endings | None = None
         self._max_pinned_share = max_pinned_share
         self._coordinator = Coordinator(layout)
@@ -69,10 +72,11 @@ class SchedulerSide:
         self._moved_at = time.monotonic()
         self._clock = PrefillClock(self._computed)
 
-    def attach(self, planner: Planner) -> None:
-        """The workers are ready: start to plan."""
+    def attach(self, planner: Planner, foreign: Sequence[str] = ()) -> None:
+        """The workers are ready: start to plan. ``foreign``: see ``offload.why.Explainer``."""
         self.planner = planner
         self._endings = Endings(self.layout, planner, self._max_pinned_share)
+        self.lookups = Lookups(self._coordinator, planner, self.log, foreign)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -85,6 +89,7 @@ class SchedulerSide:
     def close(self) -> None:
         """The server stops."""
         self.intake.close()
+        self.log.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
@@ -98,31 +103,19 @@ class SchedulerSide:
         self._unseen.discard(request.request_id)
         if tracker.failures:
             return None if self._unseen else 0
-        if self.planner is None or tracker.no_load:
+        if self.lookups is None:
             return 0
-        tracker.extend(request.block_hashes, self.layout)
-        tracker.lookup_start = computed_tokens
-        # The last token is always computed, so that there is something to sample from.
-        limit = request.num_tokens - 1
-        hit = tokens_to_load(
-            self._coordinator, self.planner, tracker.keys, computed_tokens, limit, tracker.origin
-        )
-        if hit <= computed_tokens:
-            return 0
-        ranges = self._coordinator.load_ranges(computed_tokens, hit)
-        chunks = [len(part) for part in ranges]
-        sizes = [group.chunk_blocks for group in self.layout.groups]
-        blocks = sum(map(operator.mul, chunks, sizes))
-        if not self.planner.can_load(sum(chunks), blocks, tracker.origin):
-            return 0
-        return hit - computed_tokens
+        return self.lookups.ask(tracker, request, computed_tokens)
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
         self._unseen.discard(request.request_id)
-        if self.planner is None or external_tokens <= 0:
+        if self.planner is None:
+            return
+        self._explain(request)
+        if external_tokens <= 0:
             return
         self._unseen.add(request.request_id)
         try:
@@ -133,6 +126,13 @@ class SchedulerSide:
             self.planner.distrust_stores()
             self.planner.plan_failed_load(request.request_id)
             raise
+
+    def _explain(self, request: Request) -> None:
+        try:
+            if self.lookups is not None:
+                self.lookups.accepted(self._tracker(request), request)
+        except Exception as error:  # a record that fails must not cost the load
+            self._faults.note("explain", error)
 
     def _plan_load(
         self, tracker: RequestTracker, block_ids: tuple[list[int], ...], external_tokens: int
@@ -338,23 +338,25 @@ class SchedulerSide:
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take in what the workers have done."""
-        if self.planner is None:
+        if self.planner is None or self.lookups is None:
             return
+        ended = [self._trackers[name] for name in finished if name in self._trackers]
+        for tracker in ended:
+            tracker.loading = False
         for request_id in finished:
-            tracker = self._trackers.get(request_id)
-            if tracker is not None:
-                tracker.loading = False
             self.planner.request_ended(request_id)
+        failures = []
         for request_id in failed:
             logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)
-            tracker = self._trackers.get(request_id)
-            if tracker is not None:
-                tracker.failures += 1
+            if request_id in self._trackers:
+                failures.append(self._trackers[request_id])
+                failures[-1].failures += 1
         if report is not None and not report.empty:
             if report.results:
                 self._moved_at = time.monotonic()
             self.planner.tick(time.monotonic())
             self.planner.complete(report)
+        self.lookups.ended(ended, failures)
 
     def _tracker(self, request: Request) -> RequestTracker:
         self.on_new_request(request)

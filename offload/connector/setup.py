@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from offload.connector.identity import (
 )
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError, TierUnavailableError
+from offload.index import TierIndex
 from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
 from offload.namespace_folders import (
@@ -36,7 +37,9 @@ from offload.namespace_folders import (
 )
 from offload.recorder import TraceRecorder
 from offload.registry import LayerTensors, Registration, as_list
+from offload.request_file import RequestFile
 from offload.tier_factory import TierSpec, tier_names
+from offload.why import RequestLog
 
 if TYPE_CHECKING:
     import torch
@@ -214,10 +217,28 @@ class Setup:
         path = self.config.record_trace
         if path is None:
             return None
-        if self.vllm_config.parallel_config.data_parallel_size > 1:
-            stem, dot, rest = path.rpartition(".jsonl")
-            path = f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
-        return TraceRecorder(path, recorded_group(self.layout).chunk_tokens)
+        return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
+
+    def request_log(self) -> RequestLog:
+        """Where this server's lookups are remembered, and written to if that is wanted."""
+        most, path = self.config.recent_requests, self.config.record_requests
+        if path is None:
+            return RequestLog(most)
+        return RequestLog(most, RequestFile(self._own(path), most))
+
+    def _own(self, path: str) -> str:
+        """A path of this data-parallel replica alone."""
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
+            return path
+        stem, dot, rest = path.rpartition(".jsonl")
+        return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
+
+    def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
+        """In what the records of other namespaces differ, for tiers that hold nothing of ours."""
+        empty = [
+            tier for tier, index in zip(self.config.tiers, lower, strict=True) if not len(index)
+        ]
+        return [line for tier in empty for line in describe_neighbours(tier.path, self.namespace)]
 
     def identity_of(self, request: Request) -> bytes:
         """What vLLM's block hashes do not know of a request: its adapter's content."""

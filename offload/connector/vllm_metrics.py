@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
     "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
-    "corrupt_records": Metric("Records of lower tiers that failed verification."),
+    "corrupt_records": Metric("Records of a lower tier that failed verification.", "tier"),
     "write_failures": Metric("Records that a lower tier did not take."),
     "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
     "breaker_openings": Metric("Times that a lower tier was shut out for failures.", "tier"),
@@ -74,7 +74,7 @@ METRICS: dict[str, Metric] = {
 }
 
 # Worker counters by tier number that become metrics with the tier's name.
-_BY_TIER = ("read_bytes", "read_seconds", "write_bytes", "write_seconds")
+_BY_TIER = ("corrupt_records", "read_bytes", "read_seconds", "write_bytes", "write_seconds")
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped here

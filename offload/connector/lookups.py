@@ -1,0 +1,131 @@
+"""The lookup of a request, and the record of what it found.
+
+Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; the record is made
+once, when vLLM has accepted what was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from offload.coordinator import Coordinator
+from offload.lookup import tokens_to_load
+from offload.planner import Planner
+from offload.plans import JobResult
+from offload.tracker import RequestTracker
+from offload.why import Explainer, Miss, Reason, RequestLog, RequestRecord, failed
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Lookups:
+    """Looks up in one planner's tiers. ``seconds`` and ``count`` are of all lookups."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        planner: Planner,
+        log: RequestLog,
+        foreign: Sequence[str] = (),
+    ) -> None:
+        self.seconds = 0.0
+        self.count = 0
+        self.log = log
+        self._coordinator = coordinator
+        self._planner = planner
+        self._explainer = Explainer(coordinator, foreign)
+        self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
+
+    def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int:
+        """Tokens beyond ``computed_tokens`` that can be loaded now. No side effect on tiers."""
+        started = time.perf_counter()
+        tracker.lookup_start = computed_tokens
+        tracker.refused = False
+        tracker.found = computed_tokens
+        if not tracker.no_load:
+            tracker.extend(request.block_hashes, self._coordinator.layout)
+            tracker.found = self._hit(tracker, request, computed_tokens)
+        self.seconds += time.perf_counter() - started
+        self.count += 1
+        return 0 if tracker.refused else tracker.found - computed_tokens
+
+    def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int:
+        limit = _limits(tracker, request).stop
+        short_loads = self._planner.stats.short_loads
+        hit = tokens_to_load(
+            self._coordinator, self._planner, tracker.keys, computed_tokens, limit, tracker.origin
+        )
+        tracker.shortened = self._planner.stats.short_loads > short_loads
+        if hit > computed_tokens:
+            ranges = self._coordinator.load_ranges(computed_tokens, hit)
+            chunks = [len(part) for part in ranges]
+            sizes = [group.chunk_blocks for group in self._coordinator.layout.groups]
+            blocks = sum(map(operator.mul, chunks, sizes))
+            if not self._planner.can_load(sum(chunks), blocks, tracker.origin):
+                tracker.refused = True
+        return hit
+
+    def accepted(self, tracker: RequestTracker, request: Request) -> None:
+        """vLLM goes on with what the last lookup found: make the request's record, once."""
+        if tracker.record is not None:
+            return
+        start = tracker.lookup_start
+        record = RequestRecord(request.request_id, time.time(), request.num_prompt_tokens, start)
+        limits = _limits(tracker, request)
+        alignment = self._coordinator.layout.alignment_tokens
+        record.wanted_tokens = max(0, limits.stop // alignment * alignment - start)
+        if tracker.no_load:
+            if record.wanted_tokens:
+                record.miss = Miss(Reason.FILTERED, note=tracker.filtered_by)
+        elif tracker.refused:
+            record.miss = Miss(Reason.BUDGET)
+        else:
+            record.hit_tokens = tracker.found - start
+            if tracker.shortened:
+                record.miss = Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
+            else:
+                found = tracker.found
+                record.miss = self._explainer.why(self._planner, tracker, start, found, limits)
+        tracker.record = record
+        self.log.add(record)
+        if not record.hit_tokens:
+            self._known(record)
+
+    def ended(self, ended: Iterable[RequestTracker], failures: Iterable[RequestTracker]) -> None:
+        """Loads of these requests are over; of ``failures`` they have failed."""
+        results: dict[str, JobResult] = {}
+        while self._planner.failed_loads:
+            request, result = self._planner.failed_loads.popleft()
+            results[request] = result
+        for tracker in failures:
+            if tracker.record is not None and not tracker.record.final:
+                self.log.failed(tracker.record, failed(results.get(tracker.request)))
+        for tracker in ended:
+            if tracker.record is not None and not tracker.record.final:
+                if not tracker.failures:
+                    tracker.record.loaded = self._loaded(tracker)
+                self._known(tracker.record)
+
+    def _loaded(self, tracker: RequestTracker) -> dict[str, int]:
+        return {self._names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}
+
+    def _known(self, record: RequestRecord) -> None:
+        self.log.known(record)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("kvtiers: lookup of request %s: %s", record.request, record.as_json())
+
+
+def _limits(tracker: RequestTracker, request: Request) -> range:
+    """The most tokens that the request wants, and the most that there could be. The last token is
+    always computed, so that there is something to sample from."""
+    possible = request.num_tokens - 1
+    most = tracker.origin.controls.max_load_tokens
+    wanted = possible if most is None else min(possible, tracker.lookup_start + most)
+    return range(wanted, possible)
