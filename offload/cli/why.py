@@ -1,0 +1,116 @@
+"""``kvtiers why``: what the last requests found, and why they did not find more."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.common import AsJson, Problems, age_text, make_app, print_json, screen
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = make_app()
+
+File = Annotated[Path, typer.Argument(help="The file of record_requests in the configuration.")]
+FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
+LINE_MOST = 1 << 16
+
+
+@app.command()
+def why(
+    file: File,
+    last: Annotated[int, typer.Option(help="So many of the newest requests.")] = 20,
+    request: Annotated[str, typer.Option(help="Only requests whose id contains this.")] = "",
+    reason: Annotated[str, typer.Option(help="Only requests with this reason.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what the last requests of a server found in which tier, and why not more.
+
+    Works while the server runs. The counters vllm:kvtiers_misses_total have all requests.
+    """
+    from offload.why import MEANINGS
+
+    problems = Problems()
+    meanings = {known.value: text for known, text in MEANINGS.items()}
+    if reason and reason not in meanings:
+        problems.add("--reason", f'"{reason}" is unknown', f"Known: {', '.join(meanings)}.")
+    if last < 1:
+        problems.add("--last", f"must be at least 1 (got {last})")
+    records = _read(file, problems)
+    problems.refuse("why")
+    chosen = [
+        record
+        for record in records
+        if request in record["request"] and reason in ("", record["reason"])
+    ][-last:]
+    if as_json:
+        print_json({"file": str(file), "requests": chosen})
+        return
+    screen().print(_table(chosen))
+    for name, count in Counter(record["reason"] for record in chosen).most_common():
+        screen().print(f"{count:>6}  {name}: {meanings[name]}")
+
+
+def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
+    """The records of a file; a last line that is still being written is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MOST]
+        found = [json.loads(line) for line in whole]
+        if not all(isinstance(record["request"] + record["reason"], str) for record in found):
+            raise TypeError
+    except FileNotFoundError:
+        problems.add(str(file), "does not exist", FIX)
+    except OSError as error:
+        problems.add(str(file), f"cannot be read: {error.strerror}", FIX)
+    except (ValueError, TypeError, KeyError):
+        problems.add(str(file), "is not a file of record_requests", FIX)
+    else:
+        return found
+    return []
+
+
+def _table(records: list[dict[str, Any]]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for name in ("ago", "request", "prompt", "GPU", "loaded", "missed", "why", "where"):
+        table.add_column(name, justify="right" if name in ("prompt", "GPU", "missed") else "left")
+    now = time.time()
+    for record in records:
+        loaded = record["loaded_tokens"]
+        table.add_row(
+            age_text(int(record["time"] * 1e9), now),
+            escape(record["request"][-32:]),
+            str(record["prompt_tokens"]),
+            str(record["gpu_tokens"]),
+            escape(", ".join(f"{tokens} {tier}" for tier, tokens in loaded.items())),
+            str(record["wanted_tokens"] - sum(loaded.values())),
+            record["reason"],
+            escape(_where(record)),
+        )
+    return table
+
+
+def _where(record: dict[str, Any]) -> str:
+    """The first missing chunk, and what is known of it."""
+    parts = []
+    if "missing" in record:
+        missing = record["missing"]
+        parts.append(f"token {missing['at_token']} of group {missing['group']}")
+    if "tier" in record:
+        parts.append(f"in {record['tier']}")
+    if "policy" in record:
+        parts.append(f"by {record['policy']}")
+    if "ago_s" in record:
+        parts.append(f"{record['ago_s']:.0f} s before")
+    if "note" in record:
+        parts.append(record["note"])
+    return ", ".join(parts)
