@@ -1,0 +1,259 @@
+"""What do the connector's hooks cost on vLLM's threads, and the index per key?
+
+One long request at a time goes through the real scheduler side (with vLLM's own ``Request`` and
+``SchedulerOutput``), over an index that holds up to ten million chunks in a lower tier. No engine
+runs. Times are CPU time of the calling thread, so that other work on the machine hardly matters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import pickle
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import deliver
+from bench.scenario import Report, Row, progress_bar
+
+BLOCK = 16
+GOAL_CHUNKS = 8192
+SCHEDULER_GOAL_US = 2000.0
+RUNNER_GOAL_US = 100.0
+GOAL_BYTES_PER_KEY = 200.0
+DECODES = 256
+"""Requests in the step that only decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``chunks`` of one request (16 tokens each), ``keys`` in the index of the lower tier."""
+
+    chunks: tuple[int, ...] = (512, GOAL_CHUNKS, 65_536)
+    keys: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
+    repeats: int = 7
+
+
+class Clock:
+    """Microseconds of this thread's CPU time, by name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = defaultdict(list)
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result of ``work``."""
+        began = time.thread_time_ns()
+        result = work()
+        self.found[name].append((time.thread_time_ns() - began) / 1000)
+        return result
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in self.found.items()}
+
+
+class Bed:
+    """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
+    ``bytes_per_key`` is what they take in memory."""
+
+    def __init__(self, keys: int, chunks_max: int) -> None:
+        from offload.chunks import GroupInfo
+        from offload.connector.guard import Faults
+        from offload.connector.scheduler_side import SchedulerSide
+        from offload.index import TierIndex
+        from offload.layout import FULL, GroupLayout, ModelLayout
+        from offload.planner import Planner
+        from offload.space import ByteSpace, SlotSpace
+        from policies.base import EntryInfo
+        from policies.registry import make_policy
+
+        group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
+        layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
+        self.side = SchedulerSide(layout, lambda _request: b"", Faults(), tiers=["lmdb"])
+        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), make_policy({"name": "lru"}))
+        lower = TierIndex("lmdb", ByteSpace(1 << 62), make_policy({"name": "lru"}))
+        self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
+        self.planner.gates.tiers[0].pace.pays = True
+        self.side.attach(self.planner)
+        before = _resident_bytes()
+        info = EntryInfo(0, size_bytes=4096)
+        for start in range(0, keys, 100_000):
+            batch = [os.urandom(32) + bytes(4) for _ in range(min(100_000, keys - start))]
+            lower.recover(batch, [info] * len(batch))
+        self.bytes_per_key = (_resident_bytes() - before) / keys
+        self._names = 0
+
+    def request(self, hashes: Sequence[bytes], prompt: list[int]) -> Any:
+        """A request whose blocks have these hashes."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        self._names += 1
+        hashed = [h[:32] for h in hashes]
+        return Request(
+            f"r{self._names}",
+            prompt,
+            SamplingParams(max_tokens=4),
+            None,
+            block_hasher=lambda request: hashed[len(request.block_hashes) :],
+        )
+
+    def life(self, clock: Clock, where: str, keys: Sequence[bytes], prompt: list[int]) -> None:
+        """One request whose chunks lie in a tier: looked up, loaded, ended."""
+        from offload.plans import JobResult, StepReport
+
+        side, planner = self.side, self.planner
+        request = self.request(keys, prompt)
+        tables = (list(range(1, 2 + len(keys))),)
+        case = f"{where}: "
+        clock.time(f"{case}first lookup", lambda: side.lookup(request, 0))
+        found = clock.time(f"{case}lookup", lambda: side.lookup(request, 0))
+        assert found == BLOCK * len(keys), (found, len(keys))
+        clock.time(f"{case}allocated", lambda: side.allocated(request, tables, found))
+        plan = clock.time(f"{case}build plan", lambda: side.build_plan(_output(request, tables)))
+        packed = clock.time(f"{case}pickle plan", lambda: pickle.dumps(plan, 5))
+        clock.time(f"runner, {case}unpickle plan", lambda: pickle.loads(packed))
+        (load,) = plan.loads
+        report = StepReport({load.job: JobResult()})
+        clock.time(f"{case}take in", lambda: side.update(report, [request.request_id], ()))
+        request.num_computed_tokens = found
+        clock.time(f"{case}ended", lambda: side.finished(request, tables))
+        planner.check()
+
+    def store(self, clock: Clock, keys: Sequence[bytes], prompt: list[int]) -> None:
+        """One request that computes all of its chunks in one step."""
+        from offload.plans import JobResult, StepReport
+
+        side = self.side
+        request = self.request(keys, prompt)
+        tables = (list(range(1, 2 + len(keys))),)
+        side.lookup(request, 0)
+        output = _output(request, tables, scheduled=len(prompt))
+        plan = clock.time("store: build plan", lambda: side.build_plan(output))
+        (store,) = plan.stores
+        packed = clock.time("store: pickle plan", lambda: pickle.dumps(plan, 5))
+        clock.time("runner, store: unpickle plan", lambda: pickle.loads(packed))
+        report = StepReport({store.job: JobResult()})
+        clock.time("store: take in", lambda: side.update(report, (), ()))
+        clock.time("store: ended", lambda: side.finished(request, tables))
+        self.planner.cpu.clear()
+
+    def decode(self, clock: Clock, prompt: list[int]) -> None:
+        """A step of many requests with a token each and nothing to do."""
+        requests = [self.request([], prompt[: BLOCK // 2]) for _ in range(DECODES)]
+        for request in requests:
+            self.side.lookup(request, 0)
+        output = _output()
+        output.num_scheduled_tokens = {r.request_id: 1 for r in requests}
+        output.total_num_scheduled_tokens = len(requests)
+        clock.time("decode: build plan", lambda: self.side.build_plan(output))
+        for request in requests:
+            self.side.finished(request, ([],))
+
+
+def _output(request: Any = None, tables: Any = ((),), scheduled: int = 1) -> Any:
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    if request is not None:
+        name = request.request_id
+        output.num_scheduled_tokens = {name: scheduled}
+        output.total_num_scheduled_tokens = scheduled
+        output.kv_connector_block_state = KVConnectorBlockState({name}, lambda _: tables, {})
+    return output
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
+    clock = Clock()
+    prompt = list(range(chunks * BLOCK + 1))
+    planner = bed.planner
+    keys = list(planner.lower[0].some(chunks))
+    for _ in range(repeats):
+        planner.cpu.clear()
+        bed.life(clock, "disk", keys, prompt)  # which promotes them
+        bed.life(clock, "cpu", keys, prompt)
+        planner.cpu.clear()
+        bed.store(clock, [os.urandom(32) for _ in range(chunks)], prompt)
+        bed.decode(clock, prompt)
+    return clock.medians()
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Measure all; the notes say which goals are met."""
+    report = Report(
+        "hooks",
+        "Time of the connector's hooks on vLLM's threads (microseconds)",
+        dataclasses.asdict(config),
+        dict(describe()),
+        notes=[
+            "CPU time of the calling thread, medians. Chunks of one request, of 16 tokens each.",
+            "disk, cpu: the request's chunks lie in that tier. store: they are computed in one "
+            "step. decode: a step of 256 requests with one token each.",
+            "pickle and unpickle only happen with several ranks.",
+        ],
+    )
+    gc.disable()  # vLLM freezes its heap and collects rarely
+    task = progress.add_task("indexes", total=len(config.keys) * len(config.chunks))
+    try:
+        for keys in config.keys:
+            bed = Bed(keys, max(config.chunks))
+            for chunks in config.chunks:
+                case = f"{chunks} chunks, {keys} keys"
+                found = _measure(bed, min(chunks, keys), config.repeats)
+                for name, micros in found.items():
+                    report.rows.append(Row(case, name, {"us": micros}))
+                report.rows.append(Row(case, "memory", {"bytes per key": bed.bytes_per_key}))
+                progress.advance(task)
+            del bed
+            gc.collect()
+    finally:
+        gc.enable()
+    report.notes += _verdicts(report)
+    return report
+
+
+def _verdicts(report: Report) -> list[str]:
+    """Each hook of a request of ``GOAL_CHUNKS`` chunks against the goals."""
+    notes = []
+    for row in report.rows:
+        if not row.case.startswith(f"{GOAL_CHUNKS} chunks"):
+            continue
+        goal = RUNNER_GOAL_US if row.series.startswith("runner") else SCHEDULER_GOAL_US
+        if row.values.get("us", 0.0) > goal:
+            notes.append(f"MISSED, {row.case}, {row.series}: {row.values['us']:.0f} > {goal:.0f}")
+    sizes = [row.values["bytes per key"] for row in report.rows if row.series == "memory"]
+    if sizes and sizes[-1] > GOAL_BYTES_PER_KEY:
+        notes.append(f"MISSED: {sizes[-1]:.0f} bytes per key (goal {GOAL_BYTES_PER_KEY:.0f})")
+    return notes or ["all goals are met"]
+
+
+def register(app: typer.Typer) -> None:
+    """``python -m bench hooks``."""
+
+    @app.command("hooks", help=__doc__)
+    def hooks(
+        chunks: Annotated[list[int] | None, typer.Option(help="Chunks of one request.")] = None,
+        keys: Annotated[list[int] | None, typer.Option(help="Keys in the lower tier.")] = None,
+        repeats: Annotated[int, typer.Option(min=1)] = 7,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write into bench/results.")] = False,
+    ) -> None:
+        defaults = Config()
+        config = Config(tuple(chunks or defaults.chunks), tuple(keys or defaults.keys), repeats)
+        with progress_bar() as progress:
+            report = run(config, progress)
+        deliver(report, command="python -m bench hooks", column="us", as_json=as_json, keep=keep)
