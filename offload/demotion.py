@@ -84,6 +84,11 @@ class DemotionQueue:
         return len(self._waiting)
 
     @property
+    def depth(self) -> int:
+        """Chunks that wait or are being written."""
+        return len(self._waiting) + self._flying
+
+    @property
     def _room(self) -> int:
         """How many chunks may wait, and stay pinned, for this tier: as long as its breaker has not
         closed again no more than one batch, to see whether the tier works."""

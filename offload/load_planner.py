@@ -129,6 +129,7 @@ class LoadPlanner:
             index.pin(keys)
             pins.append((tier, keys))
         tokens = self._tokens_by_tier(chunks, sources)
+        self._stats.planned({tier: count for tier, count in tokens.items() if tier >= CPU})
         opened = Job(
             job,
             JobKind.LOAD,

@@ -305,7 +305,8 @@ class Planner:
             queue.clear(self.cpu)
             queue.closed = True
         indexes = (self.cpu, *self.lower)
-        self.stats.reset([key for index in indexes for key in index.some(FORGOTTEN_MOST)])
+        some = [key for index in indexes for key in index.some(FORGOTTEN_MOST)]
+        self.stats.reset(some, {n: len(index) for n, index in enumerate(indexes, CPU)})
         for index in indexes:
             index.clear()
         self._loads.promoting.clear()
@@ -314,9 +315,21 @@ class Planner:
         self._ledger.distrust(JobKind.PROBE)
         self._reset, self._epochs = True, ()
 
+    @property
+    def loading_chunks(self) -> int:
+        """Chunks on their way to the GPU."""
+        return self._loads.loading
+
+    def queue_depth(self, tier: int) -> int:
+        """Chunks on their way into a tier."""
+        return self._stores.storing if tier == CPU else self._demotions[tier].depth
+
     def totals(self) -> dict[str, float]:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
-        late = {"late_answers": float(self._ledger.late_answers)}
+        late: dict[str, float] = {"late_answers": self._ledger.late_answers}
+        for queue, index in zip(self._demotions, self.lower, strict=True):
+            late[f"write_refusals:{index.name}"] = queue.refused
+            late[f"writes_skipped:{index.name}"] = queue.skipped
         return self.stats.totals() | late | self.gates.totals()
 
     def check(self) -> None:

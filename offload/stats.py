@@ -25,13 +25,15 @@ class ChunkListener(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in one tier, in chunks (``loaded_tokens``: tokens)."""
+    """What happened in one tier, in chunks or tokens."""
 
     stored_chunks: int = 0
     store_failures: int = 0
     evicted_chunks: int = 0
     dropped_chunks: int = 0
     loaded_tokens: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class PlannerStats:
     store_refusals: int = 0
     stores_cancelled: int = 0
     resets: int = 0
+    removed: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
     departures: Departures = field(default_factory=Departures)
     listener: ChunkListener | None = None
@@ -89,9 +92,23 @@ class PlannerStats:
         """Chunks that did not enter a tier."""
         self._gone(tier, keys, cause)
 
-    def reset(self, keys: Iterable[bytes]) -> None:
-        """Everything was forgotten; ``keys`` are some of it."""
+    def planned(self, tokens_by_tier: Mapping[int, int]) -> None:
+        """A load of so many tokens from each tier was planned: the tiers above lack them."""
+        for tier, tokens in tokens_by_tier.items():
+            self.tier(tier).hit_tokens += tokens
+            for above in range(CPU, tier):
+                self.tier(above).missed_tokens += tokens
+
+    def missed(self, tokens: int) -> None:
+        """So many wanted tokens are in no tier, or not to be loaded."""
+        for counters in self.tiers.values():
+            counters.missed_tokens += tokens
+
+    def reset(self, keys: Iterable[bytes], counts: Mapping[int, int]) -> None:
+        """Everything was forgotten: ``counts`` chunks of each tier, ``keys`` among them."""
         self.resets += 1
+        for tier, count in counts.items():
+            self._count_removed(tier, Cause.RESET, count)
         self.departures.clear()
         self._gone(CPU, keys, Cause.RESET)
         if self.listener is not None:
@@ -99,9 +116,14 @@ class PlannerStats:
 
     def _left(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
         if keys:
+            self._count_removed(tier, cause, len(keys))
             self._gone(tier, keys, cause)
             if self.listener is not None:
                 self.listener.removed(tier, keys)
+
+    def _count_removed(self, tier: int, cause: Cause, count: int) -> None:
+        name = f"{'cpu' if tier == CPU else self.lower_names[tier]}:{cause.value}"
+        self.removed[name] = self.removed.get(name, 0) + count
 
     def _gone(self, tier: int, keys: Iterable[bytes], cause: Cause) -> None:
         self.departures.note(keys, Departure(cause, tier, self.now))
@@ -126,6 +148,7 @@ class PlannerStats:
             "stores_cancelled": self.stores_cancelled,
             "resets": self.resets,
         }
+        flat |= {f"removed_chunks:{name}": count for name, count in self.removed.items()}
         for name, counters in self.tiers.items():
             flat |= {f"{field}:{name}": getattr(counters, field) for field in counters.__slots__}
         return flat

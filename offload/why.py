@@ -228,7 +228,10 @@ def failed(result: JobResult | None) -> Reason:
 
 
 class Sink(Protocol):
-    """What takes records that will not change any more; waits for nothing and never raises."""
+    """What takes records that will not change any more; waits for nothing and never raises.
+    ``dropped`` counts those that it had no time for."""
+
+    dropped: int
 
     def __call__(self, record: RequestRecord) -> None: ...
 
@@ -242,7 +245,7 @@ class RequestLog:
     def __init__(self, most: int = 256, sink: Sink | None = None) -> None:
         self.last: deque[RequestRecord] = deque(maxlen=most)
         self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self.missed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.wanted_tokens = 0
         self._sink = sink
 
@@ -271,13 +274,15 @@ class RequestLog:
 
     def _count(self, record: RequestRecord, tokens: int) -> None:
         self.requests[record.miss.reason] += 1
-        self.missed_tokens[record.miss.reason] += tokens
+        self.recomputed_tokens[record.miss.reason] += tokens
 
     def totals(self) -> dict[str, float]:
         """Counters by flat name."""
         totals: dict[str, float] = {"wanted_tokens": self.wanted_tokens}
         for reason in Reason:
             totals[f"misses:{reason.value}"] = self.requests[reason]
-            totals[f"missed_tokens:{reason.value}"] = self.missed_tokens[reason]
-        del totals["misses:complete"], totals["missed_tokens:complete"]
-        return totals | {"complete_lookups": self.requests[Reason.COMPLETE]}
+            totals[f"recomputed_tokens:{reason.value}"] = self.recomputed_tokens[reason]
+        del totals["misses:complete"], totals["recomputed_tokens:complete"]
+        lost = self._sink.dropped if self._sink is not None else 0
+        complete = self.requests[Reason.COMPLETE]
+        return totals | {"complete_lookups": complete, "requests_lost": lost}

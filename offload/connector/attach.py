@@ -85,6 +85,12 @@ def make_planner(
     return planner
 
 
+def unit_bytes(ranks: Sequence[OffloadHandshake]) -> dict[str, int]:
+    """Bytes, all ranks together, of what each tier's space counts: slots, or bytes of one rank."""
+    lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
+    return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
+
+
 def _check_agreement(namespace: str, ranks: Sequence[OffloadHandshake]) -> None:
     first = ranks[0]
     for other in ranks:

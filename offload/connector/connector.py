@@ -22,13 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.config import draft_config
-from offload.connector.attach import make_planner
+from offload.connector.attach import make_planner, unit_bytes
+from offload.connector.collector import StatsCollector
 from offload.connector.guard import Faults, guarded
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
 from offload.connector.scheduler_side import SchedulerSide
 from offload.connector.setup import Setup
-from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats, StatsCollector
+from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats
 from offload.connector.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.plans import StepPlan
@@ -178,7 +179,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is None:
             return None
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
-        counters = self._worker.counters()
+        counters = self._worker.counters(self.faults.times())
         if not drained.report.empty or counters:
             self._drained_meta = OffloadWorkerMetadata(drained.report, counters)
         return KVConnectorTransferResults(
@@ -201,6 +202,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             namespace = self._setup.namespace.name
             num_blocks = self._setup.kv_cache_config.num_blocks
             planner = make_planner(config, layout, namespace, ranks, num_blocks)
+            self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
     @guarded(lambda: None)

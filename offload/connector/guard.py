@@ -1,4 +1,4 @@
-"""No exception leaves a vLLM hook: it becomes a miss, a counter and a log line.
+"""No exception leaves a vLLM hook: it becomes a miss, a counter and a log line. And each is timed.
 
 An exception in any connector hook ends the engine for every tenant. A guarded hook answers
 ``default()`` instead and counts the fault; the first ones are logged with a traceback.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,11 +18,51 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
 
 
+class HookClock:
+    """How often a hook was called and how long that took."""
+
+    __slots__ = ("calls", "seconds", "slowest_s")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+        self.slowest_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One call has ended."""
+        self.calls += 1
+        self.seconds += seconds
+        self.slowest_s = max(self.slowest_s, seconds)
+
+
 class Faults:
-    """Hook faults of one connector object, by hook name."""
+    """Hook faults of one connector object, by hook name, and the time that hooks took."""
 
     def __init__(self) -> None:
         self.by_hook: dict[str, int] = {}
+        self._clocks: dict[str, HookClock] = {}
+
+    def clock(self, hook: str) -> HookClock:
+        """The clock of a hook."""
+        found = self._clocks.get(hook)
+        if found is None:
+            found = self._clocks[hook] = HookClock()
+        return found
+
+    def times(self) -> dict[str, float]:
+        """Calls and seconds by flat name."""
+        found: dict[str, float] = {}
+        for hook, clock in self._clocks.items():
+            found[f"hook_calls:{hook}"] = clock.calls
+            found[f"hook_seconds:{hook}"] = clock.seconds
+        return found
+
+    def take_slowest(self) -> dict[str, float]:
+        """The longest call of each hook since the last time, by flat name."""
+        found = {f"hook_slowest_seconds:{h}": c.slowest_s for h, c in self._clocks.items()}
+        for clock in self._clocks.values():
+            clock.slowest_s = 0.0
+        return found
 
     def note(self, hook: str, error: BaseException) -> None:
         """Count a fault; log it unless there were too many already."""
@@ -39,13 +80,18 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
     """Make a method of an object with ``faults: Faults`` answer ``default()`` when it raises."""
 
     def decorate(hook: F) -> F:
+        name = hook.__name__.strip("_")
+
         @functools.wraps(hook)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # the whole point: nothing may leave a hook
                 self.faults.note(hook.__name__, error)
                 return default()
+            finally:
+                self.faults.clock(name).add(time.perf_counter() - started)
 
         return call  # type: ignore[return-value]  # same signature by construction
 

@@ -93,6 +93,7 @@ class Lookups:
             else:
                 found = tracker.found
                 record.miss = self._explainer.why(self._planner, tracker, start, found, limits)
+        self._planner.stats.missed(record.wanted_tokens - record.hit_tokens)
         tracker.record = record
         self.log.add(record)
         if not record.hit_tokens:

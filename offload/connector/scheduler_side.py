@@ -61,6 +61,7 @@ class SchedulerSide:
         )
         self.log = log or RequestLog()
         self.lookups: Lookups | None = None
+        self.unit_bytes: Mapping[str, int] = {}
         self._endings: Endings | None = None
         self._max_pinned_share = max_pinned_share
         self._coordinator = Coordinator(layout)
@@ -388,9 +389,6 @@ class SchedulerSide:
             # What these requests have computed belongs to the old weights, until they restart.
             tracker.stale = self._requests[request_id].num_computed_tokens > 0
 
-    def tier_usage(self) -> Mapping[str, tuple[int, int, int]]:
-        """Per tier: resident chunks, used and capacity (slots, or bytes of a lower tier)."""
-        if self.planner is None:
-            return {}
-        indexes = (self.planner.cpu, *self.planner.lower)
-        return {i.name: (len(i), i.space.used, i.space.capacity) for i in indexes}
+    def kept(self) -> dict[str, int]:
+        """What clients have kept of each tier, in units of its space."""
+        return self._endings.pins.used() if self._endings is not None else {}

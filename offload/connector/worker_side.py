@@ -7,6 +7,8 @@ of its own (`offload.loop`) and is reached by ``post`` and answered by ``drain``
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 
 from offload.config import OffloadConfig, check_capacity, slot_counts
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 3.0
+HOOKS_PERIOD_S = 1.0
 IDLE_WAIT_S = 0.001
 """An idle engine with work of ours in flight steps without pause; waiting a millisecond for a
 result leaves the core to the copies and the disk. A new request waits at most this long."""
@@ -58,6 +61,7 @@ class WorkerSide:
         self._slab: HostSlab | None = None
         self._keep_alive: object = None
         self._sent: dict[str, float] = {}
+        self._hooks_at = time.monotonic()
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -204,13 +208,17 @@ class WorkerSide:
             return Drained()
         return self._executor.drain(IDLE_WAIT_S if idle else 0.0)
 
-    def counters(self) -> dict[str, float]:
-        """What was added to this rank's counters since the last call."""
+    def counters(self, hooks: Mapping[str, float]) -> dict[str, float]:
+        """What was added to this rank's counters since the last call. ``hooks``, which grow at
+        every step, are among them about once a second."""
         if self._executor is None:
             return {}
         now = self._executor.stats.totals()
+        if time.monotonic() - self._hooks_at > HOOKS_PERIOD_S:
+            self._hooks_at = time.monotonic()
+            now |= hooks
         new = {name: value - self._sent.get(name, 0) for name, value in now.items()}
-        self._sent = now
+        self._sent |= now
         return {name: value for name, value in new.items() if value}
 
 

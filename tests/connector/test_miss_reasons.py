@@ -316,7 +316,7 @@ def test_counters_and_file_tell_the_same(world: World, recorded: Path) -> None:
     serve(world, "c", PROMPT, no_load=True)
     totals = world.connector._scheduler.log.totals()
     assert totals["misses:never_stored"] == 2
-    assert totals["missed_tokens:never_stored"] == 60 + 16
+    assert totals["recomputed_tokens:never_stored"] == 60 + 16
     world.connector.shutdown()
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert [line["request"] for line in lines] == ["a", "b", "c"]

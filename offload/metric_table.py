@@ -1,0 +1,139 @@
+"""Every metric by name: its text and labels. ``docs/reference/metrics.md`` is printed from it.
+
+Names follow Prometheus: ``vllm:kvtiers_<what>_<unit>``; a counter gets ``_total`` when it is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "vllm:kvtiers_"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: its help text, its own labels, and whether it only grows."""
+
+    text: str
+    labels: tuple[str, ...] = ()
+    counter: bool = True
+
+    def shown_as(self, name: str) -> str:
+        """The full name on the page."""
+        return PREFIX + name + ("_total" if self.counter else "")
+
+
+TIER = ("tier",)
+
+
+def _gauge(text: str, *labels: str) -> Metric:
+    return Metric(text, labels, counter=False)
+
+
+FOUND = {
+    "wanted_tokens": Metric(
+        "Prompt tokens beyond vLLM's own cache that could have come from a tier."
+    ),
+    "hit_tokens": Metric("Tokens for which a load was planned, by the tier that holds them.", TIER),
+    "missed_tokens": Metric("Wanted tokens that a tier does not hold, nor one above it.", TIER),
+    "loaded_tokens": Metric("Tokens restored, by the tier that gave them.", TIER),
+    "misses": Metric(
+        "Requests for which not everything was there, by the reason of the first missing chunk.",
+        ("reason",),
+    ),
+    "recomputed_tokens": Metric(
+        "Wanted tokens that were computed, by the reason of the first missing chunk.", ("reason",)
+    ),
+    "complete_lookups": Metric("Requests that lacked nothing."),
+    "lookups": Metric("Lookups; a request that waits is looked up again."),
+    "lookup_seconds": Metric("Time spent in lookups, on vLLM's scheduler thread."),
+}
+MOVED = {
+    "loads": Metric("Loads that ended well."),
+    "load_bytes": Metric("Bytes copied from the CPU tier into GPU blocks."),
+    "load_seconds": Metric("Time from the start of a load to its end."),
+    "load_failures": Metric("Loads that failed and were recomputed."),
+    "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
+    "load_refusals": Metric("Hits not used because the load budget was spent."),
+    "short_loads": Metric("Hits cut because a slow tier would have given only a few tokens."),
+    "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
+    "store_seconds": Metric("Time from the submission of a store to its end."),
+    "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
+    "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
+    "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
+    "read_bytes": Metric("Bytes read from a lower tier.", TIER),
+    "read_seconds": Metric("Time spent in reads of a lower tier.", TIER),
+    "write_bytes": Metric("Bytes written to a lower tier.", TIER),
+    "write_seconds": Metric("Time spent in writes of a lower tier.", TIER),
+    "write_refusals": Metric(
+        "Chunks that an admission policy or the write budget kept from a lower tier.", TIER
+    ),
+    "writes_skipped": Metric(
+        "Chunks not written to a lower tier because its queue was full or it was shut out.", TIER
+    ),
+}
+HELD = {
+    "capacity_bytes": _gauge("Capacity of a tier, all ranks together.", "tier"),
+    "used_bytes": _gauge("Bytes of a tier in use, all ranks together.", "tier"),
+    "used_ratio": _gauge("Used share of a tier's capacity.", "tier"),
+    "kept_ratio": _gauge("Share of a tier that clients have kept for a time (pin_s).", "tier"),
+    "resident_chunks": _gauge("Chunks that a tier can give.", "tier"),
+    "queue_depth": _gauge("Chunks on their way into a tier, waiting or being written.", "tier"),
+    "loading_chunks": _gauge("Chunks on their way to the GPU."),
+    "stored_chunks": Metric("Chunks that became readable in a tier.", TIER),
+    "store_failures": Metric("Chunks that could not be written to a tier.", TIER),
+    "evicted_chunks": Metric("Chunks evicted from a tier to make room.", TIER),
+    "dropped_chunks": Metric("Chunks forgotten because they were missing or damaged.", TIER),
+    "removed_chunks": Metric(
+        "Chunks that left a tier: evicted, corrupt, lost (the record had gone) or reset.",
+        ("tier", "reason"),
+    ),
+}
+HEALTH = {
+    "breaker_state": _gauge("0: asked as usual, 1: being tried again, 2: shut out.", "tier"),
+    "breaker_openings": Metric("Times that a lower tier was shut out for failures.", TIER),
+    "break_even": _gauge("1 while loading from a tier pays, else 0.", "tier"),
+    "load_tokens_per_second": _gauge("Rate of loads from a tier that break_even goes by.", "tier"),
+    "prefill_tokens_per_second": _gauge("Rate of computing that break_even compares with."),
+    "corrupt_records": Metric("Records of a lower tier that failed verification.", TIER),
+    "write_failures": Metric("Records that a lower tier did not take."),
+    "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
+    "late_answers": Metric("Answers to jobs that had ended already."),
+    "resets": Metric("Resets of all tiers."),
+    "wrong_values": Metric("Values of clients in kv_transfer_params that were not understood."),
+    "events_lost": Metric("Chunks whose KV events were not published because too many waited."),
+    "requests_lost": Metric("Requests that record_requests did not write in time."),
+}
+HOOKS = {
+    "hook_calls": Metric("Calls of a hook on vLLM's threads, all ranks together.", ("hook",)),
+    "hook_seconds": Metric("Time spent in a hook on vLLM's threads.", ("hook",)),
+    "hook_slowest_seconds": _gauge(
+        "The longest call of a hook on the scheduler's thread since the last publication, "
+        "about a second ago.",
+        "hook",
+    ),
+    "hook_faults": Metric("Exceptions contained in a vLLM hook.", ("hook",)),
+}
+SECTIONS: dict[str, dict[str, Metric]] = {
+    "What requests found": FOUND,
+    "What was moved": MOVED,
+    "What the tiers hold": HELD,
+    "Health": HEALTH,
+    "Time on vLLM's threads": HOOKS,
+}
+METRICS: dict[str, Metric] = {
+    name: metric for section in SECTIONS.values() for name, metric in section.items()
+}
+
+
+def reference() -> str:
+    """The tables of ``docs/reference/metrics.md``."""
+    parts = []
+    for title, metrics in SECTIONS.items():
+        parts += [f"## {title}\n", "| metric | kind | labels | meaning |", "|---|---|---|---|"]
+        for name, metric in metrics.items():
+            kind = "counter" if metric.counter else "gauge"
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            parts.append(f"| `{metric.shown_as(name)}` | {kind} | {labels} | {metric.text} |")
+        parts.append("")
+    return "\n".join(parts)
