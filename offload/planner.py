@@ -238,7 +238,7 @@ class Planner:
         good, bad = job.verdict()
         self._loads.ended(job, self._now)
         self.cpu.abort(bad)
-        self.cpu.commit(good)
+        self.stats.promoted(self.cpu.commit(good))
         self._uses.filled(job.fills)
         for tier, keys in job.pins:
             index = self.cpu if tier == CPU else self.lower[tier]

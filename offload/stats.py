@@ -75,6 +75,11 @@ class PlannerStats:
         if good and self.listener is not None:
             self.listener.stored(tier, good)
 
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """Chunks that were read into the CPU tier."""
+        if keys and self.listener is not None:
+            self.listener.stored(CPU, keys)
+
     def evicted(self, tier: int, keys: Sequence[bytes]) -> None:
         """Chunks that left a tier to make room."""
         if keys:

@@ -37,11 +37,11 @@ class StatsCollector:
                 name = f"{metric}:{self._scheduler.planner.lower[int(tier)].name}"
             self._worker[name] = self._worker.get(name, 0) + value
 
-    def collect(self) -> OffloadStats | None:
-        """What changed; ``None`` if nothing did."""
+    def collect(self, others: Mapping[str, float]) -> OffloadStats | None:
+        """What changed, in the ``others`` too; ``None`` if nothing did."""
         data: dict[str, float] = self._worker
         self._worker = {}
-        self._add_differences(data, self._totals())
+        self._add_differences(data, self._totals() | dict(others))
         if data or time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
             if time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
                 self._gauges_at = time.monotonic()

@@ -25,6 +25,7 @@ from offload.config import draft_config
 from offload.connector.attach import make_planner, unit_bytes
 from offload.connector.collector import StatsCollector
 from offload.connector.guard import Faults, guarded
+from offload.connector.kv_events import KvEvents
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
 from offload.connector.scheduler_side import SchedulerSide
@@ -69,6 +70,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
+        self._events: KvEvents | None = None
         if not is_worker:
             self._setup.announce()
             self._scheduler = SchedulerSide(
@@ -202,6 +204,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             namespace = self._setup.namespace.name
             num_blocks = self._setup.kv_cache_config.num_blocks
             planner = make_planner(config, layout, namespace, ranks, num_blocks)
+            if self._setup.publishes_events:
+                self._events = KvEvents(layout, planner)
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
@@ -288,10 +292,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @guarded(lambda: None)
     def _stats(self) -> OffloadStats | None:
-        return self._collector.collect() if self._collector is not None else None
+        if self._collector is None:
+            return None
+        lost = self._events.lost if self._events is not None else 0
+        return self._collector.collect({"events_lost": lost})
 
+    @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._events.take() if self._events is not None else ()
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -110,6 +110,12 @@ class Setup:
         runner, cache = self.vllm_config, self.kv_cache_config
         return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
 
+    @property
+    def publishes_events(self) -> bool:
+        """Whether vLLM publishes KV events."""
+        events = self.vllm_config.kv_events_config
+        return bool(events is not None and events.enable_kv_cache_events)
+
     @staticmethod
     def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
         """Read the configuration and check it against this machine; say what was chosen.

@@ -1,5 +1,5 @@
-"""The table of metrics: its reference is current, its names are Prometheus's, and everything that is
-counted has a place in it."""
+"""The table of metrics: its reference is current, its names are Prometheus's, and everything that
+is counted has a place in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARK = "<!-- generated: everything below -->\n\n"
 def test_the_reference_is_current() -> None:
     head, _, tables = REFERENCE.read_text().partition(MARK)
     if os.environ.get("KVTIERS_REWRITE") == "1":
-        REFERENCE.write_text(head.rstrip("\n") + "\n\n" + MARK.removeprefix("\n") + reference())
+        REFERENCE.write_text(head + MARK + reference())
         return
     assert tables == reference(), "run it again with KVTIERS_REWRITE=1"
 
