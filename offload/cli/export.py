@@ -40,7 +40,7 @@ def export(
         str,
         typer.Option(
             help="Bytes to read per second at most, as 200MiB; 0 for no limit. "
-            f"[default: {LIVE_RATE} where a server uses the store, else no limit]"
+            f"(default: {LIVE_RATE} where a server uses the store, else no limit)"
         ),
     ] = "",
     key_file: KeyFile = "",

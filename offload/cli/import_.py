@@ -34,11 +34,11 @@ def import_(
     capacity: Annotated[
         str,
         typer.Option(
-            help="Bytes that the folder of one rank may take, as 200GiB. [default: what it was "
-            "made with]"
+            help="Bytes that the folder of one rank may take, as 200GiB. (default: what it was "
+            "made with)"
         ),
     ] = "",
-    type: Annotated[str, typer.Option(help="lmdb or file. [default: what it is or was]")] = "",
+    type: Annotated[str, typer.Option(help="lmdb or file. (default: what it is or was)")] = "",
     key_file: KeyFile = "",
     compress: Annotated[bool, typer.Option("--compress", help="Compress the records.")] = False,
     as_json: AsJson = False,

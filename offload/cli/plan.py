@@ -41,7 +41,7 @@ Prefill = Annotated[
 ]
 Tflops = Annotated[float, typer.Option(min=0, help="Peak of all GPUs, to estimate that instead.")]
 Parameters = Annotated[
-    float, typer.Option(min=0, help="Active parameters, as 8e9. [default: the model's]")
+    float, typer.Option(min=0, help="Active parameters, as 8e9. (default: the model's)")
 ]
 Endurance = Annotated[
     str, typer.Option(help="Bytes that the disk may be written in its life, as 1200TB.")

@@ -39,10 +39,10 @@ def verify(
         str,
         typer.Option(
             help="Bytes to read per second at most, as 200MiB; 0 for no limit. "
-            f"[default: {LIVE_RATE} where a server uses the store, else no limit]"
+            f"(default: {LIVE_RATE} where a server uses the store, else no limit)"
         ),
     ] = "",
-    check_only: Annotated[bool, typer.Option(help="Remove nothing.")] = False,
+    check_only: Annotated[bool, typer.Option("--check-only", help="Remove nothing.")] = False,
     key_file: KeyFile = "",
     as_json: AsJson = False,
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from demo.server import ServerError, VllmServer
 from tests.vllm.engine import transfer_config
+from tests.vllm.operated import operate, operate_at_rest
 from tests.vllm.restored import config, prompts
 
 FLAGS = (
@@ -78,12 +79,17 @@ def test_http_restart_and_kill_9(
         assert loaded(server, "lmdb") > 0
         names = {name.partition("{")[0] for name in server.metrics()}
         assert {"vllm:kvtiers_resident_chunks", "vllm:kvtiers_used_ratio"} <= names
+        with traffic(server):
+            operate(server, tmp_path / "kv", tmp_path / "kv.export")
+        server.reset_prefix_cache()
+        assert answers(server) == reference
         server.reset_prefix_cache(external=True)
         before = loaded(server, "cpu") + loaded(server, "lmdb")
         assert answers(server) == reference
         assert loaded(server, "cpu") + loaded(server, "lmdb") == before
         server.stop()
     assert not list((tmp_path / "kv").rglob("quarantine*"))
+    operate_at_rest(tmp_path / "kv", tmp_path / "kv.export", tmp_path / "copy")
 
 
 def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""The command line beside a serving engine: what it must see, and that it disturbs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from demo.server import VllmServer
+from tests.cli.world import kvtiers
+
+
+def operate(server: VllmServer, root: Path, export: Path) -> None:
+    """Look at the store of a running server in every way there is."""
+    looked = kvtiers("inspect", root, "--json")
+    [home] = looked.json["namespaces"]
+    [store] = home["stores"]
+    assert looked.code == 0
+    assert store["records"] > 0
+    assert home["model"]
+    assert store["owner_pid"] > 0
+    assert store["capacity_bytes"] > 0
+    assert store["ages"]["1h"] == store["records"]
+    verified = kvtiers("verify", root, "--json", "--rate", "0")
+    assert (verified.code, verified.json["ok"]) == (0, True)
+    [scrubbed] = verified.json["stores"]
+    assert scrubbed["good"] > 0
+    assert scrubbed["owner_pid"] == store["owner_pid"]
+    exported = kvtiers("export", root, export, "--json", "--overwrite")
+    assert exported.json["stores"][0]["records"] > 0
+    refused = kvtiers("clear", root, "--all", "--yes")
+    assert refused.code == 1
+    assert f"in use by pid {store['owner_pid']}" in refused.err
+    refused = kvtiers("import", export, root)
+    assert refused.code == 1
+    assert f"in use by pid {store['owner_pid']}" in refused.err
+    seen = kvtiers("top", f"127.0.0.1:{server.port}", "--json", "--interval", "0.5").json
+    tiers = {tier["name"]: tier for tier in seen["tiers"]}
+    assert tiers.keys() == {"cpu", "lmdb"}
+    assert all(tier["resident_chunks"] > 0 for tier in tiers.values())
+    assert all(0 < tier["used_ratio"] <= 1 for tier in tiers.values())
+    assert tiers["lmdb"]["breaker"] == "well"
+    assert tiers["lmdb"]["loaded_tokens"] > 0
+    assert seen["hit_ratio_since_start"] > 0
+    text = kvtiers("top", f"127.0.0.1:{server.port}", "--once", "--interval", "0").out
+    assert "lmdb" in text
+
+
+def operate_at_rest(root: Path, export: Path, copy: Path) -> None:
+    """After the server has ended: everything is whole, and can go elsewhere and away."""
+    assert kvtiers("verify", root, "--json").json["ok"]
+    imported = kvtiers("import", export, copy, "--capacity", "64MiB", "--json")
+    assert imported.json["complete"], imported.out
+    assert kvtiers("verify", copy, "--json").json["ok"]
+    assert kvtiers("clear", root, "--all", "--yes").code == 0
+    assert {path.name for path in root.iterdir()} == {".kvtiers.lock"}
