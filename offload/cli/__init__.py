@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "top": ("offload.cli.top", "A running server, live, from its /metrics."),
+    "why": ("offload.cli.why", "Why did the last requests miss?"),
     "inspect": ("offload.cli.inspect", "What lies in a tier's folder, also while it is used."),
     "verify": ("offload.cli.verify", "Read and check every record; remove what is damaged."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
@@ -22,7 +23,6 @@ COMMANDS = {
     "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
     "plan": ("offload.cli.plan", "What tiers of given sizes would hold, hit, save and write."),
     "bench": ("offload.cli.bench", "Benchmarks, from a checkout."),
-    "why": ("offload.cli.why", "Why did the last requests miss?"),
     "simulate": ("policies.simulate_cli", "Eviction policies on request traces."),
 }
 """Module and line of help of each command, in the order shown."""

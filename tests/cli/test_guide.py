@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import pytest
 
 from demo.tiny_model import make_llama
 from offload.namespace import Namespace
+from offload.why import RequestRecord
 from policies.trace import TraceWriter
 from tests.cli.test_plan import alternating
 from tests.cli.test_top import Server, serving
@@ -53,6 +55,8 @@ def test_a_line_of_the_guide(
     with TraceWriter(tmp_path / "requests.jsonl", trace.name, trace.block_tokens) as writer:
         for request in trace.requests:
             writer.write(request)
+    record = RequestRecord("cmpl-1", 1.0, 600, 0, 576, 32, {"lmdb": 32})
+    (tmp_path / "why.jsonl").write_text(json.dumps(record.as_json()) + "\n")
     server = Server()
     server.fill()
     with serving([server.page]) as address:
@@ -60,6 +64,7 @@ def test_a_line_of_the_guide(
             "/var/cache/kv": str(root),
             "/var/cache/other": str(other),
             "localhost:8000": address,
+            "/var/log/kvtiers.jsonl": "why.jsonl",
             "MODEL": str(model),
             "--interval 10": "--interval 0.1",
         }
