@@ -8,6 +8,7 @@ which favours it. All of them avoid the page cache where they can, as they do in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import queue
@@ -28,14 +29,27 @@ from tiers.lmdb_tier import LmdbTier
 
 Numbers = Sequence[int]
 FIXED_BYTES = 16 << 20
+HUGE_BYTES = 2 << 20
+
+
+def _memory(size_bytes: int) -> Buffer:
+    """Aligned to huge pages and made of them where there are any, as the slab is. Pinning pages
+    for O_DIRECT is most of its CPU time; for all systems alike."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size_bytes + HUGE_BYTES, flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -int(whole.ctypes.data) % HUGE_BYTES
+    return whole[start : start + size_bytes]
 
 
 class Arena:
-    """Pre-faulted, aligned memory for ``count`` blocks. Block ``n`` goes to place ``n % count``."""
+    """Pre-faulted memory for ``count`` blocks. Block ``n`` goes to place ``n % count``."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self.count, self.block_bytes = count, block_bytes
-        self.data: Buffer = np.frombuffer(mmap.mmap(-1, count * block_bytes), np.uint8)
+        self.data = _memory(count * block_bytes)
         noise = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
         for start in range(0, self.data.nbytes, noise.nbytes):
             part = self.data[start : start + noise.nbytes]
