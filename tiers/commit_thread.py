@@ -4,7 +4,7 @@ Changes queue up while a commit runs; the next commit takes all of them, so the 
 follows the speed of the disk by itself. While writes are still on their way to the disk the
 thread waits a moment for them (``GATHER_S``) unless somebody waits for a deletion.
 
-Ownership: the queue crosses from the event loop (removals, refreshes, clears) and from the I/O
+Ownership: ``submit`` is called by the event loop (removals, refreshes, clears) and the I/O
 threads (puts); a change belongs to this thread until it is handed to ``post``, which must be
 callable from any thread. ``failure`` is written here and read anywhere: once set it stays.
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,6 @@ from tiers.extents import Runs
 from tiers.lmdb_index import Changes, LmdbIndex
 
 GATHER_S = 0.01
-GATHER_BYTES = 32 << 20
 CHANGES_MAX = 8192
 
 
@@ -96,51 +96,57 @@ class CommitThread:
         self._file = file
         self._writes_pending = writes_pending
         self._post = post
-        self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
+        self._waiting: deque[Sequence[Change]] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_gathering = self._is_stopping = False
         self.failure: Exception | None = None
         self.counters = Counters()
         self._thread = threading.Thread(target=self._run, name="tier-commit", daemon=True)
         self._thread.start()
 
-    def submit(self, change: Change) -> None:
-        """Queue a change; from any thread."""
-        self._queue.put(change)
+    def submit(self, changes: Sequence[Change]) -> None:
+        """Queue changes, all puts or none; from any thread. Wakes the thread unless it is waiting
+        for more writes anyway, and more are on their way."""
+        self._waiting.append(changes)
+        is_put = isinstance(changes[0], Put)
+        if not (is_put and self._is_gathering and self._writes_pending()):
+            self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
         """Commit what is queued and end; ``False`` if the thread hangs. Blocks."""
-        self._queue.put(None)
+        self._is_stopping = True
+        self._wake.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            batch, is_last = self._collect()
+        while self._waiting or not self._is_stopping:
+            if not self._waiting:
+                self._wake.get()
+            batch = self._collect()
             if batch:
                 self._commit(batch)
                 self._post(batch)
 
-    def _collect(self) -> tuple[list[Change], bool]:
+    def _collect(self) -> list[Change]:
         batch: list[Change] = []
-        deadline = 0.0
-        put_bytes = 0
-        while len(batch) < CHANGES_MAX:
+        deadline = time.monotonic() + GATHER_S
+        self._is_gathering = True
+        while self._take(batch) and self._writes_pending() and not self._is_stopping:
             try:
-                change = self._queue.get(timeout=_left(deadline) if batch else None)
+                self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-            if change is None:
-                return batch, True
-            if not batch:
-                deadline = time.monotonic() + GATHER_S
-            batch.append(change)
-            if isinstance(change, Put):
-                put_bytes += change.payload_bytes
-            else:
-                deadline = 0.0
-            if put_bytes >= GATHER_BYTES or not self._writes_pending():
-                deadline = 0.0
-        return batch, False
+        # In this order: whoever saw it gathering did not wake it, and is taken along here.
+        self._is_gathering = False
+        self._take(batch)
+        return batch
+
+    def _take(self, batch: list[Change]) -> bool:
+        """Move what waits into the batch; whether more may be waited for."""
+        while self._waiting and len(batch) < CHANGES_MAX:
+            batch += self._waiting.popleft()
+        return bool(batch) and len(batch) < CHANGES_MAX and all(isinstance(c, Put) for c in batch)
 
     def _commit(self, batch: list[Change]) -> None:
         if self.failure is not None:
@@ -179,10 +185,6 @@ class CommitThread:
             return
         for put in named:
             put.outcome, put.is_named = WriteOutcome.OK, True
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
 
 
 def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:

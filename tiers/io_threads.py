@@ -1,7 +1,7 @@
 """Threads that run blocking I/O, and the one thread that commits.
 
 ``IoThreads``: a fixed number of threads over one queue; their number is the queue depth that the
-device sees. A job has ``run(scratch)``, which must not raise and reports by its own means.
+device sees. A job has ``run(scratch)`` and ``tell()``, which must not raise.
 Threads are daemons: a disk that hangs for ever must not keep the process from exiting.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from tiers.direct_io import Scratch
 
@@ -20,6 +21,28 @@ class Job(Protocol):
 
     def run(self, scratch: Scratch) -> None:
         """Do it, blocking. Must not raise."""
+
+    def tell(self) -> None:
+        """Hand over what came of it; called when the job counts as ended. Must not raise."""
+
+
+class Together:
+    """Jobs that are told of at once, by the last of them to end: each message to the event loop
+    wakes its thread, which costs more than a small job does."""
+
+    def __init__(self, post: Callable[[Together], None]) -> None:
+        self.jobs: list[Any] = []
+        self._post = post
+        self._ended = 0
+        self._lock = threading.Lock()
+
+    def one_ended(self) -> None:
+        """Called by each job; from any thread, after ``jobs`` is complete."""
+        with self._lock:
+            self._ended += 1
+            is_last = self._ended == len(self.jobs)
+        if is_last:
+            self._post(self)
 
 
 class IoThreads:
@@ -49,8 +72,9 @@ class IoThreads:
         scratch = Scratch()
         while (job := self._queue.get()) is not None:
             job.run(scratch)
-            del job
             self._finished[number] += 1
+            job.tell()
+            del job
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what is queued and end; ``False`` if some thread still hangs. Blocks."""

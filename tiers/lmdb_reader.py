@@ -136,7 +136,7 @@ class LmdbReader:
             for position, (one, data) in enumerate(zip(found, into, strict=True))
         ]
         good = [False] * len(items)
-        ReadJob(items, self.epoch, self._codec, self._file, _no_post).run(self._scratch)
+        ReadJob(items, self.epoch, self._codec, self._file, _tell_nobody).run(self._scratch)
         for item in items:
             good[item.position] = item.outcome.value == "ok"
         return good
@@ -172,7 +172,7 @@ def _runs(found: Found) -> Any:
     return runs_of(bytes(USE_BYTES) + found.mark)
 
 
-def _no_post(job: ReadJob) -> None:
+def _tell_nobody() -> None:
     """Nobody waits for the job elsewhere."""
 
 

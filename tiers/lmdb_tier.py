@@ -42,7 +42,7 @@ from tiers.calls import Call, settled
 from tiers.commit_thread import Change, Clear, CommitThread, Put, Refresh, Remove
 from tiers.direct_io import DiskIo, pages_for
 from tiers.extents import Runs
-from tiers.io_threads import IoThreads
+from tiers.io_threads import IoThreads, Together
 from tiers.lmdb_index import payload_bytes_of, runs_of, with_use
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
@@ -385,15 +385,20 @@ class LmdbTier(Tier):
             call = Call([ReadOutcome.MISS] * len(keys))
             items = self._find(call, keys, into)
             job_bytes = self._job_bytes(sum(item.into.nbytes for item in items))
+            whole = Together(self._from_thread(self._end_reads))
+            jobs, tell = whole.jobs, whole.one_ended
             start = size = 0
             for stop, item in enumerate(items, 1):
                 self._places.pin(item.runs)
                 call.expect(item.waiters, item.position)
                 size += item.into.nbytes
                 if size >= job_bytes or stop == len(items):
-                    self._submit_read(store, items[start:stop])
+                    part = items[start:stop]
+                    jobs.append(ReadJob(part, self._epoch, store.codec, store.file, tell))
                     start, size = stop, 0
             self._reads_queued += len(items)
+            for job in jobs:
+                self._read_threads.submit(job)
             call.begun()
             await settled(call.done)
             return call.outcomes
@@ -418,10 +423,10 @@ class LmdbTier(Tier):
         share = total_bytes // self._options.io_threads
         return min(self._options.job_bytes, max(JOB_BYTES_MIN, share))
 
-    def _submit_read(self, store: LmdbStore, items: list[ReadItem]) -> None:
-        post = self._from_thread(self._end_read)
-        job = ReadJob(items, self._epoch, store.codec, store.file, post)
-        self._read_threads.submit(job)
+    def _end_reads(self, whole: Together) -> None:
+        for job in whole.jobs:
+            self._end_read(job)
+        self._wake_waiting()
 
     def _end_read(self, job: ReadJob) -> None:
         self._reads_queued -= len(job.items)
@@ -438,7 +443,6 @@ class LmdbTier(Tier):
                 self._counts["read_bytes"] += item.into.nbytes
             Call.settle(item.waiters, item.outcome)
         self._forget(damaged)  # so that a good copy can be written again
-        self._wake_waiting()
 
     # -- deleting, recency, reset ----------------------------------------------------------
 
@@ -472,7 +476,7 @@ class LmdbTier(Tier):
 
     def _submit_removal(self, change: Remove | Clear) -> asyncio.Future[None]:
         done = self._commits[change] = self._loop.create_future()
-        self._committer.submit(change)
+        self._committer.submit([change])
         return done
 
     async def touch(self, keys: Sequence[Key]) -> None:
@@ -495,7 +499,7 @@ class LmdbTier(Tier):
         values = [(key, value) for key in self._touched if (value := records.get(key)) is not None]
         self._touched.clear()
         if values:
-            self._committer.submit(Refresh(values))
+            self._committer.submit([Refresh(values)])
 
     async def reset(self, epoch: int) -> None:
         with self._working():

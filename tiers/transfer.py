@@ -1,7 +1,8 @@
 """The jobs of the I/O threads: payloads to and from their places, sealed and verified there.
 
 A job owns its buffers while it runs and never raises. A write job hands its records to the
-commit thread; a read job posts itself back to the event loop with an outcome per record.
+commit thread; the read jobs of one call go back to the event loop together, with an outcome per
+record.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class WriteJob:
     uses: list[int]
     codec: Codec
     file: PayloadFile
-    commit: Callable[[Change], None]
+    commit: Callable[[Sequence[Change]], None]
     fail: Callable[[Sequence[Change]], None]
+    is_written: bool = False
 
     def run(self, scratch: Scratch) -> None:
-        """Seal and write everything; then queue it for the commit, or fail all of it."""
+        """Seal and write everything, or fail all of it."""
         try:
             self._move(scratch)
         except Exception as error:
@@ -43,10 +45,12 @@ class WriteJob:
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             for put in self.puts:
                 put.outcome = WriteOutcome.FULL if is_full else WriteOutcome.FAILED
-            self.fail(self.puts)
-            return
-        for put in self.puts:
-            self.commit(put)
+        else:
+            self.is_written = True
+
+    def tell(self) -> None:
+        """Queue what was written for the commit, or say that nothing was."""
+        (self.commit if self.is_written else self.fail)(self.puts)
 
     def _move(self, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=True)
@@ -84,17 +88,15 @@ class ReadJob:
     epoch: int
     codec: Codec
     file: PayloadFile
-    post: Callable[[ReadJob], None]
+    tell: Callable[[], None]
     io_errors: int = 0
 
     def run(self, scratch: Scratch) -> None:
-        """Read and verify everything, then post this job."""
+        """Read and verify everything."""
         try:
             self._read_all(scratch)
         except Exception:  # the call must be answered and the thread live on: all are CORRUPT
             self.io_errors += 1
-        finally:
-            self.post(self)
 
     def _read_all(self, scratch: Scratch) -> None:
         try:
