@@ -114,7 +114,10 @@ class Tier(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Forget these keys; unknown ones are ignored. Their space can be used by later writes."""
+        """Forget these keys; unknown ones are ignored. Their space can be used by later writes.
+
+        Not durable when it returns: after a crash a deleted record may be there again, whole.
+        """
 
     @abstractmethod
     async def touch(self, keys: Sequence[Key]) -> None:

@@ -2,7 +2,8 @@
 
 Changes queue up while a commit runs; the next commit takes all of them, so the number of flushes
 follows the speed of the disk by itself. While writes are still on their way to the disk the
-thread waits a moment for them (``GATHER_S``) unless somebody waits for a deletion.
+thread waits a moment for them (``GATHER_S``). Deletions and uses wait longer, for any write
+(``LAZY_S``), unless somebody is in a ``hurry``: each flush saved is milliseconds of the disk.
 
 Ownership: ``submit`` is called by the event loop (removals, refreshes, clears) and the I/O
 threads (puts); a change belongs to this thread until it is handed to ``post``, which must be
@@ -27,6 +28,8 @@ from tiers.extents import Runs
 from tiers.lmdb_index import Changes, LmdbIndex
 
 GATHER_S = 0.01
+LAZY_S = 0.1
+"""How long what nobody waits for (deletions, recency) may wait for a write to share its commit."""
 CHANGES_MAX = 8192
 
 
@@ -98,7 +101,7 @@ class CommitThread:
         self._post = post
         self._waiting: deque[Sequence[Change]] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_gathering = self._is_stopping = False
+        self._is_gathering_puts = self._is_urgent = self._is_stopping = False
         self.failure: Exception | None = None
         self.counters = Counters()
         self._thread = threading.Thread(target=self._run, name="tier-commit", daemon=True)
@@ -109,8 +112,13 @@ class CommitThread:
         for more writes anyway, and more are on their way."""
         self._waiting.append(changes)
         is_put = isinstance(changes[0], Put)
-        if not (is_put and self._is_gathering and self._writes_pending()):
+        if not (is_put and self._is_gathering_puts and self._writes_pending()):
             self._wake.put(None)
+
+    def hurry(self) -> None:
+        """Somebody waits for what is queued by now."""
+        self._is_urgent = True
+        self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
         """Commit what is queued and end; ``False`` if the thread hangs. Blocks."""
@@ -130,23 +138,32 @@ class CommitThread:
 
     def _collect(self) -> list[Change]:
         batch: list[Change] = []
-        deadline = time.monotonic() + GATHER_S
-        self._is_gathering = True
-        while self._take(batch) and self._writes_pending() and not self._is_stopping:
+        deadline = time.monotonic() + LAZY_S
+        while self._take(batch) and not self._is_due(batch):
+            if not self._is_gathering_puts and any(isinstance(change, Put) for change in batch):
+                self._is_gathering_puts = True
+                deadline = time.monotonic() + GATHER_S
             try:
                 self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
         # In this order: whoever saw it gathering did not wake it, and is taken along here.
-        self._is_gathering = False
+        self._is_gathering_puts = self._is_urgent = False
         self._take(batch)
         return batch
 
     def _take(self, batch: list[Change]) -> bool:
-        """Move what waits into the batch; whether more may be waited for."""
+        """Move what waits into the batch; whether there is something and room for more."""
         while self._waiting and len(batch) < CHANGES_MAX:
             batch += self._waiting.popleft()
-        return bool(batch) and len(batch) < CHANGES_MAX and all(isinstance(c, Put) for c in batch)
+        return 0 < len(batch) < CHANGES_MAX
+
+    def _is_due(self, batch: list[Change]) -> bool:
+        if self._is_urgent or self._is_stopping:
+            return True
+        if any(isinstance(change, Clear) for change in batch):
+            return True
+        return not self._writes_pending() and any(isinstance(change, Put) for change in batch)
 
     def _commit(self, batch: list[Change]) -> None:
         if self.failure is not None:

@@ -204,7 +204,7 @@ class LmdbTier(Tier):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places that are not free, those on their way included."""
+        """Bytes of places that are not free, those on their way in or out included."""
         return self._places.used_pages * ALIGNMENT
 
     def footprint_bytes(self, payload_bytes: int) -> int:
@@ -293,6 +293,8 @@ class LmdbTier(Tier):
             return True
         if not self._commits and not self._places.is_waiting:
             return False
+        if self._commits:
+            self._committer.hurry()
         await asyncio.wait([self._space])
         return True
 
@@ -455,13 +457,10 @@ class LmdbTier(Tier):
                     call.expect(put.waiters, position)
                 call.begun()
                 await settled(call.done)
-            done = self._forget(keys)
-            if done is not None:
-                await asyncio.wait([done])
-                self._check_index()
+            self._forget(keys)
 
-    def _forget(self, keys: Sequence[Key]) -> asyncio.Future[None] | None:
-        """Take keys out of memory now and off the disk soon; when that is durable."""
+    def _forget(self, keys: Sequence[Key]) -> None:
+        """Take keys out of memory now and off the disk soon."""
         gone: list[Key] = []
         places: list[Runs] = []
         for key in keys:
@@ -472,7 +471,8 @@ class LmdbTier(Tier):
                 gone.append(key)
                 places.append(runs)
         self._counts["deleted"] += len(gone)
-        return self._submit_removal(Remove(gone, places)) if gone else None
+        if gone:
+            self._submit_removal(Remove(gone, places))
 
     def _submit_removal(self, change: Remove | Clear) -> asyncio.Future[None]:
         done = self._commits[change] = self._loop.create_future()
