@@ -11,6 +11,7 @@ from offload.claims import Owner
 from offload.namespace_cleanup import remove_namespace, usage
 from offload.store_changes import InUseError, is_older, remove_unused
 from offload.stores import QUARANTINE, Home, Store
+from tiers.folder import prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def _remove(removal: Removal, before_ns: int) -> bool:
     """Whether it is gone; ``False`` or ``InUseError`` if a server uses it."""
     home = removal.home
     if removal.is_whole:
+        prepare(home.folder.parent, allow_network=True)
         return remove_namespace(home.folder.parent, home.name)
     for store in removal.old:
         removal.old[store] = remove_unused(store, before_ns)

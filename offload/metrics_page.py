@@ -24,6 +24,8 @@ LEAST = ("break_even",)
 
 TIER_RATES = {
     "loaded_tokens_per_s": "loaded_tokens_total",
+    "hit_tokens_per_s": "hit_tokens_total",
+    "missed_tokens_per_s": "missed_tokens_total",
     "stored_chunks_per_s": "stored_chunks_total",
     "evicted_chunks_per_s": "evicted_chunks_total",
     "dropped_chunks_per_s": "dropped_chunks_total",
@@ -38,8 +40,9 @@ SERVER_RATES = {
 }
 SERVER_COUNTS = (
     *("load_failures_total", "load_timeouts_total", "load_refusals_total", "store_refusals_total"),
-    *("corrupt_records_total", "tier_errors_total", "hook_faults_total"),
+    *("corrupt_records_total", "write_failures_total", "tier_errors_total", "hook_faults_total"),
 )
+MISSES = f"{PREFIX}misses_total"
 HIT_QUERIES = "vllm:external_prefix_cache_queries_total"
 HIT_TOKENS = "vllm:external_prefix_cache_hits_total"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
@@ -55,6 +58,8 @@ class Page:
 
     at_s: float
     samples: Mapping[str, Mapping[str, list[float]]]
+    reasons: Mapping[str, float] = field(default_factory=dict)
+    """Misses since the start of the server, by reason."""
 
     def value(self, name: str, tier: str | None = "") -> float | None:
         """One number; with ``tier=None`` over all labels. ``None`` if the page lacks it."""
@@ -106,7 +111,8 @@ class TierView:
 
 @dataclass(slots=True)
 class View:
-    """What is shown. ``hit_ratio`` is of the prompt tokens that vLLM asked the tiers for."""
+    """What is shown. ``hit_ratio`` is of the prompt tokens that vLLM asked the tiers for;
+    ``misses`` are requests since the start of the server, by reason."""
 
     tiers: list[TierView]
     running: float | None
@@ -116,6 +122,7 @@ class View:
     hit_ratio_since_start: float | None
     rates: dict[str, float | None]
     counts: dict[str, float | None]
+    misses: dict[str, float]
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -149,12 +156,16 @@ def parse(text: str, at_s: float) -> Page:
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, dict[str, list[float]]] = {}
+    reasons: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name.startswith("vllm:"):
                     by_tier = samples.setdefault(sample.name, {})
                     by_tier.setdefault(sample.labels.get("tier", ""), []).append(sample.value)
+                if sample.name == MISSES:
+                    reason = sample.labels.get("reason", "unknown")
+                    reasons[reason] = reasons.get(reason, 0.0) + sample.value
     except (ValueError, KeyError, IndexError) as error:
         raise PageError(f"it is no page of metrics: {error}") from error
     if not any(name.startswith(PREFIX) for name in samples):
@@ -163,7 +174,7 @@ def parse(text: str, at_s: float) -> Page:
             f"it has {what}. Start the server with the OffloadConnector, and without "
             "--disable-log-stats"
         )
-    return Page(at_s, samples)
+    return Page(at_s, samples, reasons)
 
 
 def view(now: Page, before: Page | None = None) -> View:
@@ -179,6 +190,7 @@ def view(now: Page, before: Page | None = None) -> View:
             short: _rate(PREFIX + name, None, now, before) for short, name in SERVER_RATES.items()
         },
         counts={name: now.value(PREFIX + name, None) for name in SERVER_COUNTS},
+        misses=dict(now.reasons),
         seconds=now.at_s - before.at_s if before else 0.0,
     )
 

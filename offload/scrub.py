@@ -42,7 +42,8 @@ class Pace:
 @dataclass(slots=True)
 class Scrubbed:
     """What was found in one store. ``gone`` were removed or replaced by the owner meanwhile;
-    ``unread`` are encrypted and their key was not given."""
+    ``unread`` are encrypted and their key was not given. ``problem`` says why the store could not
+    be read, or not to its end."""
 
     store: Store
     records: int = 0
@@ -53,6 +54,12 @@ class Scrubbed:
     damaged: list[Found] = field(default_factory=list)
     removed: int = 0
     owner_pid: int | None = None
+    problem: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether everything could be read and nothing was damaged."""
+        return not (self.damaged or self.problem)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; damaged records by their keys."""
@@ -68,6 +75,7 @@ class Scrubbed:
             "unread": self.unread,
             "damaged": [_name(found) for found in self.damaged],
             "removed": self.removed,
+            "problem": self.problem,
         }
 
 
@@ -77,15 +85,17 @@ def _name(found: Found) -> str:
 
 
 def scrub(
-    store: Store,
+    result: Scrubbed,
     outside: OutsideStore,
     *,
     has_key: bool,
     pace: Pace,
     advance: Callable[[int], None],
-) -> Scrubbed:
-    """Read and verify everything; ``advance`` is told the bytes. Raises ``StoreChangedError``."""
-    result = Scrubbed(store)
+) -> None:
+    """Read and verify everything; ``advance`` is told the bytes. Modifies ``result``.
+
+    Raises ``StoreChangedError``.
+    """
     checker = Checker(outside, has_key=has_key)
     for batch in outside.batches():
         for record in batch:
@@ -99,7 +109,6 @@ def scrub(
             if health is Health.DAMAGED:
                 result.damaged.append(record)
             advance(record.stored_bytes)
-    return result
 
 
 def repair(result: Scrubbed, key_file: str) -> None:

@@ -28,6 +28,7 @@ from tiers.codec import Codec, KeyRing
 from tiers.direct_io import DiskIo, PayloadFile, Scratch
 from tiers.lmdb_index import (
     DATA_NAME,
+    LOCK_NAME,
     IndexUnusableError,
     Limits,
     Manifest,
@@ -36,7 +37,7 @@ from tiers.lmdb_index import (
     payload_bytes_of,
     runs_of,
 )
-from tiers.lmdb_store import PAYLOAD_NAME
+from tiers.lmdb_store import PAYLOAD_NAME, read_id
 from tiers.outside import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity, flags_of, stored_bytes_of
 from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES
@@ -56,6 +57,7 @@ class LmdbReader:
         """Raises ``IndexUnusableError``, ``OSError``, and ``TierIoError`` for a bad key file."""
         self.folder = folder
         self._path = folder / DATA_NAME
+        _check_user(folder)
         if not is_owned:
             check_file(folder)
         self._inode = _inode(self._path)
@@ -69,6 +71,8 @@ class LmdbReader:
                 self._read_meta()
                 self._file = PayloadFile(folder / PAYLOAD_NAME, DiskIo(), read_only=True)
                 undo.callback(self._file.close)
+                if read_id(folder / PAYLOAD_NAME) != self._file_id:
+                    raise IndexUnusableError("its payload file is that of another index")
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
@@ -82,7 +86,9 @@ class LmdbReader:
             self.epoch = int.from_bytes(txn.get(b"epoch") or b"", "little")
         if manifest is None:
             raise IndexUnusableError("it has no manifest")
-        self.owner: Identity = Manifest.load(bytes(manifest)).identity
+        known = Manifest.load(bytes(manifest))
+        self.owner: Identity = known.identity
+        self._file_id = known.file_id
         self.limits = Limits.load(limits)
         self.capacity_bytes = self.limits.capacity_bytes if self.limits else 0
 
@@ -120,6 +126,8 @@ class LmdbReader:
             last = items[-1][0]
             # In the order of their places: a walk that reads payloads goes through the file.
             yield sorted((_found(key, value) for key, value in items), key=_place)
+            if len(items) < BATCH:
+                return
 
     def find(self, key: Key) -> Found | None:
         with self._begin(self._records) as txn:
@@ -184,6 +192,13 @@ def _inode(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _check_user(folder: Path) -> None:
+    """Refuse to make LMDB's lock file for somebody else, who could not open it then."""
+    user = os.stat(folder).st_uid
+    if user != os.geteuid() and not (folder / LOCK_NAME).exists():
+        raise PermissionError(f"{folder} belongs to user {user}: run this as that user")
+
+
 def _open(folder: Path) -> Any:
     env = lmdb.open(
         str(folder),
@@ -192,6 +207,7 @@ def _open(folder: Path) -> Any:
         max_dbs=2,
         max_readers=16,
         readahead=False,
+        mode=0o600,
     )
     env.reader_check()  # the places of readers that were killed
     return env

@@ -165,7 +165,7 @@ class LmdbStore:
             self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
             undo.callback(self.index.close)
             if not is_new:
-                if _is_foreign(path) or _read_id(path) != self.index.manifest.file_id:
+                if _is_foreign(path) or read_id(path) != self.index.manifest.file_id:
                     raise IndexUnusableError(f"{path} is not the payload file of this index")
                 self._open_payload(path, undo)
             self._recover()
@@ -254,7 +254,7 @@ def _is_foreign(path: Path) -> bool:
     return path.stat().st_size > 0 and not _first_page(path).startswith(_MAGIC)
 
 
-def _read_id(path: Path) -> str:
+def read_id(path: Path) -> str:
     """The id of a payload file; empty if there is none."""
     return _first_page(path)[len(_MAGIC) :].hex() if path.exists() else ""
 

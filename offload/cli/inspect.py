@@ -70,14 +70,16 @@ def _print(homes: list[HomeSummary]) -> None:
 
     out = screen()
     for home in homes:
-        out.print(f"[bold]{home.name or 'one tier'}[/bold]  {escape(_about(home))}")
+        out.print(f"[bold]{home.name or 'one tier'}[/bold]  {escape(_about(home))}", soft_wrap=True)
         for path, here, newest in home.differs:
-            out.print(escape(f"  other than the one used last: {path} is {here}, not {newest}"))
+            line = f"  other than the one used last: {path} is {here}, not {newest}"
+            out.print(line, markup=False, soft_wrap=True)
         out.print(_table(home.stores))
         for store in home.stores:
             if store.problem:
-                out.print(escape(f"  replica {store.replica} rank {store.rank}: {store.problem}"))
-    out.print(NO_HITS, style="dim")
+                line = f"  replica {store.replica} rank {store.rank}: {store.problem}"
+                out.print(line, markup=False, soft_wrap=True)
+    out.print(NO_HITS, style="dim", soft_wrap=True)
 
 
 def _about(home: HomeSummary) -> str:

@@ -241,7 +241,7 @@ def _print(found: Plan) -> None:
         )
     out.print(table)
     for line in _lines(found):
-        out.print(line, markup=False)
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def _lines(found: Plan) -> list[str]:

@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 app = make_app()
 
 COLUMNS = (
-    *("tier", "used", "chunks", "loaded tok/s", "stored ch/s", "evicted ch/s", "dropped ch/s"),
-    *("read", "written", "queue", "state", "loading pays"),
+    *("tier", "used", "chunks", "loaded tok/s", "hit tok/s", "missed tok/s", "stored ch/s"),
+    *("evicted ch/s", "read", "written", "queue", "state", "loading pays"),
 )
+LEFT = ("tier", "state", "loading pays")
+RATES = {
+    **{name: f"{name}_tokens_per_s" for name in ("loaded", "hit", "missed")},
+    **{name: f"{name}_chunks_per_s" for name in ("stored", "evicted")},
+}
+REASONS_SHOWN = 5
 COUNT_NAMES = {
     "load_failures_total": "failed loads",
     "load_timeouts_total": "late loads",
     "load_refusals_total": "refused loads",
     "store_refusals_total": "chunks without a slot",
     "corrupt_records_total": "corrupt records",
+    "write_failures_total": "records not written",
     "tier_errors_total": "tier errors",
     "hook_faults_total": "hook faults",
 }
@@ -116,6 +123,9 @@ def _shown(found: View) -> Group:
     counts = [f"{COUNT_NAMES[name]} {count:,.0f}" for name, count in found.counts.items() if count]
     if counts:
         parts.append("since the start: " + ", ".join(counts))
+    reasons = sorted(found.misses.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
+    if reasons:
+        parts.append("missed because: " + ", ".join(f"{why} {n:,.0f}" for why, n in reasons))
     return Group(*parts)
 
 
@@ -135,15 +145,15 @@ def _table(tiers: list[TierView]) -> Table:
     from rich.table import Table
 
     table = Table()
-    for place, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if place in (0, 10, 11) else "right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in LEFT else "right")
     for tier in tiers:
         pays = "-" if tier.pays is None else "yes" if tier.pays else "no"
         table.add_row(
             tier.name,
             _used(tier),
             _number(tier.resident_chunks),
-            *(_number(tier.rates[name]) for name in list(tier.rates)[:4]),
+            *(_number(tier.rates[name]) for name in RATES.values()),
             _speed(tier.rates["read_bytes_per_s"]),
             _speed(tier.rates["write_bytes_per_s"]),
             _number(tier.queue_depth),

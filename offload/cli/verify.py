@@ -51,35 +51,65 @@ def verify(
     Damaged records are removed where no server uses the store. A running server drops them itself
     when it reads them, and computes the prompt. Ends with 1 if anything was damaged.
     """
+    from offload.stores import QUARANTINE
+
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
     homes = problems.homes(folder)
     problems.refuse("verify")
-    stores = [store for home in homes for store in home.stores if store.kind != "empty"]
     with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
-        results = [_one(store, bytes_per_s, key_file, check_only, bar) for store in stores]
+        results = [
+            _one(store, bytes_per_s, key_file, check_only, bar)
+            for home in homes
+            for store in home.stores
+            if store.kind != "empty" and not QUARANTINE.fullmatch(home.name)
+        ]
+    ok = all(result.is_well for result in results)
     if as_json:
-        ok = not any(result.damaged for result in results)
-        stores_json = [result.to_json() for result in results]
-        print_json({"folder": str(folder), "ok": ok, "stores": stores_json})
+        stores = [result.to_json() for result in results]
+        print_json({"folder": str(folder), "ok": ok, "stores": stores})
     else:
         _print(results)
-    raise SystemExit(1 if any(result.damaged for result in results) else 0)
+    raise SystemExit(0 if ok else 1)
 
 
 def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
-    from offload.scrub import Pace, repair, scrub
+    """Check one store. One that cannot be opened does not keep the others from it."""
+    from offload.scrub import Scrubbed, repair
+    from tiers.base import TierError
+    from tiers.lmdb_index import IndexUnusableError
+    from tiers.outside import StoreChangedError
+
+    result = Scrubbed(store)
+    try:
+        _scrub(result, rate, key_file, bar)
+    except StoreChangedError as error:
+        result.problem = f"{error} while it was read: run this again"
+    except IndexUnusableError as error:
+        result.problem = f"damaged index: {error}"
+    except (OSError, TierError) as error:
+        result.problem = str(error)
+    if not check_only:
+        repair(result, key_file)
+    else:
+        owner = store.owner()
+        result.owner_pid = owner.pid if owner else None
+    return result
+
+
+def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
+    from offload.scrub import Pace, scrub
     from offload.sizes import parse_size
 
-    owner = store.owner()
+    store = result.store
     if rate < 0:
-        rate = parse_size(LIVE_RATE) if owner else 0
+        rate = parse_size(LIVE_RATE) if store.owner() else 0
     outside = store.open(key_file)
     try:
         total = sum(record.stored_bytes for batch in outside.batches() for record in batch)
         task = bar.add_task(f"{store.folder.name}", total=total)
-        result = scrub(
-            store,
+        scrub(
+            result,
             outside,
             has_key=bool(key_file),
             pace=Pace(rate),
@@ -87,11 +117,6 @@ def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress
         )
     finally:
         outside.close()
-    if not check_only:
-        repair(result, key_file)
-    elif owner is not None:
-        result.owner_pid = owner.pid
-    return result
 
 
 def _print(results: list[Scrubbed]) -> None:
@@ -115,12 +140,13 @@ def _print(results: list[Scrubbed]) -> None:
     out.print(table)
     for result in results:
         for line in _remarks(result):
-            out.print(line, markup=False)
+            out.print(line, markup=False, soft_wrap=True)
 
 
 def _remarks(result: Scrubbed) -> list[str]:
     place = str(result.store.folder)
-    lines = [f"{place}: damaged: key {found.key.hex()}" for found in result.damaged[:SHOWN_MAX]]
+    lines = [f"{place}: {result.problem}"] if result.problem else []
+    lines += [f"{place}: damaged: key {found.key.hex()}" for found in result.damaged[:SHOWN_MAX]]
     if len(result.damaged) > SHOWN_MAX:
         lines.append(f"{place}: and {len(result.damaged) - SHOWN_MAX:,} more (--json has all)")
     if result.damaged and result.owner_pid is not None:

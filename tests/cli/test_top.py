@@ -31,7 +31,17 @@ class Server:
         metric = self.made[name].labels(*values)
         metric.inc(value) if kind is Counter else metric.set(value)
 
+    def miss(self, reason: str, value: float, engine: str) -> None:
+        if "misses" not in self.made:
+            labels = [*LABELS, "reason"]
+            made = Counter("vllm:kvtiers_misses", "help", labels, registry=self.registry)
+            self.made["misses"] = made
+        self.made["misses"].labels("tiny", engine, reason).inc(value)
+
     def fill(self) -> None:
+        self.miss("evicted", 3, "0")
+        self.miss("evicted", 4, "1")
+        self.miss("never_stored", 20, "0")
         for engine in ("0", "1"):
             self.add(Counter, "vllm:kvtiers_loaded_tokens", 320, "lmdb", engine)
             self.add(Gauge, "vllm:kvtiers_resident_chunks", 7, "cpu", engine)
@@ -91,6 +101,7 @@ def test_totals_of_one_page() -> None:
     assert (found.running, found.waiting) == (4, None)
     assert (found.hit_ratio, found.hit_ratio_since_start) == (None, 0.25)
     assert found.counts["corrupt_records_total"] == 3
+    assert found.misses == {"evicted": 7, "never_stored": 20}
     assert found.counts["tier_errors_total"] is None
     assert cpu.capacity_bytes is cpu.queue_depth is cpu.breaker is None
     assert lmdb.rates["loaded_tokens_per_s"] is None
@@ -124,7 +135,8 @@ def test_one_view_as_json_and_as_a_table() -> None:
         assert found["url"] == f"http://{address}/metrics"
         assert found["tiers"][1]["rates"]["read_bytes_per_s"] > 10**5
         text = kvtiers("top", f"http://{address}/", "--once", "--interval", "0").out
-    for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since"):
+    for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since",
+                  "missed because: never_stored 20, evicted 7"):  # fmt: skip
         assert words in text, words
 
 

@@ -221,9 +221,8 @@ def test_a_server_that_starts_during_the_scrub_keeps_its_index(tmp_path: Path) -
     damage(make_store(tmp_path, range(6)), 2)
     store = only_store(tmp_path)
     outside = store.open()
-    result: Scrubbed = scrub(
-        store, outside, has_key=False, pace=Pace(0), advance=lambda count: None
-    )
+    result = Scrubbed(store)
+    scrub(result, outside, has_key=False, pace=Pace(0), advance=lambda count: None)
     outside.close()
     assert len(result.damaged) == 1
     with writer(tmp_path) as live:
@@ -254,6 +253,25 @@ def test_every_store_below_a_path(tmp_path: Path) -> None:
     result = kvtiers("verify", tmp_path, "--json")
     assert result.code == 1
     assert sorted(store["good"] for store in result.json["stores"]) == [3, 4, 4]
+
+
+def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    other = make_store(tmp_path, range(4), fields=OTHER)
+    damage(other, 1)
+    for break_it, words in (
+        (lambda: flip(folder / PAYLOAD_NAME, 10), "payload file is that of another index"),
+        (lambda: (folder / PAYLOAD_NAME).unlink(), "No such file"),
+        (lambda: (folder / "data.mdb").write_bytes(b"x" * 8192), "damaged index"),
+    ):
+        break_it()
+        result = kvtiers("verify", tmp_path, "--json", "--check-only")
+        assert (result.code, result.json["ok"]) == (1, False)
+        found = {store["namespace"]: store for store in result.json["stores"]}
+        assert words in found[folder.parents[1].name]["problem"]
+        assert found[folder.parents[1].name]["damaged"] == []
+        assert set(found[other.parents[1].name]["damaged"]) == names(1)
+        assert words in kvtiers("verify", tmp_path, "--check-only").out.replace("\n", " ")
 
 
 def test_bad_input_is_said_at_once(tmp_path: Path) -> None:
