@@ -147,7 +147,9 @@ class Bed:
         self.planner.cpu.clear()
 
     def decode(self, clock: Clock, prompt: list[int]) -> None:
-        """A step of many requests with a token each and nothing to do."""
+        """A step of many requests with a token each and nothing else to do."""
+        for queue in self.planner._demotions:
+            queue.clear(self.planner.cpu)
         requests = [self.request([], prompt[: BLOCK // 2]) for _ in range(DECODES)]
         for request in requests:
             self.side.lookup(request, 0)

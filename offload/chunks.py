@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple
 
 from offload.controls import NO_CONTROLS, Controls
 from offload.hints import NO_HINTS, RequestHints
@@ -35,15 +39,35 @@ class Origin:
 UNKNOWN = Origin()
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One chunk that a request needs: its key, and the GPU blocks to fill (below 0: skip)."""
+class Wanted(NamedTuple):
+    """One chunk that a request needs: its key, and the GPU blocks to fill (below 0: skip).
+
+    A tuple, because a long prompt has thousands of them.
+    """
 
     key: bytes
     group: int
     blocks: tuple[int, ...]
     depth_tokens: int
     origin: Origin = UNKNOWN
+
+
+# Without the Python function that names fields.
+_wanted = partial(tuple.__new__, Wanted)
+_entry = partial(tuple.__new__, EntryInfo)
+
+
+def wanted_chunks(
+    keys: Sequence[bytes],
+    group: int,
+    blocks: Iterable[tuple[int, ...]],
+    depths: Iterable[int],
+    origin: Origin,
+) -> list[Wanted]:
+    """Many chunks of one group at once; ``keys``, ``blocks`` and ``depths`` belong together."""
+    count = len(keys)
+    columns = keys, repeat(group, count), blocks, depths, repeat(origin, count)
+    return list(map(_wanted, zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +88,19 @@ class GroupInfo:
             cost *= 1.0 + max(0.0, depth - self.chunk_tokens / 2) / PAIR_TOKENS
         hints = origin.hints.of_chunk(depth)
         return EntryInfo(chunk.group, self.kind, depth, size, cost, origin.salt, hints)
+
+    def entries(self, chunks: Sequence[Wanted], size: int) -> list[EntryInfo]:
+        """``entry`` of chunks of one request, all at once."""
+        if not chunks or chunks[0].origin.hints.pinned_tokens:
+            return [self.entry(chunk, size) for chunk in chunks]
+        _, group, _, _, origin = chunks[0]
+        cost = float(self.chunk_tokens)
+        slope = cost / PAIR_TOKENS if self.kind == FULL else 0.0
+        begin = self.chunk_tokens / 2
+        depths = [chunk.depth_tokens for chunk in chunks]
+        costs = [cost + slope * (depth - begin if depth > begin else 0.0) for depth in depths]
+        count = len(chunks)
+        constant = (repeat(value, count) for value in (origin.salt, origin.hints.stored))
+        kinds, sizes = repeat(self.kind, count), repeat(size, count)
+        columns = repeat(group, count), kinds, depths, sizes, costs, *constant
+        return list(map(_entry, zip(*columns, strict=True)))

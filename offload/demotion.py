@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from offload.gates import Gates, TierGate
@@ -146,7 +146,7 @@ class DemotionQueue:
         above = told.get(key)
         if above is None:
             return EntryInfo(group, groups[group].kind, size_bytes=size)
-        return replace(above, size_bytes=size)
+        return above._replace(size_bytes=size)
 
     def due(
         self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]

@@ -8,7 +8,7 @@ because a disk tier may hold ten million of them; pins and the rarer states live
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -63,8 +63,8 @@ class TierIndex:
         return key in self._resident
 
     @property
-    def resident(self) -> Container[bytes]:
-        """The keys that can be hit, for batched membership tests."""
+    def resident(self) -> Mapping[bytes, int]:
+        """The places of the keys that can be hit, for questions about many at once."""
         return self._resident
 
     def some(self, count: int) -> tuple[bytes, ...]:
@@ -79,6 +79,10 @@ class TierIndex:
     def is_filling(self, key: bytes) -> bool:
         """Whether a job is writing this chunk now."""
         return key in self._filling
+
+    def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of ``keys`` that a job is writing now."""
+        return self._filling.keys() & set(keys) if self._filling else set()
 
     def is_absent(self, key: bytes) -> bool:
         """Whether the chunk could be reserved."""
@@ -121,17 +125,19 @@ class TierIndex:
         """
         places: list[int] = []
         evicted: list[bytes] = []
+        take, filling, told = self.space.take, self._filling, self._infos
+        resident, doomed = self._resident, self._doomed
         for key, info in zip(keys, infos, strict=True):
-            if not self.is_absent(key):
+            if key in resident or key in filling or key in doomed:
                 self._refuse(key, ChunkEvent.RESERVE)
-            place = self.space.take(info.size_bytes)
+            place = take(info.size_bytes)
             if place is None and evict:
                 evicted += self._make_room(info.size_bytes, protect)
-                place = self.space.take(info.size_bytes)
+                place = take(info.size_bytes)
             if place is None:
                 break
-            self._filling[key] = place
-            self._infos[key] = info
+            filling[key] = place
+            told[key] = info
             places.append(place)
         return Reservation(tuple(places), tuple(evicted))
 
@@ -141,15 +147,17 @@ class TierIndex:
         ``keys`` are in prefix order; the head ends up youngest in the policy.
         """
         kept: list[bytes] = []
+        resident, filling, infos, doomed = self._resident, self._filling, self._infos, self._doomed
+        insert = self.policy.insert
         for key in reversed(keys):
-            if key in self._doomed:
+            if key in doomed:
                 self._let_go(key, ChunkEvent.COMMIT)
                 continue
-            place = self._filling.pop(key, None)
+            place = filling.pop(key, None)
             if place is None:
                 self._refuse(key, ChunkEvent.COMMIT)
-            self._resident[key] = place
-            self.policy.insert(key, self._infos.pop(key))
+            resident[key] = place
+            insert(key, infos.pop(key))
             kept.append(key)
         kept.reverse()
         return kept
@@ -189,9 +197,14 @@ class TierIndex:
 
     # -- using -------------------------------------------------------------------------------
 
-    def pin(self, keys: Iterable[bytes]) -> None:
+    def pin(self, keys: Collection[bytes]) -> None:
         """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
         pins = self._pins
+        if all(map(self._resident.__contains__, keys)) and pins.keys().isdisjoint(keys):
+            once = dict.fromkeys(keys, 1)
+            if len(once) == len(keys):
+                pins.update(once)
+                return
         for key in keys:
             if key not in self._resident and key not in self._filling:
                 self._refuse(key, ChunkEvent.PIN)
@@ -199,17 +212,17 @@ class TierIndex:
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
+        pins, doomed = self._pins, self._doomed
         for key in keys:
-            if key in self._doomed:
+            count = pins.get(key, 0)
+            if key in doomed:
                 self._let_go(key, ChunkEvent.UNPIN)
-                continue
-            count = self._pins.get(key, 0)
-            if count == 0:
-                self._refuse(key, ChunkEvent.UNPIN)
             elif count == 1:
-                del self._pins[key]
+                del pins[key]
+            elif count == 0:
+                self._refuse(key, ChunkEvent.UNPIN)
             else:
-                self._pins[key] = count - 1
+                pins[key] = count - 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note one request's use of these keys, in prefix order; absent ones are ignored."""

@@ -6,16 +6,20 @@ chunks that are being read into the CPU tier, and the budget of chunks in flight
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
+from itertools import groupby, repeat
+from operator import attrgetter
 
 from offload.chunks import GroupInfo, Wanted
+from offload.columns import Columns
 from offload.gates import TierGate
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.stats import PlannerStats
+from policies.base import EntryInfo
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
@@ -118,35 +122,81 @@ class LoadPlanner:
         """
         job = self._ledger.next_id()
         read = chunks[0].origin.controls.read if chunks else None
-        in_slab, below = self._split(chunks, read)
-        self._cpu.pin([chunk.key for chunk in in_slab])
-        sources = {chunk.key: self._source(chunk.key, read) for chunk in below}
-        promoted = self._reserve_promotions(job, [c for c in below if sources[c.key] >= 0])
-        items = tuple(self._load_item(chunk, sources, promoted) for chunk in chunks)
-        pins: list[tuple[int, tuple[bytes, ...]]] = [(CPU, tuple(c.key for c in in_slab))]
-        for tier, index in enumerate(self._lower):
-            keys = tuple(key for key, source in sources.items() if source == tier)
-            index.pin(keys)
-            pins.append((tier, keys))
-        tokens = self._tokens_by_tier(chunks, sources)
+        keys = [chunk.key for chunk in chunks]
+        slots, tiers = self._find(keys, read)
+        below = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier != IN_SLAB]
+        pins = self._pin(keys, slots, tiers)
+        promoted = self._reserve_promotions(job, below)
+        if below:
+            slots = [promoted.get(k, s) for k, s in zip(keys, slots, strict=True)]
+        blocks = [chunk.blocks for chunk in chunks]
+        groups = [chunk.group for chunk in chunks]
+        tokens = self._tokens_by_tier(groups, tiers)
         self._stats.planned({tier: count for tier, count in tokens.items() if tier >= CPU})
         opened = Job(
             job,
             JobKind.LOAD,
             fills=tuple(promoted),
-            pins=tuple(pins),
+            pins=pins,
             request=request,
             chunks=len(chunks),
-            holds=sum(len(chunk.blocks) for chunk in chunks),
+            holds=sum(map(len, blocks)),
             tokens_by_tier=tokens,
         )
         self._ledger.open(opened)
-        self._planned.append(LoadJob(job, request, items))
+        columns = Columns(keys, groups, blocks, slots, tiers)
+        self._planned.append(LoadJob(job, request, columns))
         self.request_ended(request)
         self._waited_for[request] = opened
         self.loading += opened.chunks
         self.holding += opened.holds
         return tokens
+
+    def _find(
+        self, keys: Sequence[bytes], read: frozenset[int] | None
+    ) -> tuple[list[int], list[int]]:
+        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if it lies there or
+        is on its way there, else ``STAGED`` and the lower tier to read."""
+        count = len(keys)
+        cpu_counts = read is None or CPU in read
+        places = map(self._cpu.resident.get, keys) if cpu_counts else repeat(None, count)
+        slots = [STAGED if place is None else place for place in places]
+        if STAGED not in slots:
+            return slots, [IN_SLAB] * count
+        tiers = self._sources(keys, read)
+        for at, slot in enumerate(slots):
+            if slot != STAGED:
+                tiers[at] = IN_SLAB
+            elif self.promoting and cpu_counts and self._joins(keys[at], tiers[at]):
+                slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
+        return slots, tiers
+
+    def _sources(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
+        """The highest lower tier among ``read`` that holds each key, if possible one that may be
+        read now; ``IN_SLAB`` if none does."""
+        found = [IN_SLAB] * len(keys)
+        best_last = sorted(
+            range(len(self._lower)), key=lambda tier: (self._gates[tier].readable, -tier)
+        )
+        for tier in best_last:
+            if read is None or tier in read:
+                held = map(self._lower[tier].resident.__contains__, keys)
+                found = [tier if here else f for here, f in zip(held, found, strict=True)]
+        return found
+
+    def _pin(
+        self, keys: Sequence[bytes], slots: Sequence[int], tiers: Sequence[int]
+    ) -> tuple[tuple[int, tuple[bytes, ...]], ...]:
+        """Keep every chunk where it is until the load has ended; what was pinned, by tier."""
+        by_tier: dict[int, list[bytes]] = {CPU: []}
+        for key, slot, tier in zip(keys, slots, tiers, strict=True):
+            if tier != IN_SLAB:
+                by_tier.setdefault(tier, []).append(key)
+            elif slot != STAGED:
+                by_tier[CPU].append(key)
+        for tier, held in by_tier.items():
+            (self._cpu if tier == CPU else self._lower[tier]).pin(held)
+        return tuple((tier, tuple(held)) for tier, held in by_tier.items())
 
     def plan_probe(self, tier: int) -> int | None:
         """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the
@@ -195,68 +245,31 @@ class LoadPlanner:
         self._stats.load_refusals += 1
         return False
 
-    def _split(
-        self, chunks: Sequence[Wanted], read: frozenset[int] | None
-    ) -> tuple[list[Wanted], list[Wanted]]:
-        if read is not None and CPU not in read:
-            return [], list(chunks)
-        in_slab: list[Wanted] = []
-        below: list[Wanted] = []
-        for chunk in chunks:
-            here = chunk.key in self._cpu or self._joins(chunk.key, read)
-            (in_slab if here else below).append(chunk)
-        return in_slab, below
-
-    def _joins(self, key: bytes, read: frozenset[int] | None) -> bool:
+    def _joins(self, key: bytes, source: int) -> bool:
         """Whether to wait for the read of another load: not if that may come from a tier that is
-        shut out while another one has the chunk."""
+        shut out while ``source`` has the chunk too and is not."""
         if key not in self.promoting:
             return False
         if all(gate.readable for gate in self._gates):
             return True
-        source = self._source(key, read)
         return source == IN_SLAB or not self._gates[source].readable
-
-    def _source(self, key: bytes, read: frozenset[int] | None) -> int:
-        """The highest lower tier among ``read`` that holds the key, if possible one that may be
-        read now; ``IN_SLAB`` if none does."""
-        found = IN_SLAB
-        for tier, (index, gate) in enumerate(zip(self._lower, self._gates, strict=True)):
-            if key in index and (read is None or tier in read):
-                if gate.readable:
-                    return tier
-                found = tier if found == IN_SLAB else found
-        return found
 
     def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
         free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
         keys = [chunk.key for chunk in free]
-        infos = [self._groups[c.group].entry(c, 1) for c in free]
+        infos: list[EntryInfo] = []
+        for group, part in groupby(free, key=attrgetter("group")):
+            infos += self._groups[group].entries(list(part), 1)
         grant = self._cpu.reserve(keys, infos)
         self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.places, strict=False))
-        for key in promoted:
-            self.promoting[key] = job
+        self.promoting.update(dict.fromkeys(promoted, job))
         return promoted
 
-    def _load_item(
-        self, chunk: Wanted, sources: Mapping[bytes, int], promoted: Mapping[bytes, int]
-    ) -> LoadItem:
-        tier = sources.get(chunk.key)
-        if tier is None:
-            return LoadItem(
-                chunk.key, chunk.group, chunk.blocks, self._cpu.place(chunk.key), IN_SLAB
-            )
-        slot = promoted.get(chunk.key, STAGED)
-        return LoadItem(chunk.key, chunk.group, chunk.blocks, slot, tier)
-
-    def _tokens_by_tier(
-        self, chunks: Sequence[Wanted], sources: Mapping[bytes, int]
-    ) -> dict[int, int]:
+    def _tokens_by_tier(self, groups: Sequence[int], tiers: Sequence[int]) -> dict[int, int]:
         """Tokens by source tier, counted on the group with the most chunks."""
         counts: dict[int, dict[int, int]] = {}
-        for chunk in chunks:
-            by_tier = counts.setdefault(chunk.group, {})
-            tier = sources.get(chunk.key, CPU)
-            by_tier[tier] = by_tier.get(tier, 0) + self._groups[chunk.group].chunk_tokens
+        for (group, tier), chunks in Counter(zip(groups, tiers, strict=True)).items():
+            tokens = chunks * self._groups[group].chunk_tokens
+            counts.setdefault(group, {})[CPU if tier == IN_SLAB else tier] = tokens
         return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Wanted
+from offload.coordinator import present_in
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.gates import Gates
@@ -115,15 +116,15 @@ class Planner:
         self.cpu.touch(keys)
         for tier, index in enumerate(self.lower):
             index.touch(keys)
-            held = [key for key in keys if key in index]
-            if held and self.gates.tiers[tier].writable:
+            if self.gates.tiers[tier].writes.closed:  # else notes would queue behind a hung disk
+                held = filter(index.resident.__contains__, keys)
                 self._touches.setdefault(tier, []).extend(held)
 
     # -- store -------------------------------------------------------------------------------
 
     def plan_store(self, chunks: Sequence[Wanted], protect: Container[bytes] = frozenset()) -> int:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
-        return self._stores.plan(chunks, self.present, protect)
+        return self._stores.plan(chunks, present_in(*self.holders), protect)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
@@ -188,7 +189,7 @@ class Planner:
             loads=self._loads.take(),
             demotes=tuple(demotes),
             deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
-            touches={tier: tuple(keys) for tier, keys in self._touches.items()},
+            touches={tier: tuple(keys) for tier, keys in self._touches.items() if keys},
             fence=fence,
             reset=self._reset,
             epochs=self._epochs,

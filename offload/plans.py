@@ -6,12 +6,12 @@ jobs of one plan are posted in this order: deletes, stores, demotes, loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload.columns import pack, unpack
+from offload.columns import Columns, Packed
 
 STAGED = -1
 """Slot of a load item that only passes through a staging buffer of the worker."""
@@ -48,40 +48,42 @@ class LoadItem(NamedTuple):
 class LoadJob:
     """Restore chunks for one request. Good only if every item is.
 
-    A probe is a load without a request, whose items name no blocks: it only reads. Pickled as
-    columns, which whoever asks for the items first turns into rows: the worker's loop, not vLLM's
-    thread.
+    A probe is a load without a request, whose items name no blocks: it only reads. The items are
+    made when somebody first asks for them, which is the worker's loop, not vLLM's threads.
     """
 
-    __slots__ = ("_columns", "_items", "job", "request")
+    __slots__ = ("_chunks", "_items", "job", "request")
 
-    def __init__(self, job: int, request: str, items: tuple[LoadItem, ...]) -> None:
+    def __init__(
+        self, job: int, request: str, chunks: Iterable[LoadItem] | Columns | Packed
+    ) -> None:
         self.job = job
         self.request = request
-        self._items: tuple[LoadItem, ...] | None = items
-        self._columns: tuple[bytes, ...] = ()
+        self._items: tuple[LoadItem, ...] | None = None
+        if not isinstance(chunks, Columns | Packed):
+            self._items = tuple(chunks)
+            chunks = Columns(*zip(*self._items, strict=True)) if self._items else Columns(*[()] * 5)
+        self._chunks = chunks
 
     @property
     def items(self) -> tuple[LoadItem, ...]:
         """What to restore."""
         if self._items is None:
-            self._items = tuple(map(_load_item, unpack(self._columns)))
+            chunks = self._chunks
+            columns = chunks.unpack() if isinstance(chunks, Packed) else chunks
+            self._items = tuple(map(_load_item, columns.rows()))
         return self._items
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _packed_load, (self.job, self.request, pack(self.items))
+        chunks = self._chunks
+        packed = chunks.pack() if isinstance(chunks, Columns) else chunks
+        return LoadJob, (self.job, self.request, packed)
 
     def __repr__(self) -> str:
         return f"LoadJob({self.job}, {self.request!r}, {self.items})"
 
 
 _load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields
-
-
-def _packed_load(job: int, request: str, columns: tuple[bytes, ...]) -> LoadJob:
-    load = LoadJob(job, request, ())
-    load._items, load._columns = None, columns
-    return load
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from offload.chunks import GroupInfo, Wanted
+from offload.coordinator import PresentBatch
 from offload.departures import Cause
 from offload.index import TierIndex
 from offload.layout import STATE
@@ -17,8 +18,6 @@ from offload.plans import StoreJob
 from offload.stats import PlannerStats
 from policies.base import AdmissionPolicy
 from policies.hints import HIGH, LOW
-
-Present = Callable[[bytes], bool]
 
 
 class StorePlanner:
@@ -67,7 +66,9 @@ class StorePlanner:
         self._stats.stored(CPU, kept, bad)
         return kept
 
-    def plan(self, chunks: Sequence[Wanted], present: Present, protect: Container[bytes]) -> int:
+    def plan(
+        self, chunks: Sequence[Wanted], present: PresentBatch, protect: Container[bytes]
+    ) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
         ``present`` tells which chunks some tier holds already; ``protect`` are keys that must not
@@ -77,7 +78,7 @@ class StorePlanner:
         fresh, settled = self._absent_prefix(chunks, present)
         if not fresh:
             return settled
-        infos = [self._groups[chunk.group].entry(chunk, 1) for chunk in fresh]
+        infos = self._groups[fresh[0].group].entries(fresh, 1)
         evict = fresh[0].origin.priority != LOW
         grant = self._cpu.reserve([chunk.key for chunk in fresh], infos, protect, evict=evict)
         self._stats.evicted(CPU, grant.evicted)
@@ -91,14 +92,17 @@ class StorePlanner:
         return settled
 
     def _absent_prefix(
-        self, chunks: Sequence[Wanted], present: Present
+        self, chunks: Sequence[Wanted], present: PresentBatch
     ) -> tuple[list[Wanted], int]:
         """The chunks that no tier has, as far as the store budget goes, and how many were seen."""
         budget = self._max_chunks - self.storing
         cpu = self._cpu
         fresh: list[Wanted] = []
+        held = present([chunk.key for chunk in chunks])
+        if 0 not in held:
+            return fresh, len(chunks)
         for position, chunk in enumerate(chunks):
-            if present(chunk.key) or not cpu.is_absent(chunk.key) or not self._admits(chunk):
+            if held[position] or not cpu.is_absent(chunk.key) or not self._admits(chunk):
                 continue
             # A recurrent state is offered once; what else is refused here is asked again.
             if len(fresh) >= budget and self._groups[chunk.group].kind != STATE:

@@ -41,7 +41,7 @@ class Uses:
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
         """A request has ended that used these keys of one group (prefix order). Waits for those
         that are being stored, so that policies see them before their use."""
-        missing = {key for key in keys if self._cpu.is_filling(key)}
+        missing = self._cpu.filling_among(keys)
         if missing and len(self._waiting) < WAITING_MOST:
             self._waiting.append(_Use(missing, tuple(keys), hints))
         else:

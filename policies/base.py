@@ -10,16 +10,11 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 Key = Hashable
-_NO_HINTS: Mapping[str, Any] = MappingProxyType({})
-
-
-def _no_hints() -> Mapping[str, Any]:
-    return _NO_HINTS  # a factory, because Python 3.11 takes a mapping proxy for mutable
+NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class RemoveCause(enum.Enum):
@@ -29,8 +24,7 @@ class RemoveCause(enum.Enum):
     DROPPED = "dropped"
 
 
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
+class EntryInfo(NamedTuple):
     """What a policy may know of a chunk.
 
     ``kind`` is the group's restore rule (``full``, ``window`` or ``state``); ``depth_tokens`` is
@@ -45,7 +39,7 @@ class EntryInfo:
     size_bytes: int = 1
     cost: float = 0.0
     salt: bytes = b""
-    hints: Mapping[str, Any] = field(default_factory=_no_hints)
+    hints: Mapping[str, Any] = NO_HINTS
 
 
 class EvictionPolicy(ABC):

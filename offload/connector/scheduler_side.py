@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offload.chunks import Wanted
 from offload.connector.block_tables import BlockTables
 from offload.connector.endings import Endings
 from offload.connector.guard import Faults
 from offload.connector.intake import Intake
 from offload.connector.lookups import Lookups
 from offload.connector.prefill_clock import PrefillClock
+from offload.connector.wanted_chunks import WantedChunks
 from offload.coordinator import Coordinator, present_in
-from offload.layout import FULL, STATE, GroupLayout, ModelLayout
+from offload.layout import FULL, STATE, ModelLayout
 from offload.ledger import CPU
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
@@ -65,6 +65,7 @@ class SchedulerSide:
         self._endings: Endings | None = None
         self._max_pinned_share = max_pinned_share
         self._coordinator = Coordinator(layout)
+        self._wanted = WantedChunks(layout, self._coordinator)
         self._tables = BlockTables(layout)
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
@@ -141,41 +142,10 @@ class SchedulerSide:
         assert self.planner is not None
         start = tracker.lookup_start
         self.planner.fence(self._tables.beyond(block_ids, start))
-        wanted = self._wanted_for_load(tracker, block_ids, start, start + external_tokens)
+        wanted = self._wanted.of_range(tracker, block_ids, start, start + external_tokens)
         tracker.sources = self.planner.plan_load(tracker.request, wanted)
         tracker.loading = True
         self._moved_at = time.monotonic()
-
-    def _wanted_for_load(
-        self, tracker: RequestTracker, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> list[Wanted]:
-        """The chunks that hold ``[start, end)`` for every group; blocks outside are skipped."""
-        wanted = []
-        chunk_ranges = self._coordinator.load_ranges(start, end)
-        block_ranges = self._coordinator.block_ranges(start, end)
-        for index, group in enumerate(self.layout.groups):
-            table = block_ids[group.group]
-            inside = block_ranges[index]
-            for chunk in chunk_ranges[index]:
-                first = chunk * group.chunk_blocks
-                blocks = tuple(
-                    table[at] if at in inside and at < len(table) and table[at] != 0 else -1
-                    for at in range(first, first + group.chunk_blocks)
-                )
-                if any(block >= 0 for block in blocks):
-                    wanted.append(self._wanted(tracker, index, group, chunk, blocks))
-        return wanted
-
-    def _wanted(
-        self,
-        tracker: RequestTracker,
-        index: int,
-        group: GroupLayout,
-        chunk: int,
-        blocks: tuple[int, ...],
-    ) -> Wanted:
-        depth = (chunk + 1) * group.chunk_tokens
-        return Wanted(tracker.keys[index][chunk], group.group, blocks, depth, tracker.origin)
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ends and its blocks are about to be freed: store what is still missing.
@@ -290,28 +260,22 @@ class SchedulerSide:
                 continue  # states are handed over at their boundary
             settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
-            chunks = self._final_chunks(tracker, index, end, block_ids[group.group])
+            self._skip_held(tracker, index, end)
+            chunks = self._wanted.final(tracker, index, end, block_ids[group.group])
             if not chunks:
                 continue
-            settled = self.planner.plan_store([wanted for _, wanted in chunks])
-            done = end if settled == len(chunks) else chunks[settled][0]
+            settled = self.planner.plan_store(chunks)
+            refused = chunks[settled:]
+            done = refused[0].depth_tokens // group.chunk_tokens - 1 if refused else end
             tracker.next_chunk[index] = max(tracker.next_chunk[index], done)
             self._moved_at = time.monotonic()
 
-    def _final_chunks(
-        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]
-    ) -> list[tuple[int, Wanted]]:
-        """Chunks up to ``end`` that are still in the table; null blocks (id 0) have gone."""
-        group = self.layout.groups[index]
-        size = group.chunk_blocks
-        chunks = []
-        for chunk in range(tracker.next_chunk[index], end):
-            blocks = tuple(table[chunk * size : (chunk + 1) * size])
-            if len(blocks) < size or 0 in blocks:
-                continue
-            if self._coordinator.reachable(group, chunk):
-                chunks.append((chunk, self._wanted(tracker, index, group, chunk, blocks)))
-        return chunks
+    def _skip_held(self, tracker: RequestTracker, index: int, end: int) -> None:
+        """What some tier holds, as after a load, needs no attention; seen for all at once."""
+        assert self.planner is not None
+        keys = tracker.keys[index][tracker.next_chunk[index] : end]
+        hole = present_in(*self.planner.holders)(keys).find(0)
+        tracker.next_chunk[index] += hole if hole >= 0 else len(keys)
 
     def _store_boundary_states(self, output: SchedulerOutput) -> None:
         """Store the recurrent states that vLLM hands over exactly: (group, block, tokens)."""
@@ -332,8 +296,8 @@ class SchedulerSide:
                 chunk, rest = divmod(tokens, group.chunk_tokens)
                 known = rest == 0 and 0 < chunk <= len(tracker.keys[index])
                 if known and self._coordinator.reachable(group, chunk - 1):
-                    wanted = self._wanted(tracker, index, group, chunk - 1, (block,))
-                    self.planner.plan_store([wanted])
+                    last = range(chunk - 1, chunk)
+                    self.planner.plan_store(self._wanted.chunks(tracker, index, last, (block,)))
 
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]

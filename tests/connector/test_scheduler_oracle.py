@@ -17,6 +17,7 @@ import pytest
 
 from offload.connector.scheduler_side import SchedulerSide
 from offload.connector.setup import Setup
+from offload.connector.wanted_chunks import WantedChunks
 from offload.executor import Executor
 from offload.layout import WINDOW, GroupLayout
 from offload.load_task import LoadTask
@@ -124,14 +125,15 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
     """Each state is stored, not loaded, under the boundary before its own."""
-    store, wanted = SchedulerSide._store_boundary_states, SchedulerSide._wanted
+    store, wanted = SchedulerSide._store_boundary_states, WantedChunks.chunks
 
-    def shifted(self: Any, tracker: Any, index: int, group: Any, chunk: int, blocks: Any) -> Any:
-        return wanted(self, tracker, index, group, max(0, chunk - 1), blocks)
+    def shifted(self: Any, tracker: Any, index: int, chunks: range, table: Any) -> Any:
+        before = max(0, chunks.start - 1)
+        return wanted(self, tracker, index, range(before, before + 1), table)
 
     def by_position(self: Any, output: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(SchedulerSide, "_wanted", shifted)
+            inner.setattr(WantedChunks, "chunks", shifted)
             store(self, output)
 
     patch.setattr(SchedulerSide, "_store_boundary_states", by_position)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.columns import pack, unpack
+from offload.columns import Columns
 from offload.plans import LoadItem, LoadJob
 
-NUMBER = st.integers(-(2**63), 2**63 - 1)
-ROW = st.tuples(
-    st.binary(max_size=40), NUMBER, st.lists(NUMBER, max_size=4).map(tuple), NUMBER, NUMBER
-)
+NUMBER = st.integers(-1, 2**40)
 
 
-@given(st.lists(ROW, max_size=20))
-def test_rows_survive(rows: list[tuple[bytes, int, tuple[int, ...], int, int]]) -> None:
-    assert list(unpack(pack(rows))) == rows
+@st.composite
+def columns(draw: st.DrawFn) -> Columns:
+    """Keys and block lists of equal or of different lengths."""
+    count = draw(st.integers(0, 12))
+    key_bytes = draw(st.sampled_from([None, 36]))
+    width = draw(st.sampled_from([None, 1, 2]))
+
+    def each(what: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(what, min_size=count, max_size=count))
+
+    sizes = (
+        {"min_size": 1, "max_size": 40} if key_bytes is None else {"min_size": 36, "max_size": 36}
+    )
+    widths = {"max_size": 4} if width is None else {"min_size": width, "max_size": width}
+    blocks = each(st.lists(NUMBER, **widths).map(tuple))
+    return Columns(each(st.binary(**sizes)), each(NUMBER), blocks, each(NUMBER), each(NUMBER))
+
+
+@given(columns())
+def test_columns_survive(found: Columns) -> None:
+    packed = pickle.loads(pickle.dumps(found.pack()))
+    assert list(packed.unpack().rows()) == list(found.rows())
 
 
 def test_a_load_is_unpacked_by_whoever_reads_it() -> None:
