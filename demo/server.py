@@ -131,6 +131,13 @@ class VllmServer:
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """``/v1/completions`` for token ids: the choice of the answer, with ``token_ids``."""
+        choice: dict[str, Any] = self.completion(prompt, max_tokens, **parameters)["choices"][0]
+        return choice
+
+    def completion(
+        self, prompt: Sequence[int], max_tokens: int, **parameters: Any
+    ) -> dict[str, Any]:
+        """The whole answer of ``complete``."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -139,9 +146,8 @@ class VllmServer:
             "ignore_eos": True,
             "return_token_ids": True,
         } | parameters
-        answer = json.loads(self._request("POST", "/v1/completions", body))
-        choice: dict[str, Any] = answer["choices"][0]
-        return choice
+        answer: dict[str, Any] = json.loads(self._request("POST", "/v1/completions", body))
+        return answer
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Empty vLLM's own prefix cache (with ``external`` the tiers too); retried while blocks
@@ -155,8 +161,11 @@ class VllmServer:
 
     def metrics(self) -> Metrics:
         """``/metrics`` as ``name{label="value"}``, without the labels engine and model_name."""
-        text = self._request("GET", "/metrics").decode()
-        return dict(_parse_metrics(text))
+        return dict(_parse_metrics(self.metrics_page()))
+
+    def metrics_page(self) -> str:
+        """``/metrics`` as it is."""
+        return self._request("GET", "/metrics").decode()
 
     def nudge(self) -> None:
         """A request of one token: the engine makes a step and reports what happened meanwhile."""

@@ -4,14 +4,21 @@ signal 9 while it stores; and configurations that it refuses."""
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from demo.server import ServerError, VllmServer
+from offload.cli import app
+from offload.metric_table import METRICS
+from tests.dashboards import queries
+from tests.promql import problems
 from tests.vllm.engine import transfer_config
 from tests.vllm.operated import operate, operate_at_rest
 from tests.vllm.restored import config, prompts
@@ -63,22 +70,66 @@ def traffic(server: VllmServer) -> Iterator[None]:
         thread.join(60)
 
 
+def page_of(server: VllmServer) -> dict[str, set[str]]:
+    """Names and labels of every series on the page of metrics. A metric that nobody has counted
+    yet is there by name alone, with the labels that it was declared with."""
+    declared = {metric.shown_as(name): set(metric.labels) for name, metric in METRICS.items()}
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(server.metrics_page()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        found[name] = declared.get(name, set()) | {"engine", "model_name"}
+        for sample in family.samples:
+            own = set(sample.labels) - {"engine", "model_name"}
+            assert own == declared.get(sample.name, own), f"{sample.name} has labels {own}"
+            found[sample.name] = set(sample.labels)
+    return found
+
+
+def controls_are_answered(server: VllmServer) -> None:
+    """What a client orders over HTTP is done, and what became of it is in the answer."""
+    server.reset_prefix_cache()
+    told = {"max_load_tokens": 64, "pin_s": 60, "no_load": "perhaps"}
+    answer = server.completion(ASKED[0], 1, kv_transfer_params={"kvtiers": told})
+    report = answer["kv_transfer_params"]["kvtiers_report"]
+    assert report["loaded_tokens"] == {"cpu": 64}
+    assert report["pinned_tokens"] == 576  # whole chunks of 600 tokens
+    assert "no_load must be true or false" in report["ignored"][0]
+    for wrong in (7, [], {"tiers": {"read": 7}}, {"pin_s": 1e308}, {"": {}}, {"session": {}}):
+        answer = server.completion(ASKED[0], 1, kv_transfer_params={"kvtiers": wrong})
+        assert answer["kv_transfer_params"]["kvtiers_report"]["ignored"]
+
+
+def misses_are_recorded(file: Path) -> None:
+    """The file of a running server, read by the command line."""
+    shown = CliRunner().invoke(app, ["why", str(file), "--json", "--last", "1000"])
+    assert shown.exit_code == 0, shown.output
+    records = json.loads(shown.output)["requests"]
+    reasons = [record["reason"] for record in records]
+    assert {"never_stored", "complete", "filtered"} <= set(reasons)
+    assert any(record["loaded_tokens"].get("cpu", 0) > 500 for record in records)
+
+
 def test_http_restart_and_kill_9(
     llama: Path, tmp_path: Path, reference: list[tuple[Any, Any]]
 ) -> None:
-    connector = config(tmp_path / "kv")
+    connector = config(tmp_path / "kv", record_requests=str(tmp_path / "requests.jsonl"))
     with start(llama, tmp_path, "first", connector) as server:
         assert answers(server) == reference
         server.reset_prefix_cache()
         assert answers(server) == reference
         assert loaded(server, "cpu") > 0
+        controls_are_answered(server)
+        misses_are_recorded(tmp_path / "requests.jsonl")
         with traffic(server):
             server.kill()
     with start(llama, tmp_path, "second", connector) as server:
         assert answers(server) == reference
         assert loaded(server, "lmdb") > 0
-        names = {name.partition("{")[0] for name in server.metrics()}
-        assert {"vllm:kvtiers_resident_chunks", "vllm:kvtiers_used_ratio"} <= names
+        page = page_of(server)
+        assert {"vllm:kvtiers_resident_chunks", "vllm:kvtiers_used_ratio"} <= page.keys()
+        assert page["vllm:kvtiers_hook_seconds_total"] == {"hook", "engine", "model_name"}
+        for where, query in queries():
+            assert problems(query, page, {"instance", "job"}) == [], where
         with traffic(server):
             operate(server, tmp_path / "kv", tmp_path / "kv.export")
         server.reset_prefix_cache()

@@ -1,0 +1,115 @@
+"""The dashboard and the alert rules against the table of metrics. The page of a running server is
+asked in ``tests/vllm/test_server.py``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from offload.metric_table import METRICS
+from offload.why import Reason
+from tests.dashboards import alert_rules, dashboard, queries
+from tests.promql import PromqlError, parse, problems
+
+VLLMS = {
+    "vllm:prompt_tokens_by_source_total": {"source"},
+    "vllm:time_to_first_token_seconds_bucket": {"le"},
+}
+"""vLLM's own metrics that are used, with their labels; the running server is asked for these."""
+PROMETHEUS = {"instance", "job"}
+
+
+def table() -> dict[str, set[str]]:
+    ours = {metric.shown_as(name): set(metric.labels) for name, metric in METRICS.items()}
+    return {name: labels | {"engine", "model_name"} for name, labels in (ours | VLLMS).items()}
+
+
+@pytest.mark.parametrize(("where", "query"), list(queries()))
+def test_every_metric_and_label_exists(where: str, query: str) -> None:
+    assert problems(query, table(), PROMETHEUS) == [], where
+
+
+def test_every_metric_is_used_or_left_out_on_purpose() -> None:
+    used = {name for _, query in queries() for name in parse(query).metrics}
+    ours = {metric.shown_as(name) for name, metric in METRICS.items()}
+    left_out = {
+        "breaker_openings_total": "the state says it",
+        "dropped_chunks_total": "removed_chunks has the reasons",
+        "evicted_chunks_total": "removed_chunks has the reasons",
+        "events_lost_total": "for whoever follows KV events",
+        "hook_calls_total": "for means",
+        "late_answers_total": "for whoever looks into a fault",
+        "loaded_tokens_total": "prompt tokens by source, and hits",
+        "missed_tokens_total": "hits and wanted tokens",
+        "requests_lost_total": "for whoever records requests",
+        "resets_total": "done on request",
+    }
+    assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}
+
+
+def test_reasons_that_are_asked_for_exist() -> None:
+    values = [value for _, query in queries() for value in parse(query).values]
+    reasons = {value for _, label, value in values if label == "reason"}
+    assert reasons
+    assert reasons <= {reason.value for reason in Reason}
+
+
+def test_panels_stand_apart_and_legends_name_labels_of_the_query() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & places, panel["title"]
+        places |= cells
+        for target in panel.get("targets", ()):
+            named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert named <= parse(target["expr"]).grouped, panel["title"]
+
+
+def test_alerts_say_what_to_do() -> None:
+    names = [rule["alert"] for rule in alert_rules()]
+    assert len(set(names)) == len(names)
+    for rule in alert_rules():
+        assert rule["labels"]["severity"] in ("ticket", "info")
+        assert len(rule["annotations"]["description"]) > 40
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert named <= parse(rule["expr"]).grouped, rule["alert"]
+
+
+@pytest.mark.parametrize(
+    ("query", "part"),
+    [
+        ("sum(rate(vllm:kvtiers_no_such_total[5m]))", "no metric vllm:kvtiers_no_such_total"),
+        ("sum by (tire) (vllm:kvtiers_used_ratio)", "no label tire"),
+        ('vllm:kvtiers_loads_total{tier="cpu"}', "no label tier"),
+        ("sum(rate(vllm:kvtiers_loads_total))", "without a range"),
+        ("sum(vllm:kvtiers_loads_total[5m])", "with a range"),
+        ("sum(rate(vllm:kvtiers_loads_total[5 m]))", "cannot be read"),
+        ("sum(rate(vllm:kvtiers_loads_total[5m])", "is not closed"),
+        ("rat(vllm:kvtiers_loads_total[5m])", "unknown function rat"),
+        ("rate(vllm:kvtiers_loads_total[5m]) / ", "ends with /"),
+        ("vllm:kvtiers_used_ratio{tier}", "no matcher"),
+        ("sum by tier (vllm:kvtiers_used_ratio)", "list of labels"),
+        ("1 + 1", "names no metric"),
+    ],
+)
+def test_wrong_queries_are_seen(query: str, part: str) -> None:
+    found = problems(query, table(), PROMETHEUS)
+    assert len(found) == 1, found
+    assert part in found[0]
+
+
+def test_a_query_that_is_right() -> None:
+    found = parse('max by (tier) (vllm:kvtiers_used_ratio{engine="0", model_name=~"$m"}) > 0.9')
+    assert found.metrics == {"vllm:kvtiers_used_ratio": {"engine", "model_name"}}
+    assert found.grouped == {"tier"}
+    with pytest.raises(PromqlError):
+        parse("max by (tier (vllm:kvtiers_used_ratio)")
