@@ -86,3 +86,10 @@ def test_a_file_that_cannot_be_written_ends_the_recording_alone(
         written.close()
     assert written.dropped > 0
     assert any("recording requests" in record.message for record in caplog.records)
+
+
+def test_the_guide_lists_every_reason() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "misses.md").read_text()
+    for reason, text in MEANINGS.items():
+        assert f"| `{reason.value}` | {text} |" in guide
+    assert guide.count("\n| `") == len(MEANINGS)
