@@ -18,7 +18,7 @@ from tests.cli.test_plan import alternating
 from tests.cli.test_top import Server, serving
 from tests.cli.world import FIELDS, OTHER, ROOT, kvtiers, make_store
 
-GUIDES = ("docs/guides/operate.md",)
+GUIDES = ("docs/guides/operate.md", "docs/guides/misses.md")
 LINES = [
     line
     for guide in GUIDES
@@ -55,7 +55,7 @@ def test_a_line_of_the_guide(
     with TraceWriter(tmp_path / "requests.jsonl", trace.name, trace.block_tokens) as writer:
         for request in trace.requests:
             writer.write(request)
-    record = RequestRecord("cmpl-1", 1.0, 600, 0, 576, 32, {"lmdb": 32})
+    record = RequestRecord("cmpl-4f1a-0", 1.0, 600, 0, 576, 32, {"lmdb": 32})
     (tmp_path / "why.jsonl").write_text(json.dumps(record.as_json()) + "\n")
     server = Server()
     server.fill()
