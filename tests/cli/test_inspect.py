@@ -121,7 +121,7 @@ def test_while_another_process_writes(tmp_path: Path, kind: str) -> None:
             [home] = result.json["namespaces"]
             [store] = home["stores"]
             assert result.code == 0
-            assert 150 <= store["records"] <= 204
+            assert 150 <= store["records"] <= 300  # the latest deletions may not be written yet
             assert store["owner_pid"] == live.pid
             assert home["owners"][0]["engine"] == "child"
         rounds, reads, wrong, failures = live.stop()

@@ -149,6 +149,8 @@ async def main(folder):
                     grow_bytes=1 << 20, record_bytes=SIZE)
     await tier.open()
     await tier.delete([key_of(n) for n in range(40)])
+    await tier.aclose()  # so that the places are free
+    await tier.open()
     await put(tier, [key_of(n) for n in range(100, 140)], SIZE)
     await tier.aclose()
 asyncio.run(main(sys.argv[1]))
