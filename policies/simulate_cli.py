@@ -25,7 +25,7 @@ from policies.simulate_jobs import (
     plan,
     run_jobs,
 )
-from policies.simulate_report import Outcome, table, write_csv, write_json, write_plot
+from policies.simulate_report import STDOUT, Outcome, table, write_csv, write_json, write_plot
 from policies.simulate_tiers import MODES
 
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
@@ -58,7 +58,7 @@ def simulate(
     part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
     jobs: Annotated[int, typer.Option(help="Processes (0: one per core).")] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows as JSON; - for stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
 ) -> None:
     """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
@@ -85,7 +85,8 @@ def simulate(
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    _screen().print(table(outcomes))
+    if json != STDOUT:
+        _screen().print(table(outcomes))
     if csv:
         write_csv(outcomes, csv)
     if json:

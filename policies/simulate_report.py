@@ -14,6 +14,7 @@ from policies.simulate import Result
 from policies.simulate_jobs import INFINITE, OPTIMUM, Job
 
 Outcome = tuple[Job, Result]
+STDOUT = Path("-")
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -87,8 +88,12 @@ def _cells(row: dict[str, Any], two: bool) -> list[str]:
 
 
 def write_json(outcomes: Sequence[Outcome], path: Path) -> None:
-    """A JSON list of the rows."""
-    path.write_text(json.dumps(rows(outcomes), indent=1) + "\n", encoding="utf-8")
+    """A JSON list of the rows; to stdout if the path is ``-``."""
+    text = json.dumps(rows(outcomes), indent=1)
+    if path == STDOUT:
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -4,6 +4,8 @@ refused, record by record."""
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,14 @@ import pytest
 
 from offload.namespace import Namespace
 from offload.namespace_folders import bump_epoch, read_epoch, replica_folder
+from offload.scrub import Pace
 from offload.stores import find_homes
+from tests.cli.test_verify import RESET
 from tests.cli.world import (
     CAPACITY,
     FIELDS,
     OTHER,
+    ROOT,
     SIZE,
     damage,
     flip,
@@ -116,6 +121,22 @@ def test_beside_a_writer(tmp_path: Path) -> None:
             assert np.array_equal(frame.record.payload, expected)
     assert kvtiers("import", tmp_path / "f2", tmp_path / "b", "--capacity", "24MiB").code == 0
     assert len(contents(tmp_path / "b")) == store["records"]
+
+
+def test_an_export_that_meets_a_reset_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_store(tmp_path / "a", range(40))
+
+    def reset_once(pace: Pace, byte_count: int) -> None:
+        monkeypatch.undo()
+        subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
+
+    monkeypatch.setattr(Pace, "spend", reset_once)
+    result = kvtiers("export", tmp_path / "a", tmp_path / "f")
+    assert result.code == 1
+    assert "was reset while it was exported" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_an_import_waits_for_no_server(tmp_path: Path) -> None:

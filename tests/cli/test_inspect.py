@@ -162,6 +162,22 @@ def test_no_command_imports_torch_or_vllm_to_show_its_help() -> None:
     assert out == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("kvtiers in", "inspect"), ("kvtiers verify --ch", "--check-only"), ("kvtiers x", "")],
+)
+def test_the_shell_completes_commands_and_their_options(words: str, found: str) -> None:
+    code = "import sys; sys.argv[0] = 'kvtiers'; from offload.cli import main; main()"
+    env = os.environ | {
+        "_KVTIERS_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == found, done.stderr
+
+
 def test_the_namespace_folder_is_what_the_manifest_says(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(1))
     assert place_of(tmp_path, FIELDS) == folder

@@ -23,7 +23,7 @@ your shell. The guide is [Operating](../guides/operate.md).
 
 * **Exit codes**: 0 if all is well, 1 for what was found or could not be done, 2 for what was asked
   wrongly. Errors are on stderr, all of them at once, each with the value found and what to do.
-* **`--json`** prints one object on stdout and nothing else (`simulate` writes it to a file);
+* **`--json`** prints one object on stdout and nothing else (of `simulate` it is `--json -`);
   progress bars are on stderr and only on a terminal.
 * **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
   `12h`, `7d`, `2w`.
