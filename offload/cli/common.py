@@ -140,7 +140,7 @@ def screen() -> Console:
 
 
 def progress_bar(*, is_bytes: bool) -> Progress:
-    """A bar on stderr, with bytes per second or with a count."""
+    """A bar on stderr if that is a terminal, with bytes per second or with a count."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -157,7 +157,8 @@ def progress_bar(*, is_bytes: bool) -> Progress:
     if is_bytes:
         done = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
     columns = [TextColumn("{task.description}"), BarColumn(), *done, TimeRemainingColumn()]
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def size_text(size_bytes: float) -> str:
