@@ -27,12 +27,13 @@ WAITING_MOST = 1024
 
 
 class RequestFile:
-    """One JSON object per line, oldest first. The file holds the last ``most`` requests and at most
-    as many before them; then it is replaced by a shorter one, so that a reader who opens it by name
-    finds whole lines."""
+    """One JSON object per line, oldest first, each with the server's ``namespace``. The file holds
+    the last ``most`` requests and at most as many before them; then it is replaced by a shorter
+    one, so that a reader who opens it by name finds whole lines."""
 
-    def __init__(self, path: str, most: int) -> None:
+    def __init__(self, path: str, most: int, namespace: str = "") -> None:
         self.dropped = 0
+        self._own = {"namespace": namespace} if namespace else {}
         self._path = Path(path)
         self._most = most
         self._queue: queue.Queue[RequestRecord | None] = queue.Queue(WAITING_MOST)
@@ -66,7 +67,7 @@ class RequestFile:
         file, lines = self._replace(last), 0
         try:
             while (record := self._queue.get()) is not None:
-                line = json.dumps(record.as_json()) + "\n"
+                line = json.dumps(record.as_json() | self._own) + "\n"
                 last.append(line)
                 if lines >= 2 * self._most:
                     file.close()

@@ -117,7 +117,7 @@ class RequestRecord:
         """Plain values, as the file holds them."""
         miss = self.miss
         found: dict[str, Any] = {
-            "request": self.request[:128],
+            "request": self.request,
             "time": round(self.time_s, 3),
             "prompt_tokens": self.prompt_tokens,
             "gpu_tokens": self.gpu_tokens,

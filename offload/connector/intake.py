@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.chunks import Origin
-from offload.controls import FIELD, parse_controls
+from offload.controls import FIELD, WRONG_MOST, parse_controls
 from offload.hints import parse_hints
 from offload.layout import ModelLayout, recorded_group
 from offload.recorder import Seen, TraceRecorder
@@ -67,7 +67,7 @@ class Intake:
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
         tracker.told = isinstance(params, Mapping) and params.get(FIELD) is not None
-        tracker.wrong = [*wrong, *wrong_hints]
+        tracker.wrong = [*wrong, *wrong_hints][:WRONG_MOST]
         tracker.no_load = tracker.no_load or controls.no_load
         tracker.no_store = tracker.no_store or controls.no_store
         self.wrong_values += len(tracker.wrong)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NAME_MOST = 128
+
 
 class Lookups:
     """Looks up in one planner's tiers. ``seconds`` and ``count`` are of all lookups."""
@@ -77,7 +79,8 @@ class Lookups:
         if tracker.record is not None:
             return
         start = tracker.lookup_start
-        record = RequestRecord(request.request_id, time.time(), request.num_prompt_tokens, start)
+        name = request.request_id[:NAME_MOST]  # which may come from a client
+        record = RequestRecord(name, time.time(), request.num_prompt_tokens, start)
         limits = _limits(tracker, request)
         alignment = self._coordinator.layout.alignment_tokens
         record.wanted_tokens = max(0, limits.stop // alignment * alignment - start)

@@ -230,7 +230,7 @@ class Setup:
         most, path = self.config.recent_requests, self.config.record_requests
         if path is None:
             return RequestLog(most)
-        return RequestLog(most, RequestFile(self._own(path), most))
+        return RequestLog(most, RequestFile(self._own(path), most, self.namespace.name))
 
     def _own(self, path: str) -> str:
         """A path of this data-parallel replica alone."""
