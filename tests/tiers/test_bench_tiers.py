@@ -32,3 +32,16 @@ def test_churn_runs_and_reports_every_system(tmp_path: Path) -> None:
     assert {row["series"] for row in report["rows"]} == {"raw O_DIRECT", "lmdb tier", "file tier"}
     assert any("absent" in note for note in report["notes"])
     assert not list(tmp_path.iterdir()), "the benchmark cleans up"
+
+
+def test_restart_runs_and_reports_every_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "restart", "--json", "--records", "3000"]
+    command += ["--rounds", "1", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    steps = {"open", "keys", "message", "scheduler's index", "all"}
+    cases = {f"3000 records, {end}" for end in ("closed", "killed")}
+    found = {(row["case"], row["series"]) for row in report["rows"]}
+    assert found == {(case, step) for case in cases for step in steps}
+    assert not list(tmp_path.iterdir()), "the benchmark cleans up"

@@ -1,0 +1,180 @@
+"""How long until a disk tier's index is back in memory after a restart?
+
+An index of many records is made (their payloads are a hole in a sparse file: nobody reads them),
+then opened again and again, each time in a process of its own, as at a real restart: every second
+time after a clean close, every second time after a process that ended without one. Wall time
+follows the machine's load; CPU time says what a step costs.
+
+Steps: the tier's ``open`` (walk over the index's file, checks, keys), ``keys``, the message from a
+worker to the scheduler (packed and unpacked), the scheduler's index with its LRU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import deliver
+from bench.scenario import Report, Row, median, progress_bar
+from offload.index import TierIndex
+from offload.keys import pack_keys, unpack_keys
+from offload.space import ByteSpace
+from policies.base import EntryInfo
+from policies.registry import make_policy
+from tiers.base import ALIGNMENT
+from tiers.direct_io import DiskIo
+from tiers.extents import Run
+from tiers.lmdb_index import Changes, pack_value
+from tiers.lmdb_store import LmdbOptions, LmdbStore
+from tiers.lmdb_tier import LmdbTier
+from tiers.record import TAG_BYTES, Identity, prefix
+
+PER_TRANSACTION = 2000
+ENDS = ("closed", "killed")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``records`` in the index; ``rounds`` of each kind of end."""
+
+    records: int = 1_000_000
+    rounds: int = 5
+    folder: str = ""
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Measure. The folder is emptied afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bench-restart-", dir=config.folder or None))
+    report = Report(
+        "restart",
+        "An index back in memory",
+        dataclasses.asdict(config),
+        describe(root),
+        notes=[
+            "Medians; keys of 36 bytes in random order: the index's pages are two thirds full.",
+            "The index's file is in the page cache, as it is when only the process was restarted.",
+        ],
+    )
+    samples: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    task = progress.add_task("restart", total=len(ENDS) * config.rounds)
+    try:
+        _make(root / "tier", config.records)
+        for _ in range(config.rounds):
+            for before, now in zip(ENDS, ENDS[1:] + ENDS[:1], strict=True):
+                for step, values in _in_child(root / "tier", config.records, now).items():
+                    samples[before, step].append(values)
+                progress.update(task, advance=1)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    for (before, step), found in sorted(samples.items(), key=lambda item: ENDS.index(item[0][0])):
+        values = {name: median([one[name] for one in found]) for name in found[0]}
+        report.rows.append(Row(f"{config.records} records, {before}", step, values))
+    return report
+
+
+def _options() -> tuple[int, LmdbOptions]:
+    """Bytes of capacity per record, and options that give each record room in the index."""
+    return 2 * ALIGNMENT, LmdbOptions(record_bytes=ALIGNMENT, reserve_bytes=0)
+
+
+def _make(folder: Path, records: int) -> None:
+    per_record, options = _options()
+    store = LmdbStore(folder, records * per_record + (64 << 20), options, DiskIo())
+    os.ftruncate(store.file.fd, (records + 2) * ALIGNMENT)
+    rng = random.Random(1)
+    for start in range(0, records, PER_TRANSACTION):
+        edits: dict[bytes, bytes | None] = {}
+        for number in range(start, min(records, start + PER_TRANSACTION)):
+            key = rng.randbytes(32) + bytes(4)
+            header = prefix(Identity(), key, 0, ALIGNMENT) + rng.randbytes(TAG_BYTES)
+            edits[key] = pack_value(1 + number, header, (Run(1 + number, 1),))
+        store.index.apply(Changes(edits=edits))
+    store.close()
+
+
+def _in_child(folder: Path, records: int, end: str) -> dict[str, dict[str, float]]:
+    """One restart in a process of its own, which ends as it is told."""
+    code = f"from bench.restart import child; child({str(folder)!r}, {records}, {end!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def child(folder: str, records: int, end: str) -> None:
+    """Open the tier, print what each step took, and end."""
+    asyncio.run(_restart(folder, records, end))
+
+
+async def _restart(folder: str, records: int, end: str) -> None:
+    laps = _Laps()
+    per_record, options = _options()
+    tier = LmdbTier(folder, records * per_record + (64 << 20), options=options)
+    info = await tier.open()
+    assert info.record_count == records, info
+    laps.end("open")
+    keys: list[bytes] = []
+    async for batch in tier.keys():
+        keys += batch.keys
+    laps.end("keys")
+    packed = pickle.dumps(pack_keys(keys))
+    keys = list(unpack_keys(*pickle.loads(packed)))  # our own bytes
+    laps.end("message")
+    index = TierIndex("disk", ByteSpace(info.capacity_bytes), make_policy("lru"))
+    entry = EntryInfo(size_bytes=ALIGNMENT)
+    assert not index.recover(keys, [entry] * len(keys)), "everything fits"
+    laps.end("scheduler's index")
+    print(json.dumps(laps.found), flush=True)
+    if end == "killed":
+        os._exit(0)
+    await tier.aclose()
+
+
+class _Laps:
+    """Wall and CPU seconds from step to step, and from the first."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, float]] = {}
+        self._first = self._last = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def end(self, step: str) -> None:
+        now = self._now()
+        for name, since in ((step, self._last), ("all", self._first)):
+            self.found[name] = {"s": now[0] - since[0], "CPU s": now[1] - since[1]}
+        self._last = now
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench restart``."""
+
+    @app.command("restart", help=__doc__)
+    def restart(
+        records: Annotated[int, typer.Option(help="In the index.")] = 1_000_000,
+        rounds: int = 5,
+        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+    ) -> None:
+        with progress_bar() as progress:
+            report = run(Config(records, rounds, folder), progress)
+        command = "python -m bench " + " ".join(sys.argv[1:])
+        deliver(report, command=command, column="s", as_json=as_json, keep=keep)
