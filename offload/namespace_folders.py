@@ -50,6 +50,7 @@ __all__ = [  # all that a start-up needs, in one place
     "make_room",
     "open_namespace",
     "open_place",
+    "raise_epoch",
     "read_epoch",
     "replica_folder",
 ]
@@ -110,9 +111,11 @@ def open_place(
     replica: int,
     rank: int,
     engine: str,
+    at_least: int = 0,
     note: Callable[[str], None] = _no_note,
 ) -> Place:
-    """Claim the folder of one rank of one data-parallel replica, and read its epoch.
+    """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
+    ``at_least`` for a server that has been further already.
 
     ``engine`` names this server in messages to others. A damaged epoch file sends the replica's
     folder aside, because records of an older epoch could come back with it. Raises as
@@ -122,6 +125,8 @@ def open_place(
     with locked(base):
         home = _open_locked(base, namespace, note) / f"replica-{replica}"
         epoch = _prepare_replica(base, home, note)
+        if epoch < at_least:
+            epoch = raise_epoch(home, at_least)
         folder = home / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim(home / f"rank-{rank}.claim", engine)
@@ -162,6 +167,22 @@ def bump_epoch(folder: str | Path, at_least: int = 0) -> int:
         epoch = max(read_epoch(home) + 1, at_least)
         _write_epoch(home, epoch)
         return epoch
+
+
+def raise_epoch(folder: str | Path, at_least: int) -> int:
+    """Have the epoch of a replica's folder not below ``at_least``; the epoch it has then, durably.
+
+    For a tier before it stores anything under that epoch: none may ever have records of an epoch
+    that ``bump_epoch`` has yet to give out for other weights. Raises as ``bump_epoch`` does, and
+    makes no folder.
+    """
+    home = Path(folder)
+    epoch = read_epoch(home)
+    if epoch < at_least:
+        with locked(home):
+            epoch = max(read_epoch(home), at_least)
+            _write_epoch(home, epoch)
+    return epoch
 
 
 def _prepare_root(root: str | Path) -> Path:

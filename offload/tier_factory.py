@@ -19,8 +19,9 @@ class TierSpec:
     """One lower tier of one rank: where it was configured, its name in logs and metrics, its
     folder, its share of the capacity in bytes, and what its records must carry.
 
-    ``renew`` claims the folder once more after its medium had failed, and raises while it is not
-    back; without it a failed tier stays shut."""
+    ``renew(epoch)`` claims the folder once more after its medium had failed, for a tier that has
+    reached this epoch, and raises while it is not back; without it a failed tier stays shut.
+    ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch."""
 
     where: str
     name: str
@@ -30,7 +31,8 @@ class TierSpec:
     namespace: bytes
     rank: int
     epoch: int
-    renew: Callable[[], TierSpec] | None = None
+    renew: Callable[[int], TierSpec] | None = None
+    keep_epoch: Callable[[int], object] = lambda _epoch: None
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
@@ -45,14 +47,14 @@ def tier_names(config: OffloadConfig) -> list[str]:
 def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
     """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given."""
 
-    def make_again() -> Tier:
+    def make_again(epoch: int) -> Tier:
         nonlocal spec
         assert spec.renew is not None
-        spec = spec.renew()
+        spec = spec.renew(epoch)
         return _MAKERS[spec.config.type](spec, record_bytes)
 
     tier = _MAKERS[spec.config.type](spec, record_bytes)
-    return tier if spec.renew is None else ReopeningTier(tier, make_again)
+    return tier if spec.renew is None else ReopeningTier(tier, make_again, spec.keep_epoch)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

@@ -62,6 +62,10 @@ class TierInfo:
 
     ``capacity_bytes`` is what records may occupy together, each counted with
     ``footprint_bytes(payload length)``; ``used_bytes`` is the part taken at open.
+
+    ``medium`` tells one medium from another and from one made anew in its place. Records are
+    written and read under ``epoch``; what the medium held was of ``found_epoch``, and is forgotten
+    where that is another one.
     """
 
     name: str
@@ -69,6 +73,9 @@ class TierInfo:
     used_bytes: int
     record_count: int
     persistent: bool
+    medium: str = ""
+    epoch: int = 0
+    found_epoch: int = 0
 
 
 class StoredKey(NamedTuple):

@@ -120,12 +120,11 @@ class CommitThread:
         self._is_urgent = True
         self._wake.put(None)
 
-    def stop(self, timeout_s: float) -> bool:
-        """Commit what is queued and end; ``False`` if the thread hangs. Blocks."""
+    def stop(self) -> None:
+        """Commit what is queued and end. Blocks, for as long as the thread hangs."""
         self._is_stopping = True
         self._wake.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._thread.join()
 
     def _run(self) -> None:
         while self._waiting or not self._is_stopping:

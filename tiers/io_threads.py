@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -76,11 +75,9 @@ class IoThreads:
             job.tell()
             del job
 
-    def stop(self, timeout_s: float) -> bool:
-        """Finish what is queued and end; ``False`` if some thread still hangs. Blocks."""
+    def stop(self) -> None:
+        """Finish what is queued and end. Blocks, for as long as some thread hangs."""
         for _ in self._threads:
             self._queue.put(None)
-        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            thread.join()

@@ -18,6 +18,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import lmdb
 
@@ -108,6 +109,13 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
     return left // ALIGNMENT * ALIGNMENT
 
 
+class Ending(Protocol):
+    """Threads that use a store's files."""
+
+    def stop(self) -> None:
+        """Finish what is queued and end. Blocks."""
+
+
 class LmdbStore:
     """The open files of one tier."""
 
@@ -178,7 +186,7 @@ class LmdbStore:
 
     def _recover(self) -> None:
         limit = min(self.file.size_bytes // ALIGNMENT, self.pages_max)
-        epoch = self.index.epoch
+        epoch = self.found_epoch = self.index.epoch
         if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
             # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
             self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch)))
@@ -219,11 +227,15 @@ class LmdbStore:
         found = os.fstatvfs(self.file.fd)
         return max(2 << 30, found.f_blocks * found.f_frsize // 20)
 
-    def close(self) -> None:
-        """Release everything; only when nobody writes any more."""
-        self.index.close()
-        self.file.close()
-        self._lock.release()
+    def close(self, *threads: Ending) -> None:
+        """Release everything once these threads have ended, however long they hang. Blocks."""
+        for each in threads:
+            each.stop()
+        try:
+            self.index.close()
+            self.file.close()
+        finally:
+            self._lock.release()
 
 
 def _make_codec(identity: Identity, options: LmdbOptions) -> Codec:

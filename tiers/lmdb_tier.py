@@ -40,6 +40,7 @@ from tiers.base import (
 )
 from tiers.calls import Call, settled
 from tiers.commit_thread import Change, Clear, CommitThread, Put, Refresh, Remove
+from tiers.daemon_threads import in_thread
 from tiers.direct_io import DiskIo, pages_for
 from tiers.extents import Runs
 from tiers.io_threads import IoThreads, Together
@@ -92,7 +93,7 @@ class LmdbTier(Tier):
         if self._store is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        opening = asyncio.ensure_future(asyncio.to_thread(LmdbStore, *arguments))
+        opening = in_thread(LmdbStore, *arguments)
         try:
             store = await settled(opening)
         except asyncio.CancelledError:
@@ -100,8 +101,9 @@ class LmdbTier(Tier):
                 opening.result().close()
             raise
         self._begin(store)
-        capacity_bytes = (store.pages_max - 1) * ALIGNMENT
-        return TierInfo("lmdb", capacity_bytes, self.used_bytes, len(self._records), True)
+        capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._records)
+        medium, epochs = store.index.manifest.file_id, (self._epoch, store.found_epoch)
+        return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
     def _begin(self, store: LmdbStore) -> None:
         recovered = store.recovered
@@ -154,15 +156,12 @@ class LmdbTier(Tier):
             self._idle = self._loop.create_future()
             await asyncio.wait([self._idle], timeout=timeout_s)
         self._flush_touches()
-        stopped = await asyncio.to_thread(self._stop_threads, timeout_s)
+        threads = (self._read_threads, self._write_threads, self._committer)
+        closing = in_thread(store.close, *threads)
+        await asyncio.wait([closing], timeout=timeout_s)
         self._store = None
-        # Hung threads may still use the files: then they and the lock stay with the process.
-        if stopped:
-            await asyncio.to_thread(store.close)
-
-    def _stop_threads(self, timeout_s: float) -> bool:
-        stopped = [pool.stop(timeout_s) for pool in (self._read_threads, self._write_threads)]
-        return self._committer.stop(timeout_s) and all(stopped)
+        if closing.done():  # else hung threads use the files, which are closed when they end
+            closing.result()
 
     def _open_store(self) -> LmdbStore:
         if self._store is None or self._closing is not None:
@@ -300,7 +299,7 @@ class LmdbTier(Tier):
 
     async def _grow(self, store: LmdbStore, pages: int) -> bool:
         if self._growing is None:
-            self._growing = asyncio.ensure_future(asyncio.to_thread(self._grow_file, store, pages))
+            self._growing = in_thread(self._grow_file, store, pages)
             self._growing.add_done_callback(self._on_grown)
         growing = self._growing
         await asyncio.wait([growing])

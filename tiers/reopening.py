@@ -5,7 +5,13 @@ A disk that is unplugged, remounted or cleared away under an open tier makes eve
 most once per ``RETRY_S``; operations that come while it is being opened wait for it. Whoever asks
 rarely (a breaker's probe) therefore costs a broken disk nothing.
 
-Ownership: everything belongs to the event loop's thread; ``make`` runs in a thread of its own.
+What comes back is believed only if it is the medium that failed, in the epoch in which it failed.
+Anything else begins empty, and the loss is told. Records are only ever written under an epoch that
+``keep_epoch`` has noted before: whoever keeps the epochs can then always begin one that no tier
+has reached, also after a crash in between.
+
+Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in daemon
+threads of their own.
 """
 
 from __future__ import annotations
@@ -26,32 +32,58 @@ from tiers.base import (
     TierIoError,
     WriteOutcome,
 )
+from tiers.calls import settled
+from tiers.daemon_threads import in_thread
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+CLOSE_WAIT_S = 2.0
+"""How long an attempt waits for the failed tier to close, and closing for an attempt to end."""
 
 T = TypeVar("T")
 
 
 class ReopeningTier(Tier):
-    """``tier`` until it fails, then what ``make`` returns: another one for the same medium, not
-    opened yet. ``make`` may block, and raise anything while the medium is not there."""
+    """``tier`` until it fails, then what ``make`` returns.
 
-    def __init__(self, tier: Tier, make: Callable[[], Tier]) -> None:
+    ``keep_epoch(epoch)`` notes durably that the tier may reach this epoch. ``make(epoch)`` notes it
+    too, and makes another tier for the same place, not opened yet, which forgets what the medium
+    holds of earlier epochs. Both may block, and raise anything while the medium is not there.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        make: Callable[[int], Tier],
+        keep_epoch: Callable[[int], object] | None = None,
+    ) -> None:
         self._tier = tier
         self._make = make
+        self._keep_epoch = keep_epoch
         self._failure: TierIoError | None = None
         self._opening: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._retry_at = 0.0
+        self._medium = ""
         self._held = 0  # records, when it failed
-        self._epoch = 0
+        self._epoch = 0  # of the open tier, or of the one that failed
+        self._wanted_epoch = 0  # a later one while a reset is due
+        self._reset_due: int | None = None
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
         self.reopenings = 0
 
     async def open(self) -> TierInfo:
-        return await self._tier.open()
+        info = await self._tier.open()
+        self._medium, self._epoch = info.medium, info.epoch
+        self._wanted_epoch = info.epoch
+        try:
+            await self._note_epoch(info.epoch)
+        except TierIoError:
+            await self._tier.aclose()
+            raise
+        return info
 
     def footprint_bytes(self, payload_bytes: int) -> int:
         return self._tier.footprint_bytes(payload_bytes)
@@ -69,8 +101,12 @@ class ReopeningTier(Tier):
         await self._try(lambda tier: tier.touch(keys))
 
     async def reset(self, epoch: int) -> None:
-        self._epoch = epoch
-        await self._try(lambda tier: tier.reset(epoch))
+        """As for every tier. One that failed may be repeated, and still means the same epoch."""
+        if self._reset_due != epoch:
+            self._reset_due = epoch
+            self._wanted_epoch = max(epoch, self._wanted_epoch + 1)
+        await self._try(self._begin_epoch)
+        self._reset_due = None
 
     def keys(self) -> AsyncIterator[StoredKeys]:
         return self._tier.keys()
@@ -81,7 +117,8 @@ class ReopeningTier(Tier):
     async def aclose(self) -> None:
         self._closed = True
         if self._opening is not None:
-            await asyncio.wait([self._opening])
+            # What hangs is left behind: it closes what it opens when it is through.
+            await asyncio.wait([self._opening], timeout=CLOSE_WAIT_S)
         await self._tier.aclose()
 
     def stats(self) -> dict[str, Any]:
@@ -97,6 +134,22 @@ class ReopeningTier(Tier):
                 self._failure = error
                 self._held = int(tier.stats().get("records", 0))
             raise
+
+    async def _begin_epoch(self, tier: Tier) -> None:
+        epoch = self._wanted_epoch
+        if self._epoch < epoch:  # else it was opened again meanwhile, and begins with it
+            await self._note_epoch(epoch)
+            await tier.reset(epoch)
+            self._epoch = epoch
+
+    async def _note_epoch(self, epoch: int) -> None:
+        """Have ``epoch`` noted before anything is stored under it. Raises ``TierIoError``."""
+        if self._keep_epoch is None:
+            return
+        try:
+            await settled(in_thread(self._keep_epoch, epoch))
+        except Exception as error:  # whatever it is, nothing may be stored under it
+            raise TierIoError(f"epoch {epoch} cannot be noted: {error}") from error
 
     async def _ready(self) -> None:
         """Have an open tier, or raise what is wrong with it."""
@@ -116,28 +169,49 @@ class ReopeningTier(Tier):
 
     async def _reopen(self) -> None:
         try:
+            await self._close_failed()
             await self._open_again()
         except Exception as error:  # whatever it is, the medium is not back yet
             self._failure = TierIoError(f"the tier cannot be opened again: {error}")
             self._failure.__cause__ = error
         finally:
             self._opening = None
+        if self._closed:
+            await self._tier.aclose()
+
+    async def _close_failed(self) -> None:
+        """Close the failed tier, or begin to: where its threads hang that ends when they do."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._tier.aclose())
+        done, _ = await asyncio.wait([self._closing], timeout=CLOSE_WAIT_S)
+        if not done:
+            raise TierIoError("the one that failed still hangs")
+        closing, self._closing = self._closing, None
+        closing.result()
 
     async def _open_again(self) -> None:
-        await self._tier.aclose()
-        tier = await asyncio.to_thread(self._make)
+        tier = await in_thread(self._make, self._wanted_epoch)
+        if self._closed:
+            return
         self._tier = tier
         info = await tier.open()
-        is_whole = info.record_count >= self._held
-        if not is_whole:
-            # Not the medium as it was: begin empty rather than with an unknown part of it.
-            await tier.reset(self._epoch)
+        is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
+        epoch = info.epoch
+        if not is_same and info.record_count:
+            # Of other weights, for all that is known: a key does not tell them apart.
+            epoch += 1
+        await self._note_epoch(epoch)
+        if epoch != info.epoch:
+            await tier.reset(epoch)
+        if not is_same:
             self._on_loss()
+        self._medium, self._epoch = info.medium, epoch
+        self._wanted_epoch = max(self._wanted_epoch, epoch)
         self._failure = None
         self.reopenings += 1
         logger.warning(
             "a failed tier was opened again: it holds %d records and held %d%s",
             info.record_count,
             self._held,
-            "" if is_whole else "; it begins empty",
+            "" if is_same else "; it is not the medium that failed, and begins empty",
         )

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig, parse_config
@@ -23,22 +21,16 @@ from offload.connector.identity import (
     startup_warnings,
 )
 from offload.connector.vllm_layout import model_layout, page_regions
-from offload.errors import ConfigError, TierUnavailableError
+from offload.errors import ConfigError
 from offload.index import TierIndex
 from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
-from offload.namespace_folders import (
-    Place,
-    bump_epoch,
-    describe_neighbours,
-    make_room,
-    open_place,
-    replica_folder,
-)
+from offload.namespace_folders import bump_epoch, describe_neighbours, replica_folder
 from offload.recorder import TraceRecorder
 from offload.registry import LayerTensors, Registration, as_list
 from offload.request_file import RequestFile
-from offload.tier_factory import TierSpec, tier_names
+from offload.tier_factory import TierSpec
+from offload.tier_places import TierPlaces
 from offload.why import RequestLog
 
 if TYPE_CHECKING:
@@ -48,9 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-SMALL_FILES_BYTES = 64 << 10
-"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
 
 
 @dataclass
@@ -157,59 +146,15 @@ class Setup:
 
     def tier_specs(self) -> list[TierSpec]:
         """This rank's lower tiers; claims their folders for this process."""
-        names = tier_names(self.config)
-        return [self._tier_spec(tier, names[tier]) for tier in range(len(self.config.tiers))]
-
-    def _tier_spec(self, number: int, name: str) -> TierSpec:
-        config = self.config.tiers[number]
-        place = self._claim(config.path)
-        try:
-            capacity = make_room(config.path, self.namespace, config.capacity, note=_note)
-            device = os.stat(config.path).st_dev
-        except BaseException:
-            place.close()
-            raise
-        return TierSpec(
-            f"$.tiers[{number}]",
-            name,
-            config,
-            place.folder,
-            max(0, capacity // self.shares - SMALL_FILES_BYTES),
+        return TierPlaces(
+            self.config,
+            self.namespace,
             hashlib.blake2b(self.namespace.digest + self._form, digest_size=16).digest(),
             self.rank,
-            place.epoch,
-            partial(self._renew, number, name, place, device),
-        )
-
-    def _renew(self, number: int, name: str, place: Place, device: int) -> TierSpec:
-        """The tier's folder, claimed anew after its medium had failed.
-
-        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back. A
-        mount point without its disk is an empty folder of another file system: never fill that.
-        """
-        place.close()
-        root = self.config.tiers[number].path
-        was_here = os.path.isdir(os.path.join(root, self.namespace.name))
-        if os.stat(root).st_dev != device and not was_here:
-            raise TierUnavailableError(
-                f"{root} lies on another file system than before and holds nothing of this model"
-            )
-        return self._tier_spec(number, name)
-
-    def _claim(self, path: str) -> Place:
-        engine = f"{self.vllm_config.model_config.model}"
-        place = open_place(
-            path,
-            self.namespace,
-            replica=self.replica,
-            rank=self.rank,
-            engine=engine,
-            note=_note,
-        )
-        if self.rank == 0 and not any(place.folder.iterdir()):
-            for line in describe_neighbours(path, self.namespace):
-                logger.warning("kvtiers: %s", line)
-        return place
+            self.replica,
+            self.shares,
+            engine=f"{self.vllm_config.model_config.model}",
+        ).specs()
 
     def next_epochs(self) -> list[int]:
         """Begin a new epoch in every lower tier, durably when this returns."""
@@ -262,7 +207,3 @@ def _form_of(num_blocks: int, kv_caches: Mapping[str, LayerTensors]) -> bytes:
         for tensor in as_list(tensors)
     ]
     return "\n".join(forms).encode()
-
-
-def _note(line: str) -> None:
-    logger.info("kvtiers: %s", line)

@@ -286,7 +286,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
     opened again when the folder is back."""
     mount, elsewhere = tmp_path / "mount", tmp_path / "elsewhere"
 
-    def make() -> Tier:
+    def make(_epoch: int = 0) -> Tier:
         if not mount.exists():
             raise FileNotFoundError(mount)
         return OnThreads(LmdbTier(mount / "tier", 64 << 20, reserve_bytes=0))

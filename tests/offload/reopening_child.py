@@ -1,0 +1,68 @@
+"""A server's worker whose disk is replaced while it runs, and which is killed before a reset of the
+weights reaches it. Arguments: the tier's path, and what lies there when it comes back.
+
+Prints the epoch that the reset began, and then waits for the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from offload.config import parse_config
+from offload.namespace import Namespace
+from offload.namespace_folders import bump_epoch, replica_folder
+from offload.tier_factory import make_tier
+from offload.tier_places import TierPlaces
+from tiers import reopening
+from tiers.base import Tier, TierIoError, WriteOutcome
+from tiers.testing import key_of, put
+
+NAMESPACE = Namespace.of({"model": "a"})
+KEYS = [key_of(n) for n in range(4)]
+SIZE = 8192
+
+
+def places(path: str | Path, **options: object) -> TierPlaces:
+    """Where a server with one tier at ``path`` keeps its records."""
+    table = {"type": "lmdb", "path": str(path), "capacity": 64 << 20, "reserve": 0} | options
+    config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table]})
+    return TierPlaces(config, NAMESPACE, b"i" * 16, rank=0, replica=0, shares=1, engine="test")
+
+
+def tier_at(path: str | Path, **options: object) -> Tier:
+    """That tier, as a worker makes it at its start."""
+    [spec] = places(path, **options).specs()
+    return make_tier(spec, 4096)
+
+
+async def fail(tier: Tier) -> None:
+    """Have the tier notice that its folder is gone."""
+    await put(tier, [key_of(99)], SIZE)
+    try:
+        await tier.touch(KEYS)
+    except TierIoError:
+        return
+    raise AssertionError("the tier has not failed")
+
+
+async def main(path: Path, comes_back: str) -> None:
+    reopening.RETRY_S = 0.0
+    tier = tier_at(path)
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    os.rename(path, path.with_name("away"))
+    await fail(tier)
+    if comes_back == "foreign":
+        shutil.copytree(path.with_name("other"), path)
+    await tier.touch(KEYS)  # opened again: empty, whatever lies there
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)  # by the old weights
+    print(bump_epoch(replica_folder(path, NAMESPACE)), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,226 @@
+"""Where lower tiers lie, and what happens there when a medium fails and something comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload import tier_places
+from offload.errors import TierUnavailableError
+from offload.mounts import Spot, spot_of
+from offload.namespace_folders import bump_epoch, read_epoch, replica_folder
+from offload.tier_factory import TierSpec, make_tier
+from tests.offload import reopening_child
+from tests.offload.reopening_child import KEYS, NAMESPACE, SIZE, fail, places, tier_at
+from tiers import reopening
+from tiers.base import ReadOutcome, WriteOutcome
+from tiers.testing import all_keys, assert_holds, fetch, payload_of, put
+
+CHILD = [sys.executable, "-m", "tests.offload.reopening_child"]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+
+
+def epoch_at(path: Path) -> int:
+    return read_epoch(replica_folder(path, NAMESPACE))
+
+
+def bump(path: Path) -> int:
+    return bump_epoch(replica_folder(path, NAMESPACE))
+
+
+def renew(spec: TierSpec, epoch: int = 0) -> TierSpec:
+    assert spec.renew is not None
+    return spec.renew(epoch)
+
+
+def release(spec: TierSpec) -> None:
+    """Give the claim back, as the end of a process does."""
+    renew: Any = spec.renew
+    renew.args[1].close()
+
+
+async def filled(path: Path, *, version: int = 0, kind: str = "lmdb", epoch: int = 0) -> None:
+    """A server that has stored ``KEYS``, gone on to ``epoch`` and ended."""
+    [spec] = places(path, type=kind).specs()
+    tier = make_tier(spec, 4096)
+    await tier.open()
+    await tier.write(KEYS, [payload_of(key, SIZE, version) for key in KEYS])
+    if epoch:
+        await tier.reset(epoch)
+    await tier.aclose()
+    release(spec)
+
+
+# -- epochs ----------------------------------------------------------------------------------
+
+
+def epoch_begun_and_killed(path: Path, comes_back: str) -> int:
+    process = subprocess.Popen([*CHILD, str(path), comes_back], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        return int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("comes_back", ["nothing", "foreign"])
+async def test_old_weights_are_forgotten_though_killed_before_the_reset(
+    tmp_path: Path, comes_back: str
+) -> None:
+    """The disk was lost, the tier began empty, new weights got an epoch, ``kill -9``."""
+    path = tmp_path / "kv"
+    await filled(tmp_path / "other", version=1)
+    epoch = epoch_begun_and_killed(path, comes_back)
+    assert epoch_at(path) == epoch
+    tier = tier_at(path)
+    info = await tier.open()
+    assert (info.record_count, await all_keys(tier)) == (0, [])
+    assert info.found_epoch < info.epoch == epoch
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("kind", ["lmdb"])
+async def test_a_folder_of_an_older_epoch_gives_nothing_out(tmp_path: Path, kind: str) -> None:
+    """A restored snapshot: the same keys, computed by older weights."""
+    path, snapshot = tmp_path / "kv", tmp_path / "snapshot"
+    await filled(path, version=1, kind=kind)
+    shutil.copytree(path, snapshot)
+    for _ in range(3):
+        bump(path)
+    tier = tier_at(path, type=kind)
+    lost: list[int] = []
+    tier.on_loss(lambda: lost.append(1))
+    await tier.open()
+    await put(tier, KEYS[:2], SIZE)
+    os.rename(path, tmp_path / "away")
+    await fail(tier)
+    os.rename(snapshot, path)
+    assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.MISS
+    assert lost == [1]
+    assert epoch_at(path) == 3
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
+    await assert_holds(tier, KEYS, SIZE)
+    assert bump(path) == 4
+    await tier.reset(4)
+    assert epoch_at(path) == 4
+    await tier.aclose()
+
+
+async def test_the_file_of_epochs_is_never_behind_a_tier(tmp_path: Path) -> None:
+    """Also when somebody resets to an epoch that the tier has had."""
+    path = tmp_path / "kv"
+    tier = tier_at(path)
+    await tier.open()
+    for asked, epoch in ((3, 3), (1, 4), (4, 5), (9, 9)):
+        await tier.reset(asked)
+        assert tier.stats()["epoch"] == epoch_at(path) == epoch
+    await tier.aclose()
+
+
+async def test_an_index_that_is_ahead_of_the_file_is_caught_up_with(tmp_path: Path) -> None:
+    path, old = tmp_path / "kv", tmp_path / "epoch"
+    release(places(path).specs()[0])
+    file = replica_folder(path, NAMESPACE) / "epoch"
+    shutil.copy(file, old)
+    await filled(path, epoch=4)
+    shutil.copy(old, file)
+    assert epoch_at(path) == 0
+    tier = tier_at(path)
+    await tier.open()
+    assert epoch_at(path) == 4
+    await tier.aclose()
+
+
+# -- place and capacity ----------------------------------------------------------------------
+
+
+def test_a_tier_that_is_opened_again_keeps_its_capacity(tmp_path: Path) -> None:
+    """The scheduler counts on it, whatever else lies there by then."""
+    [spec] = places(tmp_path).specs()
+    other = tmp_path / "0123456789abcdef0123456789abcdef"
+    other.mkdir()
+    (other / "data").write_bytes(bytes(20 << 20))
+    again = renew(renew(spec))
+    assert again.capacity_bytes == spec.capacity_bytes
+
+
+def test_only_the_place_of_before_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mnt" / "kv"
+    [spec] = places(path).specs()
+    here = spot_of(path)
+    shutil.rmtree(tmp_path / "mnt")
+    monkeypatch.setattr(tier_places, "spot_of", lambda _: Spot(here.device + 1, "/elsewhere"))
+    with pytest.raises(TierUnavailableError, match="another file system"):
+        renew(spec)
+    assert not path.exists()
+    monkeypatch.setattr(tier_places, "spot_of", lambda _: Spot(here.device + 1, here.mount))
+    assert renew(spec, 7).epoch == epoch_at(path) == 7  # another disk, mounted where it was
+
+
+def test_a_removed_path_lies_where_it_would_be_made(tmp_path: Path) -> None:
+    assert spot_of(tmp_path / "a" / "b") == spot_of(tmp_path)
+    assert os.path.ismount(spot_of(tmp_path).mount)
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """A small file system of its own at ``folder``."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "none", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        # Lazily, as somebody who unplugs a disk does: the tier's files are open.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_mount_point_without_its_disk_is_left_alone(tmp_path: Path) -> None:
+    """Also one that holds a folder of this very namespace, of a start without the disk."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    path = mount / "kv"
+    [early] = places(path).specs()
+    release(early)
+    before = sorted(mount.rglob("*"))
+    with mounted(mount):
+        [spec] = places(path).specs()
+    for _ in range(2):
+        with pytest.raises(TierUnavailableError, match="another file system"):
+            renew(spec, 5)
+    assert sorted(mount.rglob("*")) == before
+    assert epoch_at(path) == 0
+    with mounted(mount):  # another disk, new and empty
+        again = renew(spec, 5)
+        assert again.epoch == epoch_at(path) == 5
+        release(again)
+
+
+def test_the_child_and_the_test_speak_of_the_same_folder(tmp_path: Path) -> None:
+    """A control: an epoch that the child's functions begin is the one that is read here."""
+    [spec] = reopening_child.places(tmp_path).specs()
+    assert bump(tmp_path) == 1
+    spec.keep_epoch(5)
+    assert epoch_at(tmp_path) == 5
+    spec.keep_epoch(2)
+    assert epoch_at(tmp_path) == 5
+    assert bump(tmp_path) == 6
