@@ -202,6 +202,11 @@ class DemotionQueue:
                     self._told.pop(key, None)
         return keys
 
+    @property
+    def flying(self) -> int:
+        """Chunks that are on their way to the tier."""
+        return self._flying
+
     def ended(self, job: Job) -> None:
         """A demotion of this tier has been answered by every rank."""
         self._flying -= len(job.fills)

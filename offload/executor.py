@@ -2,8 +2,8 @@
 
 Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
 and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
-runner (or to the loop itself, in one process) and own `_sources` and `_poisoned`. Plans cross by
-``call_soon_threadsafe``, answers by a deque; there is no lock.
+runner (or to the loop itself, in one process) and own `_sources`, `_poisoned`, `_due` and
+`_stalled`. Plans cross by ``call_soon_threadsafe``, answers by a deque; there is no lock.
 
 Every job is answered exactly once, also when it failed, hung or could not be understood.
 """
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,10 @@ from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferErro
 from tiers.slab import HostSlab
 
 logger = logging.getLogger(__name__)
+
+
+STALL_S = 5.0
+"""So long after its deadline a load is given up without the loop, which must have stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ class Executor:
         self._ended: deque[tuple[str, bool]] = deque()
         self._sources: dict[int, Future[None]] = {}
         self._poisoned: set[int] = set()
+        self._due: dict[str, float] = {}
+        self._stalled = False
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: Callable[[], None] = lambda: None
@@ -123,9 +129,15 @@ class Executor:
         """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
         if plan.empty or self._loop is None:
             return
+        if self._stalled:
+            nobody = replace(plan, deletes={}, touches={}, demotes=(), reset=False, epochs={})
+            self._refuse(_Unanswered(nobody), RuntimeError("the loop does not answer"))
+            plan = replace(plan, loads=(), stores=(), fence=())
         try:
             sources: dict[int, Future[None]] = {store.job: Future() for store in plan.stores}
             self._sources |= sources
+            due = time.monotonic() + self.limits.load_timeout_s + STALL_S
+            self._due |= {load.request: due for load in plan.loads if load.request}
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
         except Exception as error:  # the plan's jobs must be answered all the same
@@ -167,9 +179,12 @@ class Executor:
         out = Drained()
         while self._ended:
             request, ok = self._ended.popleft()
+            if self._due.pop(request, None) is None and request in self._lane.forsaken:
+                continue
             out.finished.add(request)
             if not ok:
                 out.failed.add(request)
+        self._stalled = self._stalled and not self._results
         while self._results:
             job, result = self._results.popleft()
             if job in self._poisoned:
@@ -177,10 +192,25 @@ class Executor:
                 result = JobResult(failed=True)
             self._sources.pop(job, None)
             out.report.results[job] = result
+        self._forsake(out)
         while self._seen:
             tier, seen = self._seen.popleft()
             out.report.see(tier, self.rank, seen)
         return out
+
+    def _forsake(self, out: Drained) -> None:
+        """End loads that the loop should have ended long ago. Their slots stay taken: nobody knows
+        who still writes there."""
+        now = time.monotonic()
+        late = [request for request, due in self._due.items() if due < now]
+        for request in late:
+            del self._due[request]
+            self._lane.forsaken.add(request)
+            out.finished.add(request)
+            out.failed.add(request)
+        if late:
+            self._stalled = True
+            self._degrade(f"the loop does not answer; {len(late)} loads were given up")
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -215,7 +245,7 @@ class Executor:
         if plan.reset:
             self._lane.cancel_all()
         for tier, writer in enumerate(self._writers):
-            if plan.epochs:
+            if tier in plan.epochs:
                 writer.reset(plan.epochs[tier])
             writer.delete(plan.deletes.get(tier, ()))
         for store in plan.stores:

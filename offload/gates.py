@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """``failures`` in a row open a breaker; ``break_even``: compare loading with computing."""
+    """``failures`` in a row open a breaker; ``break_even``: compare loading with computing, where
+    chunks have at most ``chunk_tokens``."""
 
     failures: int = 3
     break_even: bool = True
+    chunk_tokens: int = 0
 
 
 class TierGate:
@@ -32,7 +34,7 @@ class TierGate:
     def __init__(self, name: str, prefill: Rate, limits: GateLimits) -> None:
         self.reads = Breaker(limits.failures)
         self.writes = Breaker(limits.failures)
-        self.pace = BreakEven(prefill, enabled=limits.break_even)
+        self.pace = BreakEven(prefill, enabled=limits.break_even, chunk_tokens=limits.chunk_tokens)
         self.probe: int | None = None
         self.name = name
         self._said = self._state()
@@ -73,6 +75,12 @@ class TierGate:
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
         """A load of a request with this tier as its slowest source ended well."""
         self.pace.observe_load(tokens, seconds, now)
+        self._log()
+
+    def too_late(self, tokens: int, seconds: float, now: float) -> None:
+        """A load with this tier as its slowest source took longer than its request waited, which
+        had to compute its prompt after all."""
+        self.pace.observe_late(tokens, seconds, now)
         self._log()
 
     def probed(self, tokens: int, seconds: float, now: float, *, good: bool) -> None:

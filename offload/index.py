@@ -250,11 +250,9 @@ class TierIndex:
 
     def clear(self) -> None:
         """Forget every chunk at once; what jobs still use stays DOOMED until they let go."""
-        for key, place in self._resident.items():
-            if key in self._pins:
-                self._doomed[key] = place
-            else:
-                self.space.give(place)
+        for key in self._pins.keys() & self._resident.keys():
+            self._doomed[key] = self._resident.pop(key)
+        self.space.give_all(self._resident.values())
         self._resident.clear()
         self.policy.clear()
         for key in list(self._filling):

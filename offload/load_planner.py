@@ -97,8 +97,12 @@ class LoadPlanner:
         if failed:
             self.failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
-        if slowest != CPU and not failed:
-            self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
+        # The time is the whole load's: it says something of the tier that gave most of it.
+        if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
+            if job.answer.late:
+                self._gates[slowest].too_late(tokens[slowest], job.answer.seconds, now)
+            elif not failed:
+                self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
         if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
         for key in job.fills:
@@ -207,9 +211,9 @@ class LoadPlanner:
             return None
         job = self._ledger.next_id()
         index.pin(keys)
-        tokens = sum(self._groups[group_of(key)].chunk_tokens for key in keys)
+        tokens = self._tokens_by_tier([group_of(key) for key in keys], [tier] * len(keys))
         pins = ((tier, keys),)
-        self._ledger.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier={tier: tokens}))
+        self._ledger.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
         self._planned.append(LoadJob(job, "", items))
         return job

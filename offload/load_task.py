@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
+from offload.staging import Staging, Window
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
 from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
@@ -64,17 +65,15 @@ class LoadLane:
         self.watches = watches
         self.stats = stats
         self.read_batch = limits.read_batch
-        self.staged_batch = max(1, min(limits.read_batch, len(staging)))
-        # One per tier: a tier that hangs must not hold up the others.
-        self.reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
-        self._staging: asyncio.Queue[int] = asyncio.Queue()
-        self._staging_turn = asyncio.Lock()
-        self.has_staging = bool(staging)
-        for slot in staging:
-            self._staging.put_nowait(slot)
+        # Of each tier, and of its probes: a tier that hangs must hold up neither the others nor
+        # the probe that finds out that it works again.
+        self._reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
+        self._probes = [asyncio.Semaphore(1) for _ in tiers]
+        self.staging = Staging(staging, len(tiers))
         self._fills: dict[int, asyncio.Future[bool]] = {}
         self._open: set[LoadTask] = set()
         self.failed = Tally()  # copies
+        self.forsaken: set[str] = set()  # requests that were told of a failure without this loop
 
     def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
         """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
@@ -111,15 +110,9 @@ class LoadLane:
         if future is not None and not future.done():
             future.set_result(good)
 
-    async def take_staging(self, count: int) -> list[int]:
-        """``count`` staging slots, granted to one asker at a time so that two cannot deadlock."""
-        async with self._staging_turn:
-            return [await self._staging.get() for _ in range(count)]
-
-    def give_staging(self, slots: Iterable[int]) -> None:
-        """Put staging slots back."""
-        for slot in slots:
-            self._staging.put_nowait(slot)
+    def turn(self, tier: int, *, probe: bool) -> asyncio.Semaphore:
+        """What a read of this tier holds while it is under way."""
+        return (self._probes if probe else self._reads)[tier]
 
 
 class LoadTask:
@@ -192,9 +185,14 @@ class LoadTask:
                 (joined if fill is not None and not fill.done() else ready).append(item)
         reads = []
         for (tier, staged), items in by_source.items():
-            step = self._lane.staged_batch if staged else self._lane.read_batch
+            step = self._lane.read_batch
+            if staged:
+                step = max(1, min(step, self._window(tier).size))
             reads += [(tier, items[at : at + step]) for at in range(0, len(items), step)]
         return ready, joined, reads
+
+    def _window(self, tier: int) -> Window:
+        return self._lane.staging.window(tier, probe=not self.request)
 
     async def _join(self, items: Sequence[LoadItem]) -> None:
         """Copy what lies in slots, once the reads into them (of other loads) have ended well."""
@@ -210,14 +208,13 @@ class LoadTask:
     async def _read(self, tier: int, items: Sequence[LoadItem]) -> None:
         """Read one batch from a lower tier and send on what arrived intact."""
         staged = items[0].slot == STAGED
-        if staged and not self._lane.has_staging:
+        window = self._window(tier)
+        if staged and not window.size:
             self._bad.update(item.key for item in items)
             return
-        slots = (
-            await self._lane.take_staging(len(items)) if staged else [item.slot for item in items]
-        )
+        slots = await window.take(len(items)) if staged else [item.slot for item in items]
         try:
-            async with self._lane.reads[tier]:
+            async with self._lane.turn(tier, probe=not self.request):
                 outcomes = await self._read_into(tier, items, slots)
             good = []
             for item, slot, outcome in zip(items, slots, outcomes, strict=True):
@@ -230,7 +227,7 @@ class LoadTask:
             await self._copy([item for item, _ in good], [slot for _, slot in good])
         finally:
             if staged:
-                self._lane.give_staging(slots)
+                window.give(slots)
 
     async def _read_into(
         self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
@@ -261,6 +258,9 @@ class LoadTask:
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
         """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""
         if not items or not items[0].blocks or self._abandoned:
+            return
+        if self.request in self._lane.forsaken:
+            self._failed = True
             return
         if slots is None:
             slots = [item.slot for item in items]

@@ -228,7 +228,7 @@ class OffloadManager:
         """
         self._epoch += 1
         errors = self._executor.stats.tier_errors
-        self.planner.reset([self._epoch] * len(self.planner.lower))
+        self.planner.reset(dict.fromkeys(range(len(self.planner.lower)), self._epoch))
         self._pump()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._executor.settle(), timeout_s)

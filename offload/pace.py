@@ -51,16 +51,18 @@ class BreakEven:
     ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double
     until loads, which meet more traffic than probes do, have shown that it pays.
 
+    ``chunk_tokens`` is the most that one chunk has: a load of two is short, whatever their size.
     A tier that pays may still be too slow to answer for a few tokens: ``least_tokens``.
     """
 
-    def __init__(self, prefill: Rate, *, enabled: bool = True) -> None:
+    def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
         self.pays = True
         self.rate = Rate()
         self._prefill = prefill
         self._enabled = enabled
         self._wait_s = RETRY_S
         self._retry_at = 0.0
+        self._short_tokens = max(TOKENS_MIN - 1, 2 * chunk_tokens)
         self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # when, how long
 
     @property
@@ -80,7 +82,7 @@ class BreakEven:
     def observe_load(self, tokens: int, seconds: float, now: float) -> None:
         """A load that came from this tier has ended well."""
         self.rate.observe(tokens, seconds)
-        if tokens < TOKENS_MIN:
+        if tokens <= self._short_tokens:
             self._short.append((now, seconds))
         prefill, mine = self._prefill.value(), self.rate.value()
         if not self._enabled or not self.pays or prefill is None or mine is None:
@@ -90,6 +92,12 @@ class BreakEven:
             self._retry_at = now + self._wait_s
         else:
             self._wait_s = RETRY_S
+
+    def observe_late(self, tokens: int, seconds: float, now: float) -> None:
+        """A load that came from this tier took longer than a request waits: one is enough."""
+        self.rate.clear()
+        for _ in range(SAMPLES_MIN):
+            self.observe_load(tokens, seconds, now)
 
     def observe_probe(self, tokens: int, seconds: float, now: float) -> None:
         """A probe has ended; it alone decides whether loads are worth trying again."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Wanted
 from offload.coordinator import present_in
+from offload.deletions import Deletions
 from offload.demotion import DemotionQueue
 from offload.errors import InvariantError
 from offload.gates import Gates
@@ -69,14 +70,14 @@ class Planner:
             max_load_blocks,
         )
         self.failed_loads = self._loads.failed
-        self._deletes: dict[int, list[bytes]] = {}
+        self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
         self._stores = StorePlanner(
             groups, cpu, self._ledger, self.stats, self._uses.filled, max_store_chunks, admission
         )
         self._reset = False
-        self._epochs: tuple[int, ...] = ()
+        self._epochs: dict[int, int] = {}
         if demotions is None:
             flying = max(1, cpu.space.capacity // 4)  # what hangs keeps its slots
             demotions = [
@@ -170,15 +171,19 @@ class Planner:
             len(self._ledger)
             or len(self._stores)
             or len(self._loads)
-            or self._due_deletes()
+            or any(map(self._deletions.waiting, self._ready_for_deletions()))
             or self._reset
+            or self._epochs
             or any(len(queue) for queue in self._demotions)
         )
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
         demotes = []
+        ready = self._ready_for_deletions()
         for queue in self._demotions if demote else ():
+            if self._deletions.is_behind(queue.tier):
+                continue
             for job in queue.due(self.cpu, self._ledger, self.groups):
                 demotes.append(job.plan)
                 self.delete(queue.tier, job.evicted)
@@ -188,20 +193,27 @@ class Planner:
             stores=stores,
             loads=self._loads.take(),
             demotes=tuple(demotes),
-            deletes={tier: tuple(self._deletes.pop(tier)) for tier in self._due_deletes()},
+            deletes=self._deletions.take(ready),
             touches={tier: tuple(keys) for tier, keys in self._touches.items() if keys},
             fence=fence,
             reset=self._reset,
-            epochs=self._epochs,
+            epochs=dict(self._epochs),
             idle=idle,
         )
         self._touches = {}
-        self._reset, self._epochs = False, ()
+        self._reset = False
+        self._epochs.clear()
         return plan
 
-    def _due_deletes(self) -> list[int]:
-        """Tiers with deletions to post; those of a tier that is not written to now wait."""
-        return [tier for tier in self._deletes if self.gates.tiers[tier].writable]
+    def _ready_for_deletions(self) -> list[int]:
+        """Tiers that may be sent deletions: not one that is shut out, nor one whose only write
+        since then has not come back, behind which they would queue up."""
+        return [
+            queue.tier
+            for queue in self._demotions
+            if (gate := self.gates.tiers[queue.tier]).writes.closed
+            or (gate.writable and not queue.flying)
+        ]
 
     def complete(self, report: StepReport) -> None:
         """Take in what workers have finished."""
@@ -214,7 +226,7 @@ class Planner:
         for (tier, rank), seen in report.tiers.items():
             self.gates.tiers[tier].observe(rank, seen, self._now)
             if seen.losses:  # a chunk is there on every rank or not at all
-                self._drop(tier, self.lower[tier].some(len(self.lower[tier])))
+                self._lost(tier)
         errors: list[Exception] = []
         for job_id, result in report.results.items():
             try:
@@ -279,21 +291,29 @@ class Planner:
         self.delete(tier, dropped)
         self.stats.dropped(tier, dropped, corrupt)
 
+    def _lost(self, tier: int) -> None:
+        """A rank's tier has lost all its records: what the others hold of them is of no use."""
+        keys = tuple(self.lower[tier].resident)
+        self.lower[tier].clear()
+        self.delete(tier, keys)
+        self.stats.dropped(tier, keys, corrupt=())
+
     def delete(self, tier: int, keys: Sequence[bytes]) -> None:
         """Have the workers delete records of a lower tier that its index does not know."""
         if keys:
-            self._deletes.setdefault(tier, []).extend(keys)
+            self._deletions.add(tier, keys)
 
-    def reset(self, epochs: Sequence[int] = ()) -> None:
-        """``forget_all``, and go on under the lower tiers' new ``epochs``."""
+    def reset(self, epochs: Mapping[int, int]) -> None:
+        """``forget_all``, and go on under these new epochs of lower tiers."""
         self.forget_all()
         self.begin_epochs(epochs)
 
-    def begin_epochs(self, epochs: Sequence[int]) -> None:
-        """Tell the workers the new epochs of the lower tiers; writes to them may go on."""
-        self._reset, self._epochs = True, tuple(epochs)
+    def begin_epochs(self, epochs: Mapping[int, int]) -> None:
+        """Tell the workers the new epochs of these lower tiers; writes to them may go on."""
+        self._epochs.update(epochs)
         for queue in self._demotions:
-            queue.closed = False
+            if queue.tier in epochs:
+                queue.closed = False
 
     def forget_all(self) -> None:
         """The weights changed: nothing stored so far may be hit again, in any tier.
@@ -312,9 +332,11 @@ class Planner:
             index.clear()
         self._loads.promoting.clear()
         self._uses.clear()
-        self._deletes, self._touches = {}, {}
+        self._deletions.clear()
+        self._touches = {}
         self._ledger.distrust(JobKind.PROBE)
-        self._reset, self._epochs = True, ()
+        self._reset = True
+        self._epochs.clear()
 
     @property
     def loading_chunks(self) -> int:

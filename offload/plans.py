@@ -103,7 +103,8 @@ class StepPlan:
 
     ``fence`` names store jobs whose source blocks are given away in this step: they must have
     read them before the step's forward pass. ``reset`` orders a reset of everything first;
-    ``epochs`` are then the new epochs of the lower tiers. ``idle``: no forward pass in this step.
+    ``epochs`` are new
+    epochs of lower tiers, by number. ``idle``: no forward pass in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()
@@ -113,7 +114,7 @@ class StepPlan:
     touches: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     fence: tuple[int, ...] = ()
     reset: bool = False
-    epochs: tuple[int, ...] = ()
+    epochs: Mapping[int, int] = field(default_factory=dict)
     idle: bool = False
 
     @property
@@ -127,6 +128,7 @@ class StepPlan:
             or self.touches
             or self.fence
             or self.reset
+            or self.epochs
         )
 
 

@@ -6,6 +6,7 @@ A place is an int. Both kinds answer the same three questions, so one index serv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 
 class Space(ABC):
@@ -26,6 +27,11 @@ class Space(ABC):
     @abstractmethod
     def give(self, place: int) -> None:
         """Take a place back."""
+
+    def give_all(self, places: Collection[int]) -> None:
+        """Take many places back."""
+        for place in places:
+            self.give(place)
 
     @abstractmethod
     def missing(self, size: int) -> int:
@@ -79,6 +85,9 @@ class ByteSpace(Space):
 
     def give(self, place: int) -> None:
         self.used -= place
+
+    def give_all(self, places: Collection[int]) -> None:
+        self.used -= sum(places)
 
     def missing(self, size: int) -> int:
         return max(0, self.used + size - self.capacity)

@@ -54,7 +54,12 @@ def make_planner(
     cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), _policy("cpu", config.cpu.policy))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     gates = Gates(
-        [index.name for index in lower], GateLimits(config.breaker_failures, config.break_even)
+        [index.name for index in lower],
+        GateLimits(
+            config.breaker_failures,
+            config.break_even,
+            max(group.chunk_tokens for group in layout.groups),
+        ),
     )
     queues = [
         DemotionQueue(

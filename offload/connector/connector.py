@@ -28,6 +28,7 @@ from offload.connector.guard import Faults, guarded
 from offload.connector.kv_events import KvEvents
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
+from offload.connector.owed_epochs import OwedEpochs
 from offload.connector.scheduler_side import SchedulerSide
 from offload.connector.setup import Setup
 from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats
@@ -67,6 +68,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             # Once in plain sight: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
+        self._owed = OwedEpochs(self._setup.next_epoch)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
@@ -245,6 +247,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(StepPlan)
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         assert self._scheduler is not None
+        if epochs := self._owed.take():
+            self._scheduler.begin_epochs(epochs)
         return self._scheduler.build_plan(scheduler_output)
 
     @guarded(lambda: None)
@@ -307,8 +311,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is None:
             return None
         self._scheduler.forget()
-        self._scheduler.begin_epochs(self._setup.next_epochs())
-        return True
+        epochs: dict[int, int] = {}
+        for tier in range(len(self._setup.config.tiers)):
+            try:
+                epochs[tier] = self._setup.next_epoch(tier)
+            except Exception as error:  # the other tiers must not wait for this one
+                self._owed.owe(tier, error)
+        self._scheduler.begin_epochs(epochs)
+        return len(epochs) == len(self._setup.config.tiers)
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -318,6 +328,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.close()
+            self._owed.close()
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:

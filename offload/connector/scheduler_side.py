@@ -337,8 +337,8 @@ class SchedulerSide:
             return False
         return time.monotonic() - self._moved_at < STALL_S
 
-    def begin_epochs(self, epochs: Sequence[int]) -> None:
-        """The lower tiers' new epochs are durable: workers may write under them from now on."""
+    def begin_epochs(self, epochs: Mapping[int, int]) -> None:
+        """These new epochs of lower tiers are durable: workers may write under them."""
         if self.planner is not None:
             self.planner.begin_epochs(epochs)
 

@@ -156,12 +156,13 @@ class Setup:
             engine=f"{self.vllm_config.model_config.model}",
         ).specs()
 
-    def next_epochs(self) -> list[int]:
-        """Begin a new epoch in every lower tier, durably when this returns."""
-        return [
-            bump_epoch(replica_folder(tier.path, self.namespace, self.replica))
-            for tier in self.config.tiers
-        ]
+    def next_epoch(self, tier: int) -> int:
+        """Begin a new epoch in a lower tier, durably when this returns.
+
+        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if it cannot be written.
+        """
+        path = self.config.tiers[tier].path
+        return bump_epoch(replica_folder(path, self.namespace, self.replica))
 
     def recorder(self) -> TraceRecorder | None:
         """What records this server's prompts, if that is wanted."""

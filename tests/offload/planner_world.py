@@ -95,7 +95,7 @@ class World:
     def reset(self) -> None:
         """New weights: the same keys mean other content from now on."""
         self.generation += 1
-        self.planner.reset((self.generation,))
+        self.planner.reset({0: self.generation})
         self.step()
 
     def step(self) -> None:

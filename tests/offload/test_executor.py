@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
+import offload.executor
 from offload.executor import Drained, Executor, ExecutorLimits
 from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.registry import GroupCaches, register_kv_caches
+from offload.staging import Staging
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tiers.base import Tier
 from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
 from tiers.slab import HostSlab
-from tiers.wrappers import HoldingTier
+from tiers.wrappers import HoldingTier, nth
 
 SLOTS = 8
 KEYS = [key + bytes(4) for key in keys(8)]
@@ -27,7 +31,7 @@ KEYS = [key + bytes(4) for key in keys(8)]
 class Rank:
     """An executor on simulated streams that move only when told to."""
 
-    def __init__(self, tier: Tier, **limits: float) -> None:
+    def __init__(self, tier: Tier, staging: int = 1, **limits: float) -> None:
         self.caches = kv_caches()
         layers = {name: self.caches[name] for name in ("layers.0", "layers.1")}
         registration = register_kv_caches(BLOCKS, [GroupCaches(0, 1, layers)])
@@ -40,7 +44,7 @@ class Rank:
             self.engine,
             registration.groups,
             [tier],
-            staging=[SLOTS - 1],
+            staging=range(SLOTS - staging, SLOTS),
             limits=ExecutorLimits(**limits),  # type: ignore[arg-type]  # only the float fields
         )
 
@@ -63,7 +67,7 @@ class Rank:
 
 
 @asynccontextmanager
-async def rank_with(tier: Tier | None = None, **limits: float) -> AsyncIterator[Rank]:
+async def rank_with(tier: Tier | None = None, **limits: Any) -> AsyncIterator[Rank]:
     tier = tier or MemoryTier(1 << 20)
     await tier.open()
     rank = Rank(tier, **limits)
@@ -73,6 +77,15 @@ async def rank_with(tier: Tier | None = None, **limits: float) -> AsyncIterator[
     finally:
         await rank.executor.aclose(0.5)
         rank.slab.close()
+
+
+async def fill(rank: Rank, tier: Tier, count: int) -> None:
+    """Give the tier the first chunks."""
+    compute(rank.caches, keys(count), range(count))
+    for n in range(count):
+        rank.executor.post(StepPlan(stores=(store(100 + n, [n], [0]),)))
+        await rank.turn()
+        await tier.write([KEYS[n]], [rank.slab.slot_view(0, 8192)])
 
 
 def store(job: int, blocks: list[int], slots: list[int]) -> StoreJob:
@@ -172,7 +185,7 @@ async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
         rank.executor.post(StepPlan(demotes=(DemoteJob(1, 0, 0, (KEYS[0],), (0,)),)))
         rank.executor.post(StepPlan(loads=(load(2, [1], [9], tier=0),)))
         await tier.waiting()
-        rank.executor.post(StepPlan(reset=True, epochs=(5,)))
+        rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
         tier.release()
         done = await rank.turn()
         assert done.failed == {"r2"}
@@ -242,3 +255,63 @@ def test_a_plan_posted_to_a_stopped_loop_is_answered() -> None:
     assert ended.failed == {"r1"}
     assert ended.report.results[1].failed
     rank.slab.close()
+
+
+async def test_a_loop_that_stands_still_costs_no_request_more_than_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver gives its loads up, and the loop, should it go on, copies nothing for them."""
+    monkeypatch.setattr(offload.executor, "STALL_S", 0.1)
+    async with rank_with(load_timeout_s=0.1) as rank:
+        before = rank.caches["layers.0"].clone()
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        await rank.turn()
+        rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
+        time.sleep(0.3)  # noqa: ASYNC251  # this is the loop's thread: it stands still
+        done = rank.executor.drain()
+        assert (done.finished, done.failed) == ({"r2"}, {"r2"})
+        assert "loop" in rank.executor.degraded
+        rank.executor.post(StepPlan(loads=(load(3, [0], [9]),)))
+        done = rank.executor.drain()
+        assert (done.finished, done.failed) == ({"r3"}, {"r3"}), "no request waits for it again"
+        done = await rank.turn()
+        assert not done.finished, "r2 has been answered"
+        assert done.report.results[2].failed
+        assert torch.equal(rank.caches["layers.0"], before)
+        rank.executor.post(StepPlan(loads=(load(4, [0], [9]),)))
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r4"}, set()), "it goes on when the loop does"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> None:
+    """Neither the other tier nor the probe that finds out waits for it."""
+    staging = Staging(range(slots), 2)
+    first, second = (staging.window(tier, probe=False) for tier in range(2))
+    assert staging.free == slots
+    taken = await first.take(first.size)
+    if slots > 1:
+        assert await asyncio.wait_for(second.take(second.size), 1.0)
+    if slots == 8:
+        probe = staging.window(0, probe=True)
+        assert await asyncio.wait_for(probe.take(probe.size), 1.0)
+        assert first.size + probe.size == 4
+    first.give(taken)
+    assert first.free == first.size
+
+
+async def test_reads_that_never_return_leave_the_probe_a_way() -> None:
+    """Lost reads hold all turns and all staging slots of loads; the disk is well again."""
+    memory = MemoryTier(1 << 20)
+    tier = HoldingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier, load_timeout_s=0.2, reads_in_flight=1, staging=6) as rank:
+        await fill(rank, memory, 4)
+        for job in (1, 2):
+            rank.executor.post(StepPlan(loads=(load(job, [STAGED] * 4, [9, 10, 11, 12], 0),)))
+        await asyncio.sleep(0.4)
+        assert (await rank.turn()).failed == {"r1", "r2"}
+        items = tuple(LoadItem(key, 0, (), STAGED, 0) for key in KEYS[:4])
+        rank.executor.post(StepPlan(loads=(LoadJob(3, "", items),)))
+        done = await rank.turn(200)
+        assert not done.report.results[3].bad
+        tier.release()

@@ -7,9 +7,16 @@ import logging
 import pytest
 
 from offload.breaker import Circuit
+from offload.chunks import GroupInfo
+from offload.deletions import DELETIONS_MOST
+from offload.index import TierIndex
+from offload.keys import group_suffix
 from offload.pace import SAMPLES_MIN
 from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, JobResult
+from offload.space import ByteSpace, SlotSpace
+from policies.base import EntryInfo
+from policies.lru import LruPolicy
 from tests.offload.gate_helpers import (
     FAILURES,
     TOKENS,
@@ -153,7 +160,7 @@ def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
     holding(planner, 1)
     gate = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    planner.reset((1,))
+    planner.reset({0: 1})
     answer(planner, probe.job, JobResult(failed=True))
     assert gate.reads.state is Circuit.HALF_OPEN
     holding(planner, 2)
@@ -330,3 +337,66 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     answer(planner, plan.loads[0].job)
     answer(planner, plan.loads[0].job)
     planner.check()
+
+
+def test_a_load_that_came_too_late_is_enough() -> None:
+    """Its request has waited for nothing; the next one must not."""
+    planner = make()
+    holding(planner, 1)
+    compute_at(planner, 1000.0)
+    for _ in range(8):
+        load_at(planner, 5000.0, 0.0)
+    assert found(planner, 1)
+    planner.plan_load("late", wanted(1))
+    (load,) = step(planner, 0.0).loads
+    answer(planner, load.job, JobResult(failed=True, late=True, seconds=10.0))
+    assert not found(planner, 1)
+    assert planner.gates.tiers[0].reads.closed, "no single read was late"
+
+
+def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> None:
+    planner = make(slots=16)
+    compute_at(planner, 20_000.0)
+    planner.plan_store(wanted(*range(2, 12)))
+    answer(planner, step(planner, 0.0).stores[0].job)
+    holding(planner, 1)
+    for _ in range(8):
+        planner.plan_load("r", wanted(*range(1, 12)))  # one from the disk, ten from the CPU tier
+        (load,) = step(planner, 0.0).loads
+        planner.cpu.drop([key_of(1)])
+        answer(planner, load.job, JobResult(seconds=0.2))
+    assert found(planner, 1)
+    assert planner.gates.tiers[0].pace.least_tokens == 0
+
+
+def test_a_probe_counts_tokens_as_a_load_does() -> None:
+    """Chunks of several groups hold the same tokens."""
+    groups = {n: GroupInfo("full", TOKENS, (100,)) for n in range(4)}
+    lower = TierIndex("disk", ByteSpace(6400), LruPolicy())
+    planner = Planner(groups, TierIndex("cpu", SlotSpace(8), LruPolicy()), [lower])
+    keys = [b"chunk" + group_suffix(n) for n in range(4)]
+    lower.recover(keys, [EntryInfo(n, size_bytes=100) for n in range(4)])
+    job = planner._loads.plan_probe(0)
+    (opened,) = planner._ledger.jobs()
+    assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})
+
+
+def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
+    """Nothing is written meanwhile: a chunk could be deleted that was written again."""
+    many = 3 * DELETIONS_MOST
+    planner = make()
+    planner.lower[0].space.capacity = 100 * many
+    holding(planner, *range(many))
+    see(planner, losses=1)
+    planner.plan_store(wanted(0))
+    plan = step(planner, 0.0)
+    answer(planner, plan.stores[0].job)
+    deleted = list(plan.deletes[0])
+    while len(deleted) < many:
+        plan = step(planner, 0.0)
+        assert len(plan.deletes[0]) <= 2 * DELETIONS_MOST
+        deleted += plan.deletes[0]
+        assert not plan.demotes or len(deleted) == many
+    assert sorted(deleted) == sorted(key_of(n) for n in range(many))
+    demotes = plan.demotes or step(planner, 0.0).demotes
+    assert [job.keys for job in demotes] == [(key_of(0),)]

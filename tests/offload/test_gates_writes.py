@@ -109,10 +109,10 @@ def test_resets_are_delivered_whatever_the_breakers_say() -> None:
     break_reads(planner)
     break_writes(planner)
     planner.delete(0, [key_of(1)])
-    planner.reset((7,))
+    planner.reset({0: 7})
     plan = step(planner, 0.0)
     assert plan.reset
-    assert plan.epochs == (7,)
+    assert plan.epochs == {0: 7}
     assert step(planner, WAIT_S).deletes == {}, "the reset has deleted everything"
 
 
@@ -122,3 +122,44 @@ def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
     break_writes(planner)
     planner.touch([key_of(1)])
     assert step(planner, 0.0).touches == {}
+
+
+def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
+    """Half open, with its one write on its way for ever."""
+    planner = make()
+    holding(planner, 1, 2)
+    break_writes(planner)
+    store(planner, 3, now=0.0)
+    store(planner, 4, now=0.0)
+    hung = store(planner, 5, now=WAIT_S)
+    demotes = hung.demotes or step(planner, WAIT_S).demotes
+    assert demotes, "the write that finds out"
+    for _ in range(50):
+        planner.touch([key_of(2)])
+        planner.delete(0, [key_of(1)])
+        plan = step(planner, WAIT_S)
+        assert (plan.touches, plan.deletes) == ({}, {})
+    answer(planner, demotes[0].job)
+    plan = step(planner, WAIT_S)
+    assert set(plan.deletes[0]) == {key_of(1)}
+
+
+def test_the_weights_change_while_a_disk_is_away() -> None:
+    """The other tier goes on; the one that is away is neither read nor written before it knows."""
+    planner = make(tiers=2)
+    holding(planner, 1)
+    planner.forget_all()
+    planner.begin_epochs({1: 7})
+    assert not planner.present(key_of(1))
+    planner.plan_store(wanted(2))
+    plan = step(planner, 0.0)
+    assert plan.epochs == {1: 7}
+    answer(planner, plan.stores[0].job)
+    assert {job.tier for job in step(planner, 0.0).demotes} == {1}
+    planner.begin_epochs({0: 3})
+    assert planner.busy
+    planner.plan_store(wanted(3))
+    plan = step(planner, 0.0)
+    assert (plan.epochs, plan.reset) == ({0: 3}, False)
+    answer(planner, plan.stores[0].job)
+    assert {job.tier for job in step(planner, 0.0).demotes} == {0, 1}

@@ -205,12 +205,12 @@ def test_after_a_reset_late_stores_are_not_found() -> None:
     planner = make()
     planner.plan_store(wanted(1))
     job = planner.step().stores[0].job
-    planner.reset((1,))
+    planner.reset({0: 1})
     finish(planner, job)
     assert not any(key_of(1) in holder for holder in planner.holders)
     plan = planner.step()
     assert plan.reset
-    assert plan.epochs == (1,)
+    assert plan.epochs == {0: 1}
     assert plan.demotes == ()
     planner.check()
 

@@ -34,7 +34,7 @@ async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0])
         assert await demote(rank, 2, [0], [0])
-        rank.executor.post(StepPlan(reset=True, epochs=(1,)))
+        rank.executor.post(StepPlan(reset=True, epochs={0: 1}))
         await rank.turn()
         await fill(rank, 5, 3, [0])  # what the new weights make of the first key
         assert not await demote(rank, 4, [0], [0]), "the second try fails too"

@@ -24,6 +24,7 @@ from offload.load_planner import LoadPlanner
 from offload.load_task import LoadLane, LoadTask
 from offload.planner import Planner
 from offload.plans import JobResult
+from offload.staging import Window
 from offload.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
 from tests.sim.device import Device
@@ -100,11 +101,11 @@ def from_another_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def staging_is_shared(patch: pytest.MonkeyPatch) -> None:
-    async def take(_self: LoadLane, count: int) -> list[int]:
+    async def take(_self: Window, count: int) -> list[int]:
         return list(range(count))
 
-    patch.setattr(LoadLane, "take_staging", take)
-    patch.setattr(LoadLane, "give_staging", nothing)
+    patch.setattr(Window, "take", take)
+    patch.setattr(Window, "give", lambda *_: None)
 
 
 def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:

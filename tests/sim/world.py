@@ -86,7 +86,7 @@ class World(Engine):
             self._new_weights()
         elif self._unforgotten and rng.random() < 0.3:
             self._unforgotten = False
-            self.planner.begin_epochs((self.epoch,) * self.setup.tiers)
+            self.planner.begin_epochs(dict.fromkeys(range(self.setup.tiers), self.epoch))
         if rng.random() < 0.003:
             await self._restart()
         if rng.random() < self.setup.trouble:
@@ -128,7 +128,7 @@ class World(Engine):
         for request in (*self.running, *self.loading.values()):
             request.stale = True
         if self.rng.random() < 0.5:
-            self.planner.reset((self.epoch,) * self.setup.tiers)
+            self.planner.reset(dict.fromkeys(range(self.setup.tiers), self.epoch))
             self._unforgotten = False
         else:
             self.planner.forget_all()
@@ -206,7 +206,7 @@ class World(Engine):
         self._clear_skies()
         if self._unforgotten:
             self._unforgotten = False
-            self.planner.begin_epochs((self.epoch,) * self.setup.tiers)
+            self.planner.begin_epochs(dict.fromkeys(range(self.setup.tiers), self.epoch))
         until = self.now() + seconds
         for _ in range(3):  # something to write, so that what had failed is made good
             self._names += 1
@@ -255,7 +255,7 @@ class World(Engine):
             executor = rank.executor
             assert not executor._tasks, f"tasks are left: {executor._tasks}"
             assert not executor._lane._open, f"loads are left: {executor._lane._open}"
-            assert executor._lane._staging.qsize() == STAGING, "staging buffers got lost"
+            assert executor._lane.staging.free == STAGING, "staging buffers got lost"
             assert not executor._sources, f"stores are left: {executor._sources}"
             assert not executor._poisoned, f"poisoned stores are left: {executor._poisoned}"
             for key in planner.cpu._resident:
