@@ -53,14 +53,9 @@ def make_planner(
     slots = min(rank.slots for rank in ranks)
     cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), _policy("cpu", config.cpu.policy))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
-    gates = Gates(
-        [index.name for index in lower],
-        GateLimits(
-            config.breaker_failures,
-            config.break_even,
-            max(group.chunk_tokens for group in layout.groups),
-        ),
-    )
+    chunk_tokens = max(group.chunk_tokens for group in layout.groups)
+    limits = GateLimits(config.breaker_failures, config.break_even, chunk_tokens)
+    gates = Gates([index.name for index in lower], limits)
     queues = [
         DemotionQueue(
             tier,

@@ -8,7 +8,6 @@ import pytest
 
 from offload.breaker import Circuit
 from offload.chunks import GroupInfo
-from offload.deletions import DELETIONS_MOST
 from offload.index import TierIndex
 from offload.keys import group_suffix
 from offload.pace import SAMPLES_MIN
@@ -379,24 +378,3 @@ def test_a_probe_counts_tokens_as_a_load_does() -> None:
     job = planner._loads.plan_probe(0)
     (opened,) = planner._ledger.jobs()
     assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})
-
-
-def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
-    """Nothing is written meanwhile: a chunk could be deleted that was written again."""
-    many = 3 * DELETIONS_MOST
-    planner = make()
-    planner.lower[0].space.capacity = 100 * many
-    holding(planner, *range(many))
-    see(planner, losses=1)
-    planner.plan_store(wanted(0))
-    plan = step(planner, 0.0)
-    answer(planner, plan.stores[0].job)
-    deleted = list(plan.deletes[0])
-    while len(deleted) < many:
-        plan = step(planner, 0.0)
-        assert len(plan.deletes[0]) <= 2 * DELETIONS_MOST
-        deleted += plan.deletes[0]
-        assert not plan.demotes or len(deleted) == many
-    assert sorted(deleted) == sorted(key_of(n) for n in range(many))
-    demotes = plan.demotes or step(planner, 0.0).demotes
-    assert [job.keys for job in demotes] == [(key_of(0),)]
