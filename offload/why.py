@@ -239,14 +239,15 @@ class Sink(Protocol):
 
 
 class RequestLog:
-    """The last ``most`` requests, and all of them counted. ``sink`` gets each when its outcome is
-    known."""
+    """The last ``most`` requests, and all of them counted; ``changes`` counts how often the totals
+    have changed. ``sink`` gets each request when its outcome is known."""
 
     def __init__(self, most: int = 256, sink: Sink | None = None) -> None:
         self.last: deque[RequestRecord] = deque(maxlen=most)
         self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.wanted_tokens = 0
+        self.changes = 0
         self._sink = sink
 
     def add(self, record: RequestRecord) -> None:
@@ -275,6 +276,7 @@ class RequestLog:
     def _count(self, record: RequestRecord, tokens: int) -> None:
         self.requests[record.miss.reason] += 1
         self.recomputed_tokens[record.miss.reason] += tokens
+        self.changes += 1
 
     def totals(self) -> dict[str, float]:
         """Counters by flat name."""

@@ -28,6 +28,7 @@ class StatsCollector:
         self._sent: dict[str, float] = {}
         self._worker: dict[str, float] = {}
         self._gauges_at = 0.0
+        self._log_changes = 0
 
     def add_worker_counters(self, counters: Mapping[str, float]) -> None:
         """Counters that workers reported, summed over ranks."""
@@ -62,7 +63,10 @@ class StatsCollector:
         totals: dict[str, float] = {f"hook_faults:{k}": v for k, v in self._faults.by_hook.items()}
         totals["wrong_values"] = scheduler.intake.wrong_values
         if scheduler.planner is not None:
-            totals |= scheduler.planner.totals() | scheduler.log.totals()
+            totals |= scheduler.planner.totals()
+        if scheduler.log.changes != self._log_changes:  # not at every step
+            self._log_changes = scheduler.log.changes
+            totals |= scheduler.log.totals()
         return totals
 
     def _steady(self) -> dict[str, float]:

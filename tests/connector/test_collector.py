@@ -1,0 +1,122 @@
+"""What reaches ``/metrics`` step by step adds up to what was counted, and every number has a place
+on the page."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offload.connector.collector import StatsCollector
+from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats
+from offload.metric_table import METRICS
+from offload.why import RequestLog
+from tests.connector.oracle_models import MODELS
+from tests.connector.oracle_world import Conditions, World
+from tests.connector.test_scheduler_oracle import live
+
+Page = dict[str, float]
+
+
+class Scraped:
+    """A page of metrics, fed with what vLLM takes from the connector."""
+
+    def __init__(self, world: World) -> None:
+        self._registry = CollectorRegistry()
+        kinds: dict[Any, Any] = {
+            kind: partial(kind, registry=self._registry) for kind in (Counter, Gauge, Histogram)
+        }
+        labels: dict[int, list[object]] = {0: ["tiny", "0"]}
+        self._metrics = OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], labels)
+        connector: Any = world.connector
+        take = connector.get_kv_connector_stats
+
+        def observing() -> Any:
+            stats = take()
+            if stats is not None:
+                self._metrics.observe(stats.data)
+            return stats
+
+        connector.get_kv_connector_stats = observing
+        self.take = observing
+
+    def page(self) -> Page:
+        found: Page = {}
+        for family in text_string_to_metric_families(generate_latest(self._registry).decode()):
+            for sample in family.samples:
+                metric = sample.name.removeprefix("vllm:kvtiers_").removesuffix("_total")
+                if metric in METRICS:
+                    labels = [sample.labels[label] for label in METRICS[metric].labels]
+                    found[":".join([metric, *labels])] = sample.value
+        return found
+
+
+def differences(folder: Path) -> dict[str, tuple[float, float]]:
+    """What the page says and what was counted, where that is not the same."""
+    with World(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
+        scraped = Scraped(world)
+        live(world, 150)
+        collector: Any = world.connector._collector
+        collector._gauges_at = time.monotonic() - 10.0  # what is published now and then is due
+        scraped.take()
+        page = scraped.page()
+        scheduler: Any = world.connector._scheduler
+        counted = scheduler.planner.totals() | scheduler.log.totals()
+        counted |= {"lookups": scheduler.lookups.count}
+        counted |= {
+            f"resident_chunks:{i.name}": len(i) for i in (world.planner.cpu, *world.planner.lower)
+        }
+        assert counted["load_failures"] > 0, "the world is too quiet"
+        assert page["hook_calls:build_plan"] > 100
+        assert page["hook_seconds:build_plan"] > 0
+        assert page["used_bytes:cpu"] == world.planner.cpu.space.used * 4096
+        return {
+            name: (page.get(name, 0.0), value)
+            for name, value in counted.items()
+            if page.get(name, 0.0) != pytest.approx(value)
+        }
+
+
+def test_the_page_adds_up(tmp_path: Path) -> None:
+    assert differences(tmp_path) == {}
+
+
+def test_stats_of_several_steps_add_up() -> None:
+    """vLLM adds up what it has no time to publish: counters are summed, gauges are the last."""
+    first = OffloadStats(data={"loads": 2, "used_ratio:cpu": 0.5})
+    second = OffloadStats(data={"loads": 3, "used_ratio:cpu": 0.7, "misses:evicted": 1})
+    assert first.aggregate(second).data == {"loads": 5, "used_ratio:cpu": 0.7, "misses:evicted": 1}
+
+
+def _sent_again(patch: pytest.MonkeyPatch) -> None:
+    collect = StatsCollector.collect
+
+    def forgetful(self: Any, others: Any) -> Any:
+        found = collect(self, others)
+        self._sent.pop("loads", None)
+        return found
+
+    patch.setattr(StatsCollector, "collect", forgetful)
+
+
+def _changes_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    count = RequestLog._count
+
+    def quietly(self: Any, record: Any, tokens: int) -> None:
+        count(self, record, tokens)
+        self.changes = 1
+
+    patch.setattr(RequestLog, "_count", quietly)
+
+
+@pytest.mark.parametrize("fault", [_sent_again, _changes_unnoticed])
+def test_planted_faults_are_seen(fault: Any, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        assert differences(tmp_path) != {}
