@@ -87,12 +87,16 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
         uses.append(fields["use"].astype(np.int64))
         sizes.append(fields["payload_bytes"].astype(np.int64))
         count += fits.size
-    by_place = _sorted(places)
+    every_place = _all_of(places)
     is_good, all_uses = _joined(good, np.bool_), _joined(uses, np.int64)
-    shared = _rows_that_overlap(by_place)
-    if shared.size:
+    # Sorting starts and ends apart is several times faster than keeping them together, and tells:
+    # runs are disjoint if and only if each ends before the next begins, whichever those are.
+    starts, ends = np.sort(every_place.starts), np.sort(every_place.ends)
+    if (starts[1:] < ends[:-1]).any():
+        shared = _rows_that_overlap(every_place)
         is_good[shared] = False
-        by_place = by_place.take(~np.isin(by_place.rows, shared))
+        alone = every_place.take(~np.isin(every_place.rows, shared))
+        starts, ends = np.sort(alone.starts), np.sort(alone.ends)
     start = 0
     for table in tables:
         dropped = ~is_good[start : start + table.rows.size]
@@ -100,7 +104,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
         if dropped.any():
             bad += table.take(dropped).keys()
     rows = _in_order_of_use(tables, all_uses, is_good)
-    free = _free_runs(by_place, expected.file_pages)
+    free = _free_runs(starts, ends, expected.file_pages)
     next_use = int(all_uses[is_good].max(initial=0)) + 1
     return Recovered(rows, tables, all_uses, _joined(sizes, np.int64), free, bad, next_use)
 
@@ -152,26 +156,26 @@ def _places_of(runs: npt.NDArray[Any], rows: _Rows) -> _Places:
     return _Places(starts.ravel(), ends.ravel(), np.repeat(rows, runs.shape[1]))
 
 
-def _sorted(parts: list[_Places]) -> _Places:
-    """All places, by start."""
+def _all_of(parts: list[_Places]) -> _Places:
     if not parts:
         return _Places(*(np.zeros(0, np.int64),) * 3)
-    places = _Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-    return places.take(np.argsort(places.starts))
+    return _Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _rows_that_overlap(places: _Places) -> _Rows:
+def _rows_that_overlap(every_place: _Places) -> _Rows:
     """Two records over one page: at least one is wrong, and which one cannot be told, so both
     go."""
-    reach = np.maximum.accumulate(places.ends) if places.ends.size else places.ends
+    places = every_place.take(np.argsort(every_place.starts, kind="stable"))
+    reach = np.maximum.accumulate(places.ends)
     behind = np.flatnonzero(places.starts[1:] < reach[:-1]) + 1
     owners = np.searchsorted(reach, places.starts[behind], side="right")
     return np.unique(places.rows[np.concatenate((behind, owners))])
 
 
-def _free_runs(places: _Places, file_pages: int) -> list[Run]:
-    begins = np.concatenate(([1], places.ends))
-    stops = np.concatenate((places.starts, [max(file_pages, 1)]))
+def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Run]:
+    """What disjoint runs leave of the file, given sorted."""
+    begins = np.concatenate(([1], ends))
+    stops = np.concatenate((starts, [max(file_pages, 1)]))
     wide = stops > begins
     return [
         Run(start, stop - start)

@@ -1,0 +1,56 @@
+"""What is believed of an index at open, against the same rules said one record at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tiers.extents import Run, gaps
+from tiers.lmdb_index import pack_value
+from tiers.record import Identity, prefix
+from tiers.record_table import tables_of
+from tiers.recover import Expected, recover
+
+SEED = 20261121
+PAGES = 400
+EXPECTED = Expected(Identity(), 3, PAGES)
+
+
+def record(rng: random.Random) -> tuple[bytes, int, list[Run], int]:
+    """Key, use, runs and epoch, most of them good and some of them over others."""
+    runs = [Run(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))]
+    key = rng.randbytes(rng.choice([8, 36, 36]))
+    return key, rng.randrange(1 << 60), runs, rng.choice([3] * 9 + [2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 30, 120])
+@pytest.mark.parametrize("seed", range(SEED, SEED + 8))
+def test_good_and_bad_records(count: int, seed: int) -> None:
+    rng = random.Random(f"{seed} {count}")
+    records = [record(rng) for _ in range(count)]
+    values = {}
+    for key, use, runs, epoch in records:
+        size = 4096 * sum(run.pages for run in runs)
+        header = prefix(Identity(), key, epoch, size) + bytes(16)
+        values[key] = pack_value(use, header, tuple(runs))
+    good = {
+        key: runs
+        for key, _, runs, epoch in records
+        if epoch == 3 and all(run.start >= 1 and sum(run) <= PAGES for run in runs)
+    }
+    owners: dict[int, list[bytes]] = {}
+    for key, runs in good.items():
+        for start, pages in runs:
+            for page in range(start, start + pages):
+                owners.setdefault(page, []).append(key)
+    shared = {key for keys in owners.values() if len(keys) > 1 for key in keys}
+    found = recover(tables_of(values), EXPECTED)
+    by_use = sorted(set(good) - shared, key={key: use for key, use, _, _ in records}.__getitem__)
+    assert list(found.rows) == by_use
+    assert sorted(found.bad) == sorted(set(values) - set(by_use))
+    used = [Run(0, 1), *(run for key in by_use for run in good[key])]
+    assert found.free == gaps(PAGES, used)
+    for key, row in found.rows.items():
+        flat = [value for table in found.tables for value in table.items()]
+        assert flat[row] == (key, values[key])
