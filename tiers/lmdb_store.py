@@ -79,7 +79,7 @@ class LmdbOptions:
     grow_bytes: int = 1 << 30
     reserve_bytes: int | None = None
     io_threads: int = 4
-    job_bytes: int = 4 << 20
+    job_bytes: int = 8 << 20
     queue_records: int = 4096
     direct_io: bool = True
     key_file: str = ""
