@@ -16,7 +16,7 @@ from typing import IO, Any
 from offload.errors import NamespaceError
 from offload.exporting import FORMAT
 from offload.namespace import Namespace
-from offload.namespace_folders import bump_epoch, open_namespace, open_place, replica_folder
+from offload.namespace_folders import open_namespace, open_place, raise_epoch, replica_folder
 from offload.stores import Store
 from tiers.base import Tier
 from tiers.bulk import Written, write_all
@@ -129,12 +129,13 @@ class Import:
         result = Imported(replica, rank)
         home = replica_folder(self._target.root, self.namespace, replica)
         open_namespace(self._target.root, self.namespace)
-        if about["epoch"] and not home.exists():
-            bump_epoch(home, about["epoch"])
+        is_new = not home.exists()
         place = open_place(
             self._target.root, self.namespace, replica=replica, rank=rank, engine="kvtiers import"
         )
         with place:
+            if is_new:
+                place.epoch = raise_epoch(home, about["epoch"])
             store = Store(place.folder, self.namespace.name, replica, rank)
             maker = _Maker(store, about, self._target, place.epoch)
             result.refused = maker.problem

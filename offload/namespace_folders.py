@@ -112,10 +112,12 @@ def open_place(
     rank: int,
     engine: str,
     at_least: int = 0,
+    starts: bool = False,
     note: Callable[[str], None] = _no_note,
 ) -> Place:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
-    ``at_least`` for a server that has been further already.
+    ``at_least`` for a server that has been further already. ``starts``: with weights from the
+    model's files, which those of an odd epoch were not (see ``bump_epoch``).
 
     ``engine`` names this server in messages to others. A damaged epoch file sends the replica's
     folder aside, because records of an older epoch could come back with it. Raises as
@@ -125,8 +127,9 @@ def open_place(
     with locked(base):
         home = _open_locked(base, namespace, note) / f"replica-{replica}"
         epoch = _prepare_replica(base, home, note)
-        if epoch < at_least:
-            epoch = raise_epoch(home, at_least)
+        wanted = epoch + epoch % 2 if starts else at_least
+        if epoch < wanted:
+            epoch = raise_epoch(home, wanted)
         folder = home / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim(home / f"rank-{rank}.claim", engine)
@@ -157,14 +160,16 @@ def bump_epoch(folder: str | Path, at_least: int = 0) -> int:
     """Begin a new epoch, none below ``at_least``, and return it. Durable when it returns, whatever
     happens then.
 
-    Records of earlier epochs are dead from here on. If two processes bump, each gets its own. The
-    namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch is
-    damaged) and ``TierUnavailableError``.
+    It is the next odd number. The weights of a running server have changed, and no file holds the
+    new ones: a server that starts has those of the files, and begins an even epoch if it finds an
+    odd one. Records of earlier epochs are dead from here on. If two processes bump, each gets its
+    own. The namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch
+    is damaged) and ``TierUnavailableError``.
     """
     home = Path(folder)
     home.mkdir(mode=0o700, exist_ok=True)
     with locked(home):
-        epoch = max(read_epoch(home) + 1, at_least)
+        epoch = max(read_epoch(home) + 1, at_least) | 1
         _write_epoch(home, epoch)
         return epoch
 

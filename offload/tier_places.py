@@ -88,14 +88,16 @@ class TierPlaces:
         renew = partial(self._renew, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim(self, path: str, epoch: int = 0) -> Place:
+    def _claim(self, path: str, epoch: int | None = None) -> Place:
+        """The folder, for a server that starts or one that has come to this ``epoch``."""
         place = open_place(
             path,
             self.namespace,
             replica=self.replica,
             rank=self.rank,
             engine=self.engine,
-            at_least=epoch,
+            at_least=epoch or 0,
+            starts=epoch is None,
             note=_note,
         )
         if self.rank == 0 and not any(place.folder.iterdir()):

@@ -200,6 +200,7 @@ class ReopeningTier(Tier):
         if not is_same and info.record_count:
             # Of other weights, for all that is known: a key does not tell them apart.
             epoch += 1
+        epoch += (epoch - self._wanted_epoch) % 2  # odd ones mean something to who gives them out
         await self._note_epoch(epoch)
         if epoch != info.epoch:
             await tier.reset(epoch)

@@ -25,6 +25,7 @@ from offload.namespace_cleanup import (
 )
 from offload.namespace_folders import (
     EPOCH_NAME,
+    Place,
     bump_epoch,
     open_namespace,
     open_place,
@@ -97,11 +98,33 @@ def test_epochs_only_grow_and_survive(tmp_path: Path) -> None:
     with place_of(tmp_path):
         home = replica_folder(tmp_path, ONE)
         assert read_epoch(home) == 0
-        assert [bump_epoch(home) for _ in range(3)] == [1, 2, 3]
+        assert [bump_epoch(home) for _ in range(3)] == [1, 3, 5]
     with place_of(tmp_path) as place:
-        assert place.epoch == 3
+        assert place.epoch == 5
     with place_of(tmp_path, TWO) as place:
         assert place.epoch == 0
+
+
+def test_a_server_that_starts_does_not_take_records_of_changed_weights(tmp_path: Path) -> None:
+    """A running server was given other weights; the next start has those of the files again."""
+
+    def start(rank: int = 0) -> Place:
+        return open_place(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
+
+    with start() as place:
+        assert place.epoch == 0
+    with start() as place:
+        assert place.epoch == 0, "nothing has changed: everything is kept"
+        assert bump_epoch(replica_folder(tmp_path, ONE)) == 1
+    with start() as place, start(rank=1) as other:
+        assert (place.epoch, other.epoch) == (2, 2), "all ranks begin the same epoch"
+        assert bump_epoch(replica_folder(tmp_path, ONE)) == 3
+        with place_of(tmp_path, rank=2) as renewed:
+            assert renewed.epoch == 3, "this is no start"
+    with start() as place:
+        assert place.epoch == 4
+    with start() as place:
+        assert place.epoch == 4
 
 
 def test_a_bump_is_durable_before_it_returns(tmp_path: Path) -> None:
@@ -137,7 +160,7 @@ print(*[bump_epoch(sys.argv[1]) for _ in range(20)])
     args = [sys.executable, "-c", code, str(home)]
     processes = [subprocess.Popen(args, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     epochs = [int(word) for p in processes for word in p.communicate()[0].split()]
-    assert sorted(epochs) == list(range(1, 41))
+    assert sorted(epochs) == list(range(1, 81, 2))
 
 
 def test_a_claim_names_its_owner_and_ends_with_kill_9(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def test_old_weights_are_forgotten_though_killed_before_the_reset(
     tier = tier_at(path)
     info = await tier.open()
     assert (info.record_count, await all_keys(tier)) == (0, [])
-    assert info.found_epoch < info.epoch == epoch
+    assert info.found_epoch < info.epoch == epoch + 1, "a start with the weights of the files"
     await tier.aclose()
 
 
@@ -110,12 +110,37 @@ async def test_a_folder_of_an_older_epoch_gives_nothing_out(tmp_path: Path, kind
     os.rename(snapshot, path)
     assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.MISS
     assert lost == [1]
-    assert epoch_at(path) == 3
+    assert epoch_at(path) == 6
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
     await assert_holds(tier, KEYS, SIZE)
-    assert bump(path) == 4
-    await tier.reset(4)
-    assert epoch_at(path) == 4
+    assert bump(path) == 7
+    await tier.reset(7)
+    assert epoch_at(path) == 7
+    await tier.aclose()
+
+
+async def test_a_tier_that_begins_empty_keeps_whose_weights_they_are(tmp_path: Path) -> None:
+    """The weights were changed, which odd epochs say; then the disk came back as another one. What
+    is stored now must not look like that of a server with the weights of the files."""
+    path, other = tmp_path / "kv", tmp_path / "other"
+    [spec] = places(other).specs()
+    foreign = make_tier(spec, 4096)
+    await foreign.open()
+    await foreign.reset(1)
+    await put(foreign, KEYS, SIZE)
+    await foreign.aclose()
+    release(spec)
+    tier = tier_at(path)
+    await tier.open()
+    assert bump(path) == 1
+    await tier.reset(1)
+    await put(tier, KEYS[:2], SIZE)
+    os.rename(path, tmp_path / "away")
+    await fail(tier)
+    os.rename(other, path)
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
+    await assert_holds(tier, KEYS, SIZE)
+    assert epoch_at(path) % 2 == 1
     await tier.aclose()
 
 
@@ -223,4 +248,4 @@ def test_the_child_and_the_test_speak_of_the_same_folder(tmp_path: Path) -> None
     assert epoch_at(tmp_path) == 5
     spec.keep_epoch(2)
     assert epoch_at(tmp_path) == 5
-    assert bump(tmp_path) == 6
+    assert bump(tmp_path) == 7
