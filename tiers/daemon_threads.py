@@ -1,12 +1,14 @@
 """Blocking functions in threads that never keep the process from exiting.
 
 ``asyncio.to_thread`` uses threads that the interpreter joins when it ends: one that hangs in a
-system call on a dead disk would hold up the end of the server for ever.
+system call on a dead disk would hold up the end of the server for ever. It also shares them with
+whoever else uses the loop, so that a few hung calls would stop everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,29 +23,67 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
     future does not end the function; what it answers after that, or after the loop was closed, is
     lost.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(call: Callable[[], None]) -> None:
-        if not done.done():
-            call()
-
-    def run() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:  # the caller's to handle, whatever it is
-            answer = _bound(done.set_exception, error)
-        else:
-            answer = _bound(done.set_result, result)
-        try:
-            loop.call_soon_threadsafe(settle, answer)
-        except RuntimeError:
-            return  # the loop was closed: nobody is left to tell
-
+    done, run = _prepared(function, arguments)
     name = getattr(function, "__name__", "blocking")
     threading.Thread(target=run, name=f"tier-{name}", daemon=True).start()
     return done
 
 
-def _bound(call: Callable[[T], None], value: T) -> Callable[[], None]:
-    return lambda: call(value)
+class DaemonThreads:
+    """``count`` daemon threads for many short functions; belongs to the event loop's thread."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """As ``in_thread``, as soon as a thread is free."""
+        done, run = _prepared(function, arguments)
+        self._queue.put(run)
+        return done
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # it holds the caller's buffers
+
+    def stop(self) -> None:
+        """Finish what is queued and end. Blocks, for as long as some thread hangs."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _prepared(
+    function: Callable[..., T], arguments: tuple[object, ...]
+) -> tuple[asyncio.Future[T], Callable[[], None]]:
+    """A future of the running loop, and what a thread does to fulfil it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # what the function returned
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # the caller's to handle, whatever it is
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            return  # the loop was closed: nobody is left to tell
+
+    return done, run

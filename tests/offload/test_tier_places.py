@@ -92,7 +92,7 @@ async def test_old_weights_are_forgotten_though_killed_before_the_reset(
     await tier.aclose()
 
 
-@pytest.mark.parametrize("kind", ["lmdb"])
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
 async def test_a_folder_of_an_older_epoch_gives_nothing_out(tmp_path: Path, kind: str) -> None:
     """A restored snapshot: the same keys, computed by older weights."""
     path, snapshot = tmp_path / "kv", tmp_path / "snapshot"
