@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,23 @@ def test_wrong_values_are_told_and_counted(world: World) -> None:
     assert len(report["ignored"]) == 3
     assert world.connector._scheduler.intake.wrong_values == 3
     assert world.connector.faults.by_hook == {}
+
+
+def test_the_log_says_at_debug_level_what_a_request_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+        logging.getLogger("offload").propagate = True  # the connector sends it to vLLM's log
+        with caplog.at_level(logging.DEBUG, logger="offload"):
+            serve(world, "a", PROMPT)
+            world.forget_locally()
+            serve(world, "b", PROMPT)
+        texts = [record.message for record in caplog.records]
+        lines = {text for text in texts if "lookup of request" in text}
+        assert len(lines) == 2
+        assert any("request a" in line and "never_stored" in line for line in lines)
+        assert any("request b" in line and "'cpu': 60" in line for line in lines)
+        with caplog.at_level(logging.INFO, logger="offload"):
+            serve(world, "c", PROMPT)
+        later = [record.message for record in caplog.records[len(texts) :]]
+        assert not any("lookup of" in text for text in later)
