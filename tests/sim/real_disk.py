@@ -64,6 +64,11 @@ class LmdbMedium(OnThreads, Medium):
         super().__init__(disk)
         self._disk = disk
 
+    async def open(self) -> Any:
+        with self._outside():
+            await self._disk.aclose()  # a server that was given no time to end has left it open
+        return await super().open()
+
     @property
     def epoch(self) -> int:
         return self._disk.epoch
