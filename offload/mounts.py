@@ -28,11 +28,8 @@ class Spot:
 
 
 def spot_of(path: str | Path) -> Spot:
-    """Where ``path`` lies, or would lie once it is made. Raises ``OSError``; may block."""
-    place = Path(path).absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    place = place.resolve()
+    """Where ``path`` lies. Raises ``OSError``, also if nothing is there; may block."""
+    place = Path(path).resolve(strict=True)
     device = os.stat(place).st_dev
     while not os.path.ismount(place):
         place = place.parent

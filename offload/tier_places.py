@@ -76,7 +76,7 @@ class TierPlaces:
     def _renew(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
         """The tier's folder, claimed anew after its medium had failed, for what the tier was: its
         capacity, which the scheduler counts on, and its epoch, which the folder of another medium
-        does not know.
+        does not know. A path that is gone is not made: whoever moved it may bring it back.
 
         Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back.
         """

@@ -220,7 +220,9 @@ class FileTier(Tier):
         if epoch != self._epoch or (not is_good and self._entries.get(key) is not entry):
             return ReadOutcome.MISS
         if not is_good:
-            await asyncio.wait([self._remove(folder, [key])])  # so that a good copy can be written
+            removing = self._remove(folder, [key])  # so that a good copy can be written
+            await asyncio.wait([removing])
+            removing.exception()  # if it stays on disk, it is found and removed by the next read
         return ReadOutcome.OK if is_good else ReadOutcome.CORRUPT
 
     # -- deleting, recency, reset ----------------------------------------------------------

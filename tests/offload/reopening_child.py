@@ -58,6 +58,8 @@ async def main(path: Path, comes_back: str) -> None:
     await fail(tier)
     if comes_back == "foreign":
         shutil.copytree(path.with_name("other"), path)
+    else:
+        os.mkdir(path, 0o700)
     await tier.touch(KEYS)  # opened again: empty, whatever lies there
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)  # by the old weights
     print(bump_epoch(replica_folder(path, NAMESPACE)), flush=True)
