@@ -18,6 +18,8 @@ from tiers.base import Buffer
 from tiers.direct_io import DiskIo
 
 SLOW_S = 0.3
+REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
+"""What a write ends with; reads work."""
 
 
 class SickIo(DiskIo):
@@ -43,8 +45,8 @@ class SickIo(DiskIo):
 
     def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
         self._suffer()
-        if self.state == "is full":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.state in REFUSALS:
+            raise OSError(REFUSALS[self.state], os.strerror(REFUSALS[self.state]))
         return super().pwritev(fd, views, offset)
 
 
