@@ -118,12 +118,15 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
 def test_an_unplugged_disk_is_used_again_when_it_is_back(
     engine: Engine, reference: Reference, root: Path, comes_back: str
 ) -> None:
-    """The folder is gone under the open tier, and later there again."""
+    """The folder is gone under the open tier, nothing can be put in its place (as over a mount
+    point without its disk), and later it is there again."""
     elsewhere = root.with_name("elsewhere")
     settle(engine)
     dropped = engine.call(totals)["dropped_chunks:lmdb"]
     root.rename(elsewhere)
+    root.touch()
     ask_while(engine, reference, lambda: engine.call(gate_state)[1])
+    root.unlink()
     if comes_back == "empty":
         shutil.rmtree(elsewhere)
         root.mkdir(mode=0o700)
