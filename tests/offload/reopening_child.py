@@ -1,5 +1,6 @@
 """A server's worker whose disk is replaced while it runs, and which is killed before a reset of the
-weights reaches it. Arguments: the tier's path, and what lies there when it comes back.
+weights reaches it. Arguments: the tier's path, and what lies there when it comes back: ``nothing``,
+a ``foreign`` disk, or the ``same`` one; ``late``: the same, after the reset was begun.
 
 Prints the epoch that the reset began, and then waits for the end.
 """
@@ -23,6 +24,7 @@ from tiers.testing import key_of, put
 
 NAMESPACE = Namespace.of({"model": "a"})
 KEYS = [key_of(n) for n in range(4)]
+NEW = [key_of(n) for n in range(10, 14)]
 SIZE = 8192
 
 
@@ -58,11 +60,16 @@ async def main(path: Path, comes_back: str) -> None:
     await fail(tier)
     if comes_back == "foreign":
         shutil.copytree(path.with_name("other"), path)
-    else:
+    elif comes_back == "nothing":
         os.mkdir(path, 0o700)
-    await tier.touch(KEYS)  # opened again: empty, whatever lies there
-    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)  # by the old weights
-    print(bump_epoch(replica_folder(path, NAMESPACE)), flush=True)
+    else:
+        os.rename(path.with_name("away"), path)
+    home = replica_folder(path, NAMESPACE)
+    epoch = bump_epoch(home) if comes_back == "late" else 0
+    await tier.touch(KEYS)  # opened again
+    # By the old weights still: writes that were planned before the reset come before it.
+    assert await put(tier, NEW, SIZE) == [WriteOutcome.OK] * len(NEW)
+    print(epoch or bump_epoch(home), flush=True)
     await asyncio.Event().wait()
 
 

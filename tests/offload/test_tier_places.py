@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from offload import tier_places
+from offload import namespace_folders, tier_places
 from offload.errors import TierUnavailableError
 from offload.mounts import Spot, spot_of
-from offload.namespace_folders import bump_epoch, read_epoch, replica_folder
+from offload.namespace_folders import bump_epoch, raise_epoch, read_epoch, replica_folder
 from offload.tier_factory import TierSpec, make_tier
 from tests.offload import reopening_child
 from tests.offload.reopening_child import KEYS, NAMESPACE, SIZE, fail, places, tier_at
@@ -76,7 +76,7 @@ def epoch_begun_and_killed(path: Path, comes_back: str) -> int:
         process.communicate()
 
 
-@pytest.mark.parametrize("comes_back", ["nothing", "foreign"])
+@pytest.mark.parametrize("comes_back", ["nothing", "foreign", "same", "late"])
 async def test_old_weights_are_forgotten_though_killed_before_the_reset(
     tmp_path: Path, comes_back: str
 ) -> None:
@@ -167,6 +167,25 @@ async def test_an_index_that_is_ahead_of_the_file_is_caught_up_with(tmp_path: Pa
     await tier.open()
     assert epoch_at(path) == 4
     await tier.aclose()
+
+
+def test_raising_an_epoch_never_lowers_one_that_was_raised_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = replica_folder(tmp_path, NAMESPACE)
+    release(places(tmp_path).specs()[0])
+    real = namespace_folders.locked
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[None]:
+        monkeypatch.setattr(namespace_folders, "locked", real)
+        assert bump_epoch(folder, at_least=9) == 9
+        with real(folder):
+            yield
+
+    monkeypatch.setattr(namespace_folders, "locked", late)
+    assert raise_epoch(home, 5) == 9
+    assert epoch_at(tmp_path) == 9
 
 
 # -- place and capacity ----------------------------------------------------------------------
