@@ -113,19 +113,24 @@ class DemotionQueue:
         if not room:
             self.skipped += len(keys)
             return
+        queued: list[bytes] = []
         for key in keys:
             if not self._index.is_absent(key):
                 continue
-            info = self._info(key, groups, told)
-            if not self._admits(key, info):
-                self.refused += 1
-                continue
-            if len(self._waiting) >= room or not self._may_displace(info):
+            # Room first: an admission policy may spend a budget.
+            if len(self._waiting) + len(queued) >= room:
                 self.skipped += 1
                 continue
-            cpu.pin((key,))
-            self._waiting.append(key)
-            self._told[key] = info
+            info = self._info(key, groups, told)
+            if not self._may_displace(info):
+                self.skipped += 1
+            elif self._admissions and not self._admits(key, info):
+                self.refused += 1
+            else:
+                queued.append(key)
+                self._told[key] = info
+        cpu.pin(queued)
+        self._waiting.extend(queued)
 
     def _admits(self, key: bytes, info: EntryInfo) -> bool:
         """High priority passes every admission but a budget of writes."""

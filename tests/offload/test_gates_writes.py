@@ -7,6 +7,7 @@ from offload.chunks import GroupInfo
 from offload.demotion import DemotionQueue
 from offload.ledger import Ledger
 from offload.plans import JobResult
+from policies.admission import WriteBudget
 from policies.base import EntryInfo
 from tests.offload.gate_helpers import (
     TOKENS,
@@ -163,3 +164,18 @@ def test_the_weights_change_while_a_disk_is_away() -> None:
     assert (plan.epochs, plan.reset) == ({0: 3}, False)
     answer(planner, plan.stores[0].job)
     assert {job.tier for job in step(planner, 0.0).demotes} == {0, 1}
+
+
+def test_a_chunk_that_finds_no_room_spends_no_budget() -> None:
+    planner = make()
+    cpu = planner.cpu
+    info = EntryInfo(GROUP, size_bytes=1)
+    keys = [key_of(n) for n in range(3)]
+    cpu.recover(keys, [info] * 3)
+    budget = WriteBudget(1.0, burst_bytes=250)
+    queue = DemotionQueue(0, planner.lower[0], admissions=[budget], max_waiting=1)
+    queue.offer(keys[:2], cpu, planner.groups)
+    assert (len(queue), queue.skipped, queue.refused) == (1, 1, 0)
+    queue.clear(cpu)
+    queue.offer(keys[2:], cpu, planner.groups)
+    assert (len(queue), queue.refused) == (1, 0), "100 of 250 bytes were spent before"
