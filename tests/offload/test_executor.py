@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPla
 from offload.registry import GroupCaches, register_kv_caches
 from offload.staging import Staging
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
+from tests.threads import no_thread_is_left
 from tiers.base import Tier
 from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
@@ -234,11 +234,10 @@ async def test_copies_that_keep_failing_do_not_flood_the_log(
 
 
 async def test_closing_leaves_no_thread() -> None:
-    before = threading.active_count()
-    async with rank_with() as rank:
-        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
-        await rank.turn()
-    assert threading.active_count() <= before
+    with no_thread_is_left():
+        async with rank_with() as rank:
+            rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+            await rank.turn()
 
 
 def test_a_plan_posted_to_a_stopped_loop_is_answered() -> None:

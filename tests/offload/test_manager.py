@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from tests.offload.small_model import (
     open_manager,
     wrong_blocks,
 )
+from tests.threads import no_thread_is_left
 from tiers.base import TierClosedError
 from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
@@ -55,9 +55,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() <= before, [t.name for t in threading.enumerate()]
+    with no_thread_is_left():
+        yield
 
 
 def memory() -> MemoryTier:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from offload.manager import OffloadManager
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
+from tests.threads import no_thread_is_left
 from tiers.base import Buffer, Key, ReadOutcome, Tier
 from tiers.lmdb_tier import LmdbTier
 from tiers.reopening import ReopeningTier
@@ -361,6 +361,5 @@ def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() <= before, [t.name for t in threading.enumerate()]
+    with no_thread_is_left():
+        yield
