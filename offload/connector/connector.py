@@ -68,7 +68,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             # Once in plain sight: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
-        self._owed = OwedEpochs(self._setup.next_epoch)
+        self._epochs: OwedEpochs | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
@@ -208,6 +208,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             planner = make_planner(config, layout, namespace, ranks, num_blocks)
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
+            self._epochs = OwedEpochs(self._setup.tier_epochs().begin)
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
@@ -247,7 +248,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(StepPlan)
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         assert self._scheduler is not None
-        if epochs := self._owed.take():
+        if self._epochs is not None and (epochs := self._epochs.take()):
             self._scheduler.begin_epochs(epochs)
         return self._scheduler.build_plan(scheduler_output)
 
@@ -311,14 +312,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is None:
             return None
         self._scheduler.forget()
-        epochs: dict[int, int] = {}
-        for tier in range(len(self._setup.config.tiers)):
-            try:
-                epochs[tier] = self._setup.next_epoch(tier)
-            except Exception as error:  # the other tiers must not wait for this one
-                self._owed.owe(tier, error)
+        if self._epochs is None:  # nobody has stored anything yet
+            return True
+        tiers = range(len(self._setup.config.tiers))
+        epochs = self._epochs.begin(tiers)
         self._scheduler.begin_epochs(epochs)
-        return len(epochs) == len(self._setup.config.tiers)
+        return len(epochs) == len(tiers)
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -328,7 +327,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.close()
-            self._owed.close()
+        if self._epochs is not None:
+            self._epochs.close()
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:

@@ -1,9 +1,9 @@
-"""Epochs that could not be written when the weights changed: tried again until they are.
+"""Epochs of the lower tiers: begun when the weights change, and owed to a tier that is away.
 
-Without an epoch of its own a tier is neither written nor read. The others go on.
+A tier that does not know its epoch is neither written nor read. The others go on.
 
-Ownership: ``owe``, ``settle`` and ``take`` belong to the scheduler's thread; ``bump`` runs on a
-thread of its own, which a disk that hangs may keep for ever. What it has written comes back by a
+Ownership: ``begin`` and ``take`` belong to the scheduler's thread. What is owed is tried on a
+thread of its own, which a disk that hangs may keep for ever; what it has begun comes back by a
 deque.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -20,47 +20,57 @@ RETRY_S = 5.0
 
 
 class OwedEpochs:
-    """``bump(tier)`` begins a new epoch of a tier durably and returns it, or raises."""
+    """``begin_one(tier)`` begins a new epoch of a tier durably and returns it, or raises."""
 
-    def __init__(self, bump: Callable[[int], int], retry_s: float = RETRY_S) -> None:
-        self._bump = bump
+    def __init__(self, begin_one: Callable[[int], int], retry_s: float = RETRY_S) -> None:
+        self._begin_one = begin_one
         self._retry_s = retry_s
         self._owed: set[int] = set()
-        self._written: deque[tuple[int, int]] = deque()
+        self._begun: deque[tuple[int, int]] = deque()
         self._closed = threading.Event()
 
-    def owe(self, tier: int, error: Exception) -> None:
-        """The epoch of this tier could not be written."""
-        logger.error(
-            "kvtiers: tier %d could not be told that the weights have changed (%s). It is not used "
-            "until it can; if the server ends before, clear its folder",
-            tier,
-            error,
-        )
-        if tier not in self._owed:
-            self._owed.add(tier)
-            threading.Thread(
-                target=self._try, args=(tier,), name="kvtiers-epoch", daemon=True
-            ).start()
+    def begin(self, tiers: Iterable[int]) -> dict[int, int]:
+        """New epochs of ``tiers``, but for those that cannot be told now."""
+        found = {}
+        for tier in tiers:
+            try:
+                found[tier] = self._begin_one(tier)
+                self._owed.discard(tier)
+            except Exception as error:  # the other tiers must not wait for this one
+                self._owe(tier, error)
+        return found
 
     def take(self) -> dict[int, int]:
-        """Epochs that were written since the last call, by tier."""
+        """Owed epochs that were begun since the last call, by tier."""
         found = {}
-        while self._written:
-            tier, epoch = self._written.popleft()
-            self._owed.discard(tier)
-            found[tier] = epoch
-            logger.warning("kvtiers: tier %d knows now that the weights have changed", tier)
+        while self._begun:
+            tier, epoch = self._begun.popleft()
+            if tier in self._owed:  # else a later reset has told it, and it is in use again
+                self._owed.discard(tier)
+                found[tier] = epoch
+                logger.warning("kvtiers: tier %d knows now that the weights have changed", tier)
         return found
 
     def close(self) -> None:
         """Stop trying."""
         self._closed.set()
 
+    def _owe(self, tier: int, error: Exception) -> None:
+        logger.error(
+            "kvtiers: tier %d could not be told that the weights have changed (%s). It is not used "
+            "until it can be; if the server ends before, clear its folder",
+            tier,
+            error,
+        )
+        if tier not in self._owed:
+            self._owed.add(tier)
+            name = f"kvtiers-epoch-{tier}"
+            threading.Thread(target=self._try, args=(tier,), name=name, daemon=True).start()
+
     def _try(self, tier: int) -> None:
         while not self._closed.wait(self._retry_s):
             try:
-                self._written.append((tier, self._bump(tier)))
+                self._begun.append((tier, self._begin_one(tier)))
                 return
             except Exception as error:  # whatever it is, the disk is not back yet
                 logger.debug("kvtiers: tier %d: %s", tier, error)

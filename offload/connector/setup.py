@@ -25,10 +25,11 @@ from offload.errors import ConfigError
 from offload.index import TierIndex
 from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
-from offload.namespace_folders import bump_epoch, describe_neighbours, replica_folder
+from offload.namespace_folders import describe_neighbours
 from offload.recorder import TraceRecorder
 from offload.registry import LayerTensors, Registration, as_list
 from offload.request_file import RequestFile
+from offload.tier_epochs import TierEpochs
 from offload.tier_factory import TierSpec
 from offload.tier_places import TierPlaces
 from offload.why import RequestLog
@@ -156,13 +157,10 @@ class Setup:
             engine=f"{self.vllm_config.model_config.model}",
         ).specs()
 
-    def next_epoch(self, tier: int) -> int:
-        """Begin a new epoch in a lower tier, durably when this returns.
-
-        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if it cannot be written.
-        """
-        path = self.config.tiers[tier].path
-        return bump_epoch(replica_folder(path, self.namespace, self.replica))
+    def tier_epochs(self) -> TierEpochs:
+        """Begins epochs of the lower tiers, which the workers have opened by now."""
+        paths = [tier.path for tier in self.config.tiers]
+        return TierEpochs(paths, self.namespace, self.replica)
 
     def recorder(self) -> TraceRecorder | None:
         """What records this server's prompts, if that is wanted."""
