@@ -351,7 +351,7 @@ asyncio.run(main())
 async def test_two_processes_on_one_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(tmp_path / "tier")]
     # Blocking on the other process is what this test wants: nothing else runs in this loop.
-    with subprocess.Popen(  # noqa: ASYNC220
+    with subprocess.Popen(  # noqa: ASYNC220  # nothing else runs on this loop
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as owner:
         assert owner.stdout is not None
