@@ -1,0 +1,176 @@
+"""A tier that others have written and that is only read: what they keep in another form.
+
+``open_sources`` finds what is there when the tier is opened; each source knows how to turn a record
+of its own into a payload as this side has it. Nothing is ever written, deleted or touched: what
+a source loses is a miss here, and what comes later is not seen before the next start.
+
+Ownership: the sources belong to one thread of the tier's own, which does all that blocks;
+everything else belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tiers.base import (
+    Buffer,
+    Key,
+    ReadOutcome,
+    StoredKeys,
+    Tier,
+    TierClosedError,
+    TierInfo,
+    TierIoError,
+    WriteOutcome,
+)
+from tiers.calls import settled
+from tiers.daemon_threads import DaemonThreads
+
+KEYS_PER_BATCH = 4096
+
+
+class ForeignKey(NamedTuple):
+    """A record that can be had: its last use in ns since 1970 (0 if unknown), and the length of its
+    payload as this side has it."""
+
+    key: Key
+    use_ns: int
+    payload_bytes: int
+
+
+class Source(Protocol):
+    """One store of somebody else. Belongs to one thread; blocks. What it raises means that
+    the medium is gone."""
+
+    def keys(self) -> list[ForeignKey]:
+        """What can be had."""
+        ...
+
+    def read(self, key: Key, into: Buffer) -> ReadOutcome:
+        """Fill ``into`` with a payload, verified. ``MISS`` for what is not there any more."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class ForeignTier(Tier):
+    """See the module. Of a key that two sources have, the first is asked."""
+
+    def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
+        """``open_sources`` runs on the tier's thread when it is opened."""
+        self._open_sources = open_sources
+        self._threads: DaemonThreads | None = None
+        self._sources: Sequence[Source] = ()
+        self._found: dict[Key, tuple[int, int]] = {}  # source, bytes; least recently used first
+        self._is_closed = False
+        self._counts = {"records": 0, "reads": 0, "misses": 0, "write_attempts": 0}
+
+    async def open(self) -> TierInfo:
+        self._threads = DaemonThreads("tier-foreign", 1)
+        found = await self._run(self._look)
+        self._found = found
+        self._counts["records"] = len(found)
+        used = sum(size for _, size in found.values())
+        return TierInfo("foreign", used, used, len(found), persistent=True)
+
+    def _look(self) -> dict[Key, tuple[int, int]]:
+        """On the tier's thread."""
+        sources = list(self._open_sources())
+        self._sources = sources
+        rows: dict[Key, tuple[int, int, int]] = {}
+        for number, source in enumerate(sources):
+            for key, use_ns, size in source.keys():  # noqa: SIM118 - no mapping, but what it has
+                rows.setdefault(key, (use_ns, number, size))
+        ordered = sorted(rows.items(), key=lambda row: row[1][0])
+        return {key: (number, size) for key, (_, number, size) in ordered}
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return payload_bytes
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        """Nothing is written to what is somebody else's."""
+        self._check_open()
+        self._counts["write_attempts"] += len(keys)
+        return [WriteOutcome.FAILED] * len(keys)
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        self._check_open()
+        found = [self._found.get(key) for key in keys]
+        outcomes: list[ReadOutcome] = await self._run(_read_all, self._sources, keys, found, into)
+        self._counts["reads"] += len(keys)
+        self._counts["misses"] += outcomes.count(ReadOutcome.MISS)
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """Forget them here; they stay where they are."""
+        self._check_open()
+        for key in keys:
+            self._found.pop(key, None)
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        """Their order of use is their owner's."""
+        self._check_open()
+
+    async def keys(self) -> AsyncIterator[StoredKeys]:
+        self._check_open()
+        names = list(self._found)
+        sizes = [size for _, size in self._found.values()]
+        for start in range(0, len(names), KEYS_PER_BATCH):
+            stop = start + KEYS_PER_BATCH
+            yield StoredKeys(names[start:stop], sizes[start:stop])
+
+    async def reset(self, epoch: int) -> None:
+        """The weights of this side are others now: nothing that is stored there fits them."""
+        self._check_open()
+        self._found = {}
+
+    async def aclose(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        threads, self._threads = self._threads, None
+        self._found = {}
+        if threads is not None:
+            await settled(threads.run(_close_all, self._sources))
+            threads.stop()
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._counts)
+
+    async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """A blocking call on the tier's thread, which has ended when this returns or raises."""
+        assert self._threads is not None
+        try:
+            return await settled(self._threads.run(function, *arguments))
+        except Exception as error:  # whatever the library of a source has to say
+            raise TierIoError(f"what others have stored cannot be read: {error}") from error
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._threads is None:
+            raise TierClosedError("the tier is not open")
+
+
+def _read_all(
+    sources: Sequence[Source],
+    keys: Sequence[Key],
+    found: Sequence[tuple[int, int] | None],
+    into: Sequence[Buffer],
+) -> list[ReadOutcome]:
+    """On the tier's thread."""
+    outcomes = []
+    for key, place, data in zip(keys, found, into, strict=True):
+        if place is None:
+            outcomes.append(ReadOutcome.MISS)
+        elif place[1] != data.nbytes:
+            outcomes.append(ReadOutcome.CORRUPT)
+        else:
+            outcomes.append(sources[place[0]].read(key, data))
+    return outcomes
+
+
+def _close_all(sources: Sequence[Source]) -> None:
+    for source in sources:
+        source.close()
