@@ -62,7 +62,7 @@ class TierConfig(msgspec.Struct, frozen=True):
     capacity: int
     policy: PolicyConfig = LRU
     admission: PolicyConfig = ADMIT_ALL
-    io_threads: int = 4
+    io_threads: int = 8
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     reserve: int | None = None

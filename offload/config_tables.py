@@ -67,7 +67,7 @@ TIER_FIELDS = (
         "io_threads",
         count(1, 64),
         4,
-        "Requests in flight, per rank. 4 is enough for one disk, 32 for an array of NVMe disks.",
+        "Requests in flight, per rank. 8 are enough for one disk, 32 for an array of NVMe disks.",
     ),
     Field(
         "high_watermark",

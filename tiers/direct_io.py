@@ -15,6 +15,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tiers.extents import Runs
 IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
+DEPTH_MOST = 1024
 
 
 def pages_for(byte_count: int) -> int:
@@ -61,11 +63,19 @@ class PayloadFile:
     """One open file of whole pages. Methods raise ``OSError``."""
 
     def __init__(
-        self, path: Path, io: DiskIo, *, direct: bool = True, read_only: bool = False
+        self,
+        path: Path,
+        io: DiskIo,
+        *,
+        direct: bool = True,
+        read_only: bool = False,
+        depth: int = DEPTH_MOST,
     ) -> None:
         """Open, or create unless ``read_only``. Falls back to buffered I/O where ``O_DIRECT`` is
-        refused."""
+        refused. At most ``depth`` reads and ``depth`` writes are with the device at a time;
+        further threads wait."""
         self._io = io
+        self._reading, self._writing = threading.Semaphore(depth), threading.Semaphore(depth)
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         self.direct = direct
         try:
@@ -95,11 +105,13 @@ class PayloadFile:
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
         """Write all views one after the other."""
-        self._whole(self._io.pwritev, views, offset)
+        with self._writing:
+            self._whole(self._io.pwritev, views, offset)
 
     def read(self, views: Sequence[Buffer], offset: int) -> None:
         """Fill all views. The end of the file is an ``OSError`` as well."""
-        self._whole(self._io.preadv, views, offset)
+        with self._reading:
+            self._whole(self._io.preadv, views, offset)
 
     def _whole(self, call: _Transfer, views: Sequence[Buffer], offset: int) -> None:
         wanted = sum(view.nbytes for view in views)

@@ -64,7 +64,8 @@ class LmdbOptions:
     ``record_bytes`` is the smallest usual payload: the index gets room for
     ``capacity / record_bytes`` records. ``grow_bytes`` is the step in which the payload file takes
     its space; ``reserve_bytes`` of the file system stay free (``None``: 5 %, at least 2 GiB).
-    ``io_threads`` is the queue depth, for reads and for writes each. ``job_bytes`` is the most that
+    ``io_threads`` is the queue depth, for reads and for writes each; a few more threads seal and
+    verify meanwhile. ``job_bytes`` is the most that
     one thread moves at a time, adjacent records with one system call; a call is divided among all
     threads first. Small jobs cost CPU: threads that hand over to each other all the time.
     ``queue_records`` bounds what waits.
@@ -78,7 +79,7 @@ class LmdbOptions:
     record_bytes: int = 64 << 10
     grow_bytes: int = 1 << 30
     reserve_bytes: int | None = None
-    io_threads: int = 4
+    io_threads: int = 8
     job_bytes: int = 8 << 20
     queue_records: int = 4096
     direct_io: bool = True
@@ -181,7 +182,9 @@ class LmdbStore:
             undo.pop_all()
 
     def _open_payload(self, path: Path, undo: contextlib.ExitStack) -> None:
-        self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+        options = self._options
+        depth = options.io_threads
+        self.file = PayloadFile(path, self._io, direct=options.direct_io, depth=depth)
         undo.callback(self.file.close)
 
     def _recover(self) -> None:

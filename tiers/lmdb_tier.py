@@ -56,6 +56,8 @@ TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
 KEYS_PER_BATCH = 1 << 14
 JOB_BYTES_MIN = 256 << 10
+SPARE_THREADS = 2
+"""Threads beyond the queue depth: while some verify or seal, the device has its requests."""
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
     *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
@@ -124,8 +126,9 @@ class LmdbTier(Tier):
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._counts["dropped_at_open"] = len(recovered.bad)
         self._counts["quarantined"] = int(store.quarantined is not None)
-        self._read_threads = IoThreads("tier-read", self._options.io_threads)
-        self._write_threads = IoThreads("tier-write", self._options.io_threads)
+        threads = self._options.io_threads + SPARE_THREADS
+        self._read_threads = IoThreads("tier-read", threads)
+        self._write_threads = IoThreads("tier-write", threads)
         committed = self._from_thread(self._on_commit)
         self._committer = CommitThread(store.index, store.file, self._write_threads.busy, committed)
         self._closing = None

@@ -168,6 +168,42 @@ class GatedIo(DiskIo):
         return super().pwritev(fd, views, offset)
 
 
+class CountingIo(DiskIo):
+    """Lets nobody read on before ``expected`` threads read at once, and counts the most. They
+    linger, for one more to show itself."""
+
+    def __init__(self, expected: int) -> None:
+        self.most = self._now = 0
+        self._expected = expected
+        self._changed = threading.Condition()
+
+    def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.most >= self._expected, 60)
+            self._changed.wait_for(lambda: self.most > self._expected, 0.2)
+        try:
+            return super().preadv(fd, views, offset)
+        finally:
+            with self._changed:
+                self._now -= 1
+
+
+async def test_the_device_has_as_many_requests_as_configured_and_no_more(tmp_path: Path) -> None:
+    io = CountingIo(expected=3)
+    size = 256 << 10  # a job each
+    tier = LmdbTier(tmp_path / "tier", 16 << 20, reserve_bytes=0, io=io, io_threads=3)
+    await tier.open()
+    assert await put(tier, KEYS, size) == [WriteOutcome.OK] * len(KEYS)
+    await assert_holds(tier, KEYS, size)
+    reads = [tier.read(KEYS, [aligned(size) for _ in KEYS]) for _ in range(3)]
+    assert await asyncio.gather(*reads) == [[ReadOutcome.OK] * len(KEYS)] * 3
+    assert io.most == 3
+    await tier.aclose()
+
+
 async def test_a_place_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
     """A slow read of a deleted record gets its own bytes, not those of the next owner."""
     io = GatedIo()
