@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NoReturn
 
 from offload.errors import InvariantError
@@ -18,6 +19,7 @@ from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 
 _NOTHING: frozenset[bytes] = frozenset()
+_size_bytes = attrgetter("size_bytes")
 PASSED_MOST = 64
 
 
@@ -179,11 +181,11 @@ class TierIndex:
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """Enter chunks found after a restart, oldest first; returns those that did not fit."""
-        places = dict(zip(keys, (info.size_bytes for info in infos), strict=True))
+        places = dict(zip(keys, map(_size_bytes, infos), strict=True))
         is_plain = not (self._resident or self._filling or self._doomed)
         if is_plain and len(places) == len(keys) and self.space.take_bytes(sum(places.values())):
             self._resident.update(places)
-            self.policy.insert_all(keys, infos)
+            self.policy.insert_all(places, infos)
             return []
         rejected = []
         for key, info in zip(keys, infos, strict=True):

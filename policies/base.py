@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,9 +52,9 @@ class EvictionPolicy(ABC):
     def insert(self, key: Key, info: EntryInfo) -> None:
         """Add a key that is not a member."""
 
-    def insert_all(self, keys: Sequence[Key], infos: Sequence[EntryInfo]) -> None:
-        """Insert many keys one after the other (after a restart). Overridden where that is faster
-        at once."""
+    def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
+        """Insert many keys one after the other (after a restart), from a list, or from a dict in
+        its order. Overridden where that is faster at once."""
         for key, info in zip(keys, infos, strict=True):
             self.insert(key, info)
 

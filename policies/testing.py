@@ -25,18 +25,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import run_state_machine_as_test
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.prefix import find_hole
 from policies.simulate import SimTier, simulate
+from policies.testing_model import PolicyMachine
 from policies.trace import Request, Trace, to_runs
 
 INFO = EntryInfo()
@@ -94,95 +88,6 @@ def play(policy: EvictionPolicy, script: str) -> str:
     return " ".join(evicted)
 
 
-class PolicyMachine(RuleBasedStateMachine):
-    """Random operations on a policy, with a set as the naive model of its membership."""
-
-    make: Callable[[], EvictionPolicy]
-
-    @initialize()
-    def start(self) -> None:
-        self.policy = type(self).make()
-        self.members: set[Key] = set()
-        self.pinned: set[Key] = set()
-        self.gone: set[Key] = set()
-        self.next_key = 0
-
-    @rule(count=st.integers(1, 6), depth=st.integers(0, 50), again=st.booleans())
-    def insert(self, count: int, depth: int, again: bool) -> None:
-        """A request's new keys, tail first, some of which were here before; then its touch."""
-        keys: list[Key] = sorted(self.gone, key=repr)[:count] if again else []
-        keys += [self.next_key + i for i in range(count - len(keys))]
-        self.next_key += count
-        for place in reversed(range(len(keys))):
-            self.policy.insert(keys[place], EntryInfo(depth_tokens=(depth + place) * 16))
-        self.members.update(keys)
-        self.gone.difference_update(keys)
-        self.policy.touch(keys)
-
-    @rule(data=st.data(), strangers=st.booleans())
-    def touch(self, data: st.DataObject, strangers: bool) -> None:
-        """Members in any order, sometimes twice, sometimes with keys that are none."""
-        known = sorted(self.members, key=repr)
-        keys: list[Key] = data.draw(st.lists(st.sampled_from(known), max_size=8)) if known else []
-        self.policy.touch([*keys, "stranger"] if strangers else keys)
-
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        """Choose anew which members must stay."""
-        known = sorted(self.members, key=repr)
-        self.pinned = set(data.draw(st.lists(st.sampled_from(known)))) if known else set()
-
-    @rule(count=st.integers(0, 9), evict=st.booleans())
-    def victims(self, count: int, evict: bool) -> None:
-        """Ask for victims; they leave, or nothing happens to them."""
-        named = self.policy.victims(count, lambda key: key not in self.pinned)
-        free = self.members - self.pinned
-        assert set(named) <= free, f"named {set(named) - free}, which may not go"
-        assert len(set(named)) == len(named), f"named twice: {named}"
-        assert len(named) == min(count, len(free)), f"{len(named)} of {count}, {len(free)} free"
-        if evict:
-            for key in named:
-                self.policy.remove(key, RemoveCause.EVICTED)
-            self.members.difference_update(named)
-            self.gone.update(named)
-
-    @rule(data=st.data(), cause=st.sampled_from(RemoveCause))
-    def remove(self, data: st.DataObject, cause: RemoveCause) -> None:
-        """Any member may be taken out at any time; a stranger too, to no effect."""
-        key = data.draw(st.sampled_from([*sorted(self.members, key=repr), "stranger"]))
-        self.policy.remove(key, cause)
-        self.members.discard(key)
-        self.pinned.discard(key)
-
-    @rule(keys=st.booleans(), end=st.booleans())
-    def advise(self, keys: bool, end: bool) -> None:
-        """Hints are taken for any keys."""
-        hints = {"session_end": True} if end else {"tool_call": True, "return_s": 5.0}
-        self.policy.advise(sorted(self.members, key=repr) if keys else ["stranger"], hints)
-
-    @rule()
-    def clear(self) -> None:
-        """All members leave at once."""
-        self.policy.clear()
-        self.members.clear()
-        self.pinned.clear()
-        self.gone.clear()
-
-    @rule()
-    def everything(self) -> None:
-        """All members may go. A rule, because an assertion in ``teardown`` would hide behind
-        Hypothesis's "inconsistent data generation": teardown also runs after a run it cut short.
-        """
-        named = self.policy.victims(len(self.members) + 1, _anything)
-        assert len(named) == len(self.members)
-        assert set(named) == self.members
-
-    @invariant()
-    def same_members(self) -> None:
-        if hasattr(self, "policy"):
-            assert len(self.policy) == len(self.members)
-
-
 class PolicyContract:
     """Inherit, give ``make_policy``, and let pytest collect the class.
 
@@ -229,6 +134,27 @@ class PolicyContract:
             for key in (0, 1, 2):
                 policy.remove(key, RemoveCause.EVICTED)
             assert len(policy) == 0
+
+    @pytest.mark.parametrize("seed", [8, 9])
+    def test_many_at_once_are_as_one_by_one(self, seed: int) -> None:
+        draw = random.Random(seed)
+        keys = list(range(60))
+        at_once, one_by_one = self.make_policy(), self.make_policy()
+        at_once.insert_all(keys, [INFO] * len(keys))
+        for key in keys:
+            one_by_one.insert(key, INFO)
+        for step in range(60, 160):
+            used = draw.sample(range(step), 5)
+            count, pinned = draw.randrange(4), set(draw.sample(range(step), 8))
+            named = []
+            for policy in (at_once, one_by_one):
+                policy.insert(step, INFO)
+                policy.touch(used)
+                named.append(policy.victims(count, lambda key: key not in pinned))  # noqa: B023  # called at once
+                for victim in named[-1]:
+                    policy.remove(victim, RemoveCause.EVICTED)
+            assert named[0] == named[1], f"seed {seed}, step {step}"
+            assert len(at_once) == len(one_by_one)
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_same_requests_same_decisions(self, seed: int) -> None:
