@@ -66,6 +66,9 @@ class TierInfo:
     ``medium`` tells one medium from another and from one made anew in its place. Records are
     written and read under ``epoch``; what the medium held was of ``found_epoch``, and is forgotten
     where that is another one.
+
+    ``shared``: others write to the medium as well, so nobody can keep an index of it; ``present``
+    tells what it holds.
     """
 
     name: str
@@ -76,6 +79,7 @@ class TierInfo:
     medium: str = ""
     epoch: int = 0
     found_epoch: int = 0
+    shared: bool = False
 
 
 class StoredKey(NamedTuple):
@@ -144,6 +148,11 @@ class Tier(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Finish or abandon what is in flight and release everything. Idempotent."""
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of these can be read now, as far as that can be told without reading them. Only
+        asked of a tier that is ``shared``."""
+        raise NotImplementedError
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, on the loop, whenever records that the tier had vouched for are

@@ -290,6 +290,12 @@ class LmdbIndex:
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"limits", limits.dump())
 
+    def state(self) -> bytes | None:
+        """What those who share an index keep in it (``shared_index``)."""
+        with self._env.begin(db=self._meta) as txn:
+            found = txn.get(b"state")
+        return None if found is None else bytes(found)
+
     def close(self) -> None:
         """Release the files."""
         self._env.close()

@@ -133,7 +133,7 @@ class LmdbStore:
         self.records_max = self._index_bytes // RECORD_INDEX_BYTES
         self.quarantined: Path | None = None
         self.quarantine_reason = ""
-        self.codec = _make_codec(self._identity, options)
+        self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
         self._lock = OwnerLock(folder)
         try:
@@ -165,16 +165,16 @@ class LmdbStore:
         path = self._folder / PAYLOAD_NAME
         with contextlib.ExitStack() as undo:
             if is_new:
-                if _is_foreign(path):
+                if is_foreign(path):
                     raise IndexUnusableError(f"{path} is not ours")
                 self._open_payload(path, undo)
-                _write_id(self.file, file_id)
+                write_id(self.file, file_id)
                 sync_folder(self._folder)
             manifest = Manifest(self._identity, file_id)
             self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
             undo.callback(self.index.close)
             if not is_new:
-                if _is_foreign(path) or read_id(path) != self.index.manifest.file_id:
+                if is_foreign(path) or read_id(path) != self.index.manifest.file_id:
                     raise IndexUnusableError(f"{path} is not the payload file of this index")
                 self._open_payload(path, undo)
             self._recover()
@@ -207,7 +207,7 @@ class LmdbStore:
     def _set_aside(self, reason: str) -> None:
         """Quarantine the index, and the payload file unless it is ours and thus reusable."""
         names = list(lmdb_index.FILES)
-        if _is_foreign(self._folder / PAYLOAD_NAME):
+        if is_foreign(self._folder / PAYLOAD_NAME):
             names.append(PAYLOAD_NAME)
         self.quarantined = quarantine(self._folder, names)
         self.quarantine_reason = reason
@@ -215,7 +215,8 @@ class LmdbStore:
     def grow(self, pages: int) -> int:
         """Lengthen the payload file by at least ``pages`` if the reserve allows; the pages
         gained (0: none). Blocks. Raises ``OSError``."""
-        room = (self.file.free_bytes - self._reserve_bytes()) // ALIGNMENT
+        reserve = reserve_bytes(self.file, self._options.reserve_bytes)
+        room = (self.file.free_bytes - reserve) // ALIGNMENT
         wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
         gain = min(wanted, self.pages_max - self.file_pages, room)
         if gain < pages:
@@ -223,12 +224,6 @@ class LmdbStore:
         self.file.grow((self.file_pages + gain) * ALIGNMENT)
         self.file_pages += gain
         return gain
-
-    def _reserve_bytes(self) -> int:
-        if self._options.reserve_bytes is not None:
-            return self._options.reserve_bytes
-        found = os.fstatvfs(self.file.fd)
-        return max(2 << 30, found.f_blocks * found.f_frsize // 20)
 
     def close(self, *threads: Ending) -> None:
         """Release everything once these threads have ended, however long they hang. Blocks."""
@@ -241,7 +236,15 @@ class LmdbStore:
             self._lock.release()
 
 
-def _make_codec(identity: Identity, options: LmdbOptions) -> Codec:
+def reserve_bytes(file: PayloadFile, configured: int | None) -> int:
+    """What must stay free of the file system; unless configured 5 %, at least 2 GiB."""
+    if configured is not None:
+        return configured
+    found = os.fstatvfs(file.fd)
+    return max(2 << 30, found.f_blocks * found.f_frsize // 20)
+
+
+def make_codec(identity: Identity, options: LmdbOptions) -> Codec:
     """Raises ``TierIoError`` for a key file or a package that is not there."""
     keys = KeyRing.load(Path(options.key_file), identity.namespace) if options.key_file else None
     try:
@@ -260,7 +263,7 @@ def _first_page(path: Path) -> bytes:
         os.close(fd)
 
 
-def _is_foreign(path: Path) -> bool:
+def is_foreign(path: Path) -> bool:
     """Whether something lies there that this tier did not make."""
     if not os.path.lexists(path):
         return False
@@ -274,7 +277,7 @@ def read_id(path: Path) -> str:
     return _first_page(path)[len(_MAGIC) :].hex() if path.exists() else ""
 
 
-def _write_id(file: PayloadFile, file_id: str) -> None:
+def write_id(file: PayloadFile, file_id: str) -> None:
     """Make page 0, durable. The rest of the file keeps its blocks, and means nothing now."""
     page: Buffer = Scratch(ALIGNMENT).at_least(ALIGNMENT)
     raw = _MAGIC + bytes.fromhex(file_id)
