@@ -40,7 +40,7 @@ from tiers.lmdb_index import (
     runs_of,
     uses_and_payloads,
 )
-from tiers.record_table import USE_BYTES
+from tiers.record_table import RUNS_AT, USE_BYTES
 from tiers.shared_space import free_runs
 
 READERS_MAX = 256
@@ -198,7 +198,7 @@ class SharedIndex:
             order = dict(txn.cursor(db=tables.order).iternext())
             free = free_runs(txn, tables.free)
         held = [runs_of(value) for value in records.values()]
-        held += [runs_of(bytes(_EPOCH_AT + 80) + runs) for _key, runs in intents]
+        held += [runs_of(bytes(RUNS_AT) + runs) for _key, runs in intents]
         taken = [Run(0, 1), *(run for runs in held for run in runs)]
         expected = gaps(state.file_pages, taken)
         assert free == expected, f"free {free}, but nobody owns {expected}"

@@ -51,13 +51,15 @@ def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
             assert all(end < start for end, (start, _n) in zip(ends, runs_now[1:], strict=False))
 
 
-def test_what_is_free_cannot_be_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [Run(10, 5), Run(12, 1), Run(5, 6), Run(14, 3)])
+def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Run) -> None:
     with lmdb.open(str(tmp_path), max_dbs=1) as env:
         table = env.open_db(b"free")
-        for wrong in (Run(10, 5), Run(12, 1), Run(5, 6), Run(14, 3)):
-            with pytest.raises(ValueError, match="free already"), env.begin(write=True) as txn:
-                store_free_runs(txn, table, [Run(10, 5)])
-                FreeRuns(txn, table, 0, 5).give([wrong])
+        with env.begin(write=True) as txn:
+            store_free_runs(txn, table, [Run(10, 5)])
+            space = FreeRuns(txn, table, 0, 5)
+            with pytest.raises(ValueError, match="free already"):
+                space.give([wrong])
 
 
 def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path) -> None:

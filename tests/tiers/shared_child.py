@@ -1,0 +1,84 @@
+"""One of several processes that share a tier, saying on standard output what it may rely on.
+
+    @<n>   the tier is open; this process is number n
+    +<n>   key n is stored: it must be there, whole, until it is evicted
+    W<n>   key n was read with other bytes than its own
+    .0     it has stored all that it was told to, and waits for its standard input to close
+
+Not a test itself; run as ``shared_child.py <kind> <folder> <capacity> <size> <number> <count>
+<fault>``. ``kind`` is ``lmdb``, ``file``, or ``half``: an LMDB tier whose disk hangs in the middle
+of a write after ``count`` records. ``fault`` names a fault of ``shared_world`` to plant, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.tiers.shared_world import make_tier, plant
+from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
+from tiers.direct_io import DiskIo
+from tiers.testing import aligned, key_of, payload_of, put
+
+BATCH = 6
+RANGE = 10**6
+
+
+def say(sign: str, numbers: Sequence[int]) -> None:
+    sys.stdout.write("".join(f"{sign}{number}\n" for number in numbers))
+    sys.stdout.flush()
+
+
+class HangingIo(DiskIo):
+    """Writes one page of a record and then never comes back, once it is told to."""
+
+    hangs = False
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        if self.hangs:
+            super().pwritev(fd, [views[0][:4096]], offset)
+            say(".", [0])
+            threading.Event().wait()
+        return super().pwritev(fd, views, offset)
+
+
+async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
+    """Read what this process or another one may have stored by now."""
+    numbers = [rng.randrange(4) * RANGE + rng.randrange(step + 1) for _ in range(4)]
+    into = [aligned(size) for _ in numbers]
+    outcomes = await tier.read([key_of(number) for number in numbers], into)
+    for number, outcome, data in zip(numbers, outcomes, into, strict=True):
+        if outcome is ReadOutcome.OK and not np.array_equal(data, payload_of(key_of(number), size)):
+            say("W", [number])
+
+
+async def main(kind: str, folder: str, *arguments: str) -> None:
+    capacity_bytes, size, number, count = map(int, arguments[:4])
+    plant(arguments[4])
+    rng = random.Random(number)
+    io = HangingIo()
+    tier = make_tier(kind, folder, capacity_bytes, io)
+    await tier.open()
+    say("@", [number])
+    for step in range(0, count, BATCH):
+        numbers = [number * RANGE + step + n for n in range(BATCH)]
+        outcomes = await put(tier, [key_of(n) for n in numbers], size)
+        stored = [n for n, o in zip(numbers, outcomes, strict=True) if o is WriteOutcome.OK]
+        say("+", stored)
+        await look(tier, rng, step, size)
+    io.hangs = kind == "half"
+    if io.hangs:
+        await put(tier, [key_of(number * RANGE + count + n) for n in range(BATCH)], size)
+    say(".", [0])
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)
+    await tier.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Several processes over one tier's folder, watched from outside, and faults to plant in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiers import shared_changes
+from tiers.base import Tier
+from tiers.codec import Codec
+from tiers.direct_io import DiskIo
+from tiers.shared_lmdb_tier import SharedLmdbTier
+
+CHILD = Path(__file__).with_name("shared_child.py")
+
+
+def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | None = None) -> Tier:
+    return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
+
+
+def plant(fault: str) -> None:
+    """Put a fault into the product code of this process."""
+    if fault == "no-rollback":
+        shared_changes.Changes.roll_back = lambda self, is_alive: 0  # type: ignore[method-assign]
+        shared_changes.Changes.roll_back_one = lambda self, n: 0  # type: ignore[method-assign]
+    elif fault == "no-check":
+        Codec.decode = lambda *_arguments: True  # type: ignore[method-assign]
+    elif fault == "no-cap":
+        shared_changes.Changes.evict = lambda *_arguments: 0  # type: ignore[method-assign]
+    else:
+        assert fault == "none", fault
+
+
+class Child:
+    """A running ``shared_child``; ``log`` is what it has said."""
+
+    def __init__(self, kind: str, folder: Path, number: int, *arguments: object) -> None:
+        command = [sys.executable, str(CHILD), kind, str(folder)]
+        capacity_bytes, size, count, fault = arguments
+        command += [str(a) for a in (capacity_bytes, size, number, count, fault)]
+        environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[2])}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.log = ""
+
+    def listen(self) -> None:
+        """Take in what it has said by now."""
+        assert self.process.stdout is not None
+        self.log += (self.process.stdout.read() or b"").decode()
+
+    def said(self, sign: str) -> list[int]:
+        lines = self.log.splitlines(keepends=True)
+        return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
+
+    def kill(self) -> None:
+        """End it at once, wherever it is."""
+        self.process.kill()
+        self.process.wait()
+        self.listen()
+
+    def leave(self) -> None:
+        """Have it close its tier and end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
+        self.listen()
+
+
+@contextmanager
+def children(*wanted: Child) -> Iterator[list[Child]]:
+    """These, killed at the end at the latest."""
+    try:
+        yield list(wanted)
+    finally:
+        for child in wanted:
+            child.kill()
+            for pipe in (child.process.stdin, child.process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+def watch(group: list[Child], until: Callable[[], bool], sample: Callable[[], None]) -> None:
+    """Call ``sample`` again and again until something is so. Raises ``TimeoutError``."""
+    deadline = time.monotonic() + 120
+    while not until():
+        for child in group:
+            child.listen()
+        sample()
+        if time.monotonic() > deadline:
+            raise TimeoutError("the children do not get there")
+        time.sleep(0.002)
+
+
+def bytes_of(folder: Path) -> int:
+    """Lengths and blocks of all files, whichever is more of each."""
+    total = 0
+    for parent, _folders, files in os.walk(folder):
+        for name in files:
+            try:
+                found = os.lstat(os.path.join(parent, name))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            total += max(found.st_size, found.st_blocks * 512)
+    return total

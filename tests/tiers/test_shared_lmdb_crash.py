@@ -1,0 +1,130 @@
+"""Four processes share one LMDB folder under one cap, and two of them are killed.
+
+The cap is held at every sample, no record is lost or wrong, and what the dead had reserved comes
+back. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers import shared_world
+from tests.tiers.shared_child import BATCH
+from tests.tiers.shared_world import Child, bytes_of, children, watch
+from tiers import shared_changes
+from tiers.base import ReadOutcome
+from tiers.codec import Codec
+from tiers.shared_index import SharedIndex, State
+from tiers.shared_lmdb_tier import SharedLmdbTier
+from tiers.testing import fetch, key_of, payload_of
+
+SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
+SIZE = 40_000
+ROOMY = 32 << 20
+"""For everything that the children store; so nothing may be lost."""
+TIGHT = 6 << 20
+SMALL_FILES_BYTES = 64 << 10
+"""Locks, and LMDB's table of readers."""
+
+
+@pytest.fixture(autouse=True)
+def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``plant`` changes in this process is as it was after the test."""
+    for owner, names in ((shared_changes.Changes, ("roll_back", "roll_back_one", "evict")),):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(Codec, "decode", Codec.decode)
+
+
+def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
+    """Two are killed: one at a random moment, one in the middle of writing a payload."""
+    shared_world.plant(fault)
+    rng = random.Random(seed)
+    arguments = (capacity, SIZE)
+    largest = 0
+
+    def sample() -> None:
+        nonlocal largest
+        largest = max(largest, bytes_of(folder))
+        assert largest <= capacity + SMALL_FILES_BYTES, f"{largest} bytes, seed {seed}"
+
+    kill_after = rng.randrange(1, count)
+    with children(
+        Child("half", folder, 0, *arguments, rng.randrange(2, 9) * BATCH, fault),
+        Child("lmdb", folder, 1, *arguments, count, fault),
+        Child("lmdb", folder, 2, *arguments, count, fault),
+        Child("lmdb", folder, 3, *arguments, count, fault),
+    ) as group:
+        half, victim, *others = group
+        watch(group, lambda: len(victim.said("+")) >= kill_after, sample)
+        victim.kill()
+        watch(group, lambda: bool(half.said(".")), sample)
+        half.kill()
+        watch(group, lambda: all(child.said(".") for child in others), sample)
+        stored = {number for child in group for number in child.said("+")}
+        wrong = [number for child in group for number in child.said("W")]
+        assert not wrong, f"wrong bytes of {wrong}, seed {seed}"
+        dead = {half.process.pid, victim.process.pid}
+        last = [number for child in others for number in child.said("+")[-BATCH:]]
+        asyncio.run(check(folder, capacity, stored, last, dead))
+        for child in others:
+            child.leave()
+    asyncio.run(check(folder, capacity, stored, last, dead))
+    sample()
+
+
+async def check(
+    folder: Path, capacity: int, stored: set[int], last: list[int], dead: set[int]
+) -> None:
+    tier = shared_world.make_tier("lmdb", folder, capacity)
+    assert isinstance(tier, SharedLmdbTier)
+    await tier.open()
+    try:
+        tier.check()
+        assert tier._store is not None
+        index = tier._store.index
+        state = index.state()
+        check_accounts(state, len(stored))
+        check_readers(index, dead)
+        expected = stored if capacity == ROOMY else set(last)
+        for number in sorted(expected):
+            outcome, data = await fetch(tier, key_of(number), SIZE)
+            assert outcome is ReadOutcome.OK, f"{number} is lost"
+            assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+    finally:
+        await tier.aclose()
+
+
+def check_accounts(state: State, stored: int) -> None:
+    """Every record that was ever published is there or was evicted; nothing is reserved."""
+    assert state.reserved == 0, "places of the dead are not free again"
+    assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
+    ever = state.records + state.evicted
+    assert stored <= ever <= stored + 2 * BATCH, f"{stored} were stored, there are {ever}"
+
+
+def check_readers(index: SharedIndex, dead: set[int]) -> None:
+    """Nobody who was killed keeps a place in the table of readers."""
+    rows = [line.split() for line in index.env.readers().splitlines()[1:]]
+    assert not dead & {int(row[0]) for row in rows if row}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", ROOMY, 60, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", TIGHT, 240, 1000 + seed)
+
+
+def test_without_rollback_it_would_be_seen(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="places of the dead"):
+        run_world(tmp_path / "tier", ROOMY, 24, 1, fault="no-rollback")
