@@ -70,6 +70,7 @@ class TierConfig(msgspec.Struct, frozen=True):
     recovery: str = "quiet"
     encryption: EncryptionConfig | None = None
     compression: str = "off"
+    geometry: str = "own"
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -94,6 +95,21 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     record_trace: str | None = None
     record_requests: str | None = None
     recent_requests: int = 256
+
+    @property
+    def translated(self) -> tuple[TierConfig, ...]:
+        """The tiers below whose paths other geometries are read, as lower tiers of their own."""
+        return tuple(tier for tier in self.tiers if tier.geometry == "translate")
+
+    @property
+    def lower(self) -> tuple[TierConfig, ...]:
+        """Every tier below the CPU, in the order in which plans number them: those that are
+        written, then those that are only read."""
+        return self.tiers + self.translated
+
+    def is_read_only(self, tier: int) -> bool:
+        """Whether ``lower[tier]`` belongs to others."""
+        return tier >= len(self.tiers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,15 @@ TIER_FIELDS = (
         "refuses to start on damage.",
     ),
     Field(
+        "geometry",
+        choice("own", "translate", "refuse"),
+        "own",
+        "Blocks of the same model that engines of other geometry (tensor parallel size, chunks, "
+        "layout) left below `path`: `own` leaves them alone, `translate` reads them where that is "
+        "exact and refuses to start where it is not, `refuse` refuses to start beside them. See "
+        "the [guide](../guides/geometry.md).",
+    ),
+    Field(
         "encryption",
         encryption(),
         None,

@@ -49,6 +49,7 @@ class DueDemotion:
 class DemotionQueue:
     """Chunks waiting for one lower tier.
 
+    Nothing is ever taken in for a tier that is ``read_only``.
     ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MOST``);
     ``batch`` is the most that one job carries.
     While ``closed`` nothing is taken in. ``skipped`` counts chunks that found no room or no working
@@ -65,8 +66,10 @@ class DemotionQueue:
         max_waiting: int = 1 << 30,
         max_flying: int = FLYING_MOST,
         batch: int = 32,
+        read_only: bool = False,
     ) -> None:
         self.tier = tier
+        self._read_only = read_only
         self.skipped = 0
         self.refused = 0
         self.closed = False
@@ -107,7 +110,7 @@ class DemotionQueue:
     ) -> None:
         """Queue chunks that were just committed; pins them in the CPU tier. ``told`` is what is
         known of them, for the tier's policies."""
-        if self.closed:
+        if self.closed or self._read_only:
             return
         room = self._room
         if not room:

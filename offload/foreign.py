@@ -44,6 +44,11 @@ class ForeignStore:
     epoch: int
     ranks: tuple[Geometry, ...]
 
+    @property
+    def namespace(self) -> str:
+        """The name of its namespace."""
+        return self.folder.parent.name
+
     def open(self, now: Geometry, key_file: str) -> TranslatedSource | None:
         """Look at its records with the geometry ``now``; ``None`` if there is nothing to see."""
         try:

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,13 +83,15 @@ def make_room(
     capacity: int,
     others_share: float = 0.5,
     note: Callable[[str], None] | None = None,
+    wanted: Collection[str] = (),
 ) -> int:
     """Remove the least recently used other namespaces until they take at most ``others_share``
     of ``capacity``, and return the bytes that are left for ``keep``.
 
     The configured capacity covers everything below the path, so a tier is opened with the
-    result as its capacity (divided by the ranks). Namespaces in use are left alone. Repeating it
-    changes nothing, so every rank may call it and gets the same answer.
+    result as its capacity (divided by the ranks). Namespaces in use are left alone, and those that
+    are ``wanted``. Repeating it changes nothing, so every rank may call it and gets the same
+    answer.
     """
     _delete_trash(Path(root))
     others = other_namespaces(root, keep)
@@ -97,6 +99,8 @@ def make_room(
     for stored in others:
         if total <= capacity * others_share:
             break
+        if stored.name in wanted:
+            continue
         if remove_namespace(root, stored.name):
             total -= stored.size_bytes
             if note:
@@ -104,11 +108,13 @@ def make_room(
     return max(0, capacity - total)
 
 
-def describe_neighbours(root: str | Path, namespace: Namespace) -> list[str]:
+def describe_neighbours(
+    root: str | Path, namespace: Namespace, known: Collection[str] = ()
+) -> list[str]:
     """Why nothing below ``root`` fits ``namespace``: one line per differing field of the nearest
-    other namespace, with both values; nothing if there is no other one."""
+    other namespace, with both values; nothing if there is none but those that are ``known``."""
     base = Path(root)
-    names = [name for name in entries(base) if NAME.fullmatch(name)]
+    names = [name for name in entries(base) if NAME.fullmatch(name) and name not in known]
     names.sort(key=lambda name: -_mtime(base / name / MANIFEST_NAME))
     nearest: tuple[str, list[tuple[str, object, object]]] | None = None
     for name in names[:NEIGHBOURS_MAX]:

@@ -9,9 +9,13 @@ from offload.mounts import spot_of
 from offload.namespace import Namespace
 from offload.namespace_folders import bump_epoch, open_namespace, replica_folder
 
+READ_ONLY_EPOCH = 1
+"""What a tier that is only read is told at a reset; it has forgotten everything then."""
+
 
 class TierEpochs:
-    """For tiers at ``paths``, which are there now: where they lie is remembered."""
+    """For tiers at ``paths``, which are there now: where they lie is remembered. Tiers numbered
+    beyond them are only read, and their epochs are their owners'."""
 
     def __init__(self, paths: Sequence[str], namespace: Namespace, replica: int) -> None:
         """Raises ``OSError`` if a path is not there."""
@@ -27,6 +31,8 @@ class TierEpochs:
         to make them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if the
         epoch cannot be written; may block as long as the disk does.
         """
+        if tier >= len(self._paths):
+            return READ_ONLY_EPOCH
         path = self._paths[tier]
         home = replica_folder(path, self._namespace, self._replica)
         if not home.parent.is_dir():

@@ -21,6 +21,7 @@ class TierSpec:
 
     ``renew(epoch)`` claims the folder once more after its medium had failed, for a tier that has
     reached this epoch, and raises while it is not back; without it a failed tier stays shut.
+    ``make`` makes a tier that is none of the configured types.
     ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch."""
 
     where: str
@@ -33,15 +34,18 @@ class TierSpec:
     epoch: int
     renew: Callable[[int], TierSpec] | None = None
     keep_epoch: Callable[[int], object] = lambda _epoch: None
+    make: Callable[[], Tier] | None = None
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
-    """A name per lower tier: its type, numbered from the second of a type on."""
+    """A name per lower tier: its type, numbered from the second of a type on; what is read of
+    others below the same path is called after the tier."""
     names: list[str] = []
     for tier in config.tiers:
         count = sum(1 for name in names if name.rstrip("0123456789") == tier.type)
         names.append(tier.type if not count else f"{tier.type}{count + 1}")
-    return names
+    own = dict(zip((tier.path for tier in config.tiers), names, strict=True))
+    return names + [f"{own[tier.path]}_translated" for tier in config.translated]
 
 
 def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
@@ -53,6 +57,8 @@ def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
         spec = spec.renew(epoch)
         return _MAKERS[spec.config.type](spec, record_bytes)
 
+    if spec.make is not None:
+        return spec.make()
     tier = _MAKERS[spec.config.type](spec, record_bytes)
     return tier if spec.renew is None else ReopeningTier(tier, make_again, spec.keep_epoch)
 

@@ -9,13 +9,17 @@ Everything here blocks on the disk.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offload.config import OffloadConfig
-from offload.errors import TierUnavailableError
+from offload.config import OffloadConfig, TierConfig
+from offload.errors import ConfigError, Problem, TierUnavailableError
+from offload.foreign import ForeignStore, find_foreign, open_sources, write_geometry
+from offload.geometry import Geometry
 from offload.mounts import Spot, spot_of
 from offload.namespace import Namespace
+from offload.namespace_cleanup import other_namespaces
 from offload.namespace_folders import (
     Place,
     describe_neighbours,
@@ -24,18 +28,23 @@ from offload.namespace_folders import (
     raise_epoch,
     replica_folder,
 )
+from offload.sizes import MIB, format_size
 from offload.tier_factory import TierSpec, tier_names
+from tiers.foreign_tier import ForeignTier
 
 logger = logging.getLogger(__name__)
 
 SMALL_FILES_BYTES = 64 << 10
 """What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
+OWN_SHARE = 0.1
+"""Of a tier's capacity so much must be left to it beside what is read of others."""
 
 
 @dataclass(frozen=True)
 class TierPlaces:
     """``shares`` is among how many workers of this machine the capacities are divided; records
-    carry ``identity``; ``engine`` names this server in messages to others."""
+    carry ``identity``, and are ordered as ``geometry`` says; ``engine`` names this server in
+    messages to others."""
 
     config: OffloadConfig
     namespace: Namespace
@@ -44,17 +53,54 @@ class TierPlaces:
     replica: int
     shares: int
     engine: str
+    geometry: Geometry | None = None
 
     def specs(self) -> list[TierSpec]:
-        """This rank's lower tiers; claims their folders for this process."""
-        names = tier_names(self.config)
-        return [self._spec(number, name) for number, name in enumerate(names)]
+        """This rank's lower tiers; claims their folders for this process.
 
-    def _spec(self, number: int, name: str) -> TierSpec:
+        Raises ``NamespaceError`` if a tier's ``geometry`` does not allow what lies there.
+        """
+        names = tier_names(self.config)
+        foreign = [self._foreign(number) for number in range(len(self.config.tiers))]
+        own = [
+            self._spec(*about) for about in zip(range(len(foreign)), names, foreign, strict=False)
+        ]
+        number_of = {tier.path: number for number, tier in enumerate(self.config.tiers)}
+        for tier, name in zip(self.config.translated, names[len(own) :], strict=True):
+            number = number_of[tier.path]
+            own.append(self._translated(own[number], name, foreign[number]))
+        return own
+
+    def _foreign(self, number: int) -> list[ForeignStore]:
+        """What others have left below a tier's path that may be read. Before anything is made."""
         config = self.config.tiers[number]
-        place = self._claim(config.path)
+        if self.geometry is None:
+            return []
+        where = f"$.tiers[{number}]"
+        return find_foreign(where, config.path, self.namespace, self.geometry, config.geometry)
+
+    def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
+        """A tier over other namespaces, which is only read."""
+        assert self.geometry is not None
+        if self.rank == 0:
+            for store in foreign:
+                logger.info("kvtiers: blocks in %s are read translated", store.folder)
+        key_file = own.config.encryption.key_file if own.config.encryption else ""
+        opened = open_sources(foreign, self.geometry, key_file)
+        make = partial(ForeignTier, opened)
+        return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
+
+    def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
+        config = self.config.tiers[number]
+        wanted = {store.namespace for store in foreign}
+        _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
+        place = self._claim(config.path, known=wanted)
         try:
-            capacity = make_room(config.path, self.namespace, config.capacity, note=_note)
+            if self.geometry is not None:
+                write_geometry(place.folder, self.geometry)
+            capacity = make_room(
+                config.path, self.namespace, config.capacity, note=_note, wanted=wanted
+            )
             spot = spot_of(config.path)
         except BaseException:
             place.close()
@@ -88,8 +134,9 @@ class TierPlaces:
         renew = partial(self._renew, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim(self, path: str, epoch: int | None = None) -> Place:
-        """The folder, for a server that starts or one that has come to this ``epoch``."""
+    def _claim(self, path: str, epoch: int | None = None, known: Collection[str] = ()) -> Place:
+        """The folder, for a server that starts or one that has come to this ``epoch``. Nothing is
+        said of ``known`` namespaces beside it."""
         place = open_place(
             path,
             self.namespace,
@@ -101,9 +148,26 @@ class TierPlaces:
             note=_note,
         )
         if self.rank == 0 and not any(place.folder.iterdir()):
-            for line in describe_neighbours(path, self.namespace):
+            for line in describe_neighbours(path, self.namespace, known):
                 logger.warning("kvtiers: %s", line)
         return place
+
+
+def _check_room(
+    where: str, config: TierConfig, namespace: Namespace, wanted: Collection[str]
+) -> None:
+    """What is to be read is never removed to make room; it counts as everything below the path
+    does. Raises ``ConfigError`` if it leaves next to nothing."""
+    others = other_namespaces(config.path, namespace) if wanted else []
+    taken = sum(stored.size_bytes for stored in others if stored.name in wanted)
+    if taken > config.capacity * (1 - OWN_SHARE):
+        what = (
+            f"of {format_size(config.capacity)} the namespaces that are read translated take "
+            f"{format_size(taken)}, which leaves too little"
+        )
+        least = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
+        fix = f'Give at least {least}, or use "geometry": "own" to have them removed for room.'
+        raise ConfigError([Problem(where, what, fix)])
 
 
 def _note(line: str) -> None:

@@ -61,7 +61,8 @@ def make_planner(
             tier,
             index,
             gate=gates.tiers[tier],
-            admissions=_tier_admissions(config.tiers[tier], len(ranks)),
+            admissions=_tier_admissions(config.lower[tier], len(ranks)),
+            read_only=config.is_read_only(tier),
             max_waiting=max(1, slots * 3 // 4),
             max_flying=max(1, slots // 4),  # what hangs keeps its slots
         )
@@ -113,8 +114,9 @@ def _check_agreement(namespace: str, ranks: Sequence[OffloadHandshake]) -> None:
 
 def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier: int) -> TierIndex:
     capacity = min(rank.tiers[tier].capacity_bytes for rank in ranks)
-    settings = config.tiers[tier]
-    space = ByteSpace(int(capacity * settings.high_watermark))
+    settings = config.lower[tier]
+    share = 1.0 if config.is_read_only(tier) else settings.high_watermark
+    space = ByteSpace(int(capacity * share))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
     return TierIndex(name, space, _policy(name, settings.policy), low_watermark=low)

@@ -314,7 +314,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduler.forget()
         if self._epochs is None:  # nobody has stored anything yet
             return True
-        tiers = range(len(self._setup.config.tiers))
+        tiers = range(len(self._setup.config.lower))
         epochs = self._epochs.begin(tiers)
         self._scheduler.begin_epochs(epochs)
         return len(epochs) == len(tiers)

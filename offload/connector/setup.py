@@ -20,8 +20,10 @@ from offload.connector.identity import (
     namespace_fields,
     startup_warnings,
 )
+from offload.connector.vllm_geometry import describe
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError
+from offload.geometry import Geometry
 from offload.index import TierIndex
 from offload.layout import ModelLayout, recorded_group
 from offload.namespace import Namespace
@@ -59,7 +61,8 @@ class Setup:
     rank: int
     shares: int
     replica: int
-    _form: bytes = b""
+    _records: bytes = b""
+    _geometry: Geometry | None = None
 
     @classmethod
     def of(
@@ -142,19 +145,48 @@ class Setup:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
         """Where the KV caches of this worker lie, and on what kind of device."""
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
-        self._form = _form_of(self.kv_cache_config.num_blocks, kv_caches)
+        form = _form_of(self.kv_cache_config.num_blocks, kv_caches)
+        self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
+        self._geometry = self._describe(kv_caches, registration)
         return registration, registration.tensors[0].device.type
 
+    def _describe(
+        self, kv_caches: Mapping[str, LayerTensors], registration: Registration
+    ) -> Geometry | None:
+        """What engines of other geometry must know of this worker's records; ``None`` if it cannot
+        be said, which is no reason not to start where nobody has asked for it."""
+        try:
+            geometry = describe(
+                self.vllm_config,
+                self.kv_cache_config,
+                self.layout,
+                kv_caches,
+                registration,
+                self._records,
+            )
+            geometry.dump()  # it must fit
+        except Exception as error:  # a model that nobody has thought of
+            if any(tier.geometry != "own" for tier in self.config.tiers):
+                raise
+            text = "kvtiers: engines of other geometry will not be able to read these blocks: %r"
+            logger.warning(text, error)
+            return None
+        return geometry
+
     def tier_specs(self) -> list[TierSpec]:
-        """This rank's lower tiers; claims their folders for this process."""
+        """This rank's lower tiers; claims their folders for this process. After ``register``.
+
+        Raises ``NamespaceError`` for stored blocks of other geometry that must not be read.
+        """
         return TierPlaces(
             self.config,
             self.namespace,
-            hashlib.blake2b(self.namespace.digest + self._form, digest_size=16).digest(),
+            self._records,
             self.rank,
             self.replica,
             self.shares,
             engine=f"{self.vllm_config.model_config.model}",
+            geometry=self._geometry,
         ).specs()
 
     def tier_epochs(self) -> TierEpochs:
@@ -186,7 +218,7 @@ class Setup:
     def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
         """In what the records of other namespaces differ, for tiers that hold nothing of ours."""
         empty = [
-            tier for tier, index in zip(self.config.tiers, lower, strict=True) if not len(index)
+            tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
         return [line for tier in empty for line in describe_neighbours(tier.path, self.namespace)]
 

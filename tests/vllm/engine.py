@@ -164,6 +164,10 @@ class Engine:
         """The bytes of each block in vLLM's prefix cache, by key; one item for each rank."""
         return self.ask("kv_snapshot")
 
+    def plant_blocks(self, content: dict[bytes, tuple[bytes, ...]]) -> None:
+        """Overwrite blocks in vLLM's prefix cache, by key; one item for each rank."""
+        self.ask("plant_blocks", content)
+
     def fill_blocks(self, blocks: dict[int, list[int]], value: int = 0) -> None:
         """Overwrite blocks (group -> block ids) on every rank: a planted fault."""
         self.ask("fill_blocks", blocks, value)

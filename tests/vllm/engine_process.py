@@ -149,6 +149,16 @@ class EngineHost:
             for index, (key, _) in enumerate(pairs)
         }
 
+    def plant_blocks(self, content: dict[bytes, tuple[bytes, ...]]) -> None:
+        """Overwrite blocks in vLLM's prefix cache, by key; one item for each rank."""
+        ranks = range(len(next(iter(content.values()))))
+        places = [(key, block) for key, block in self.cached_blocks().items() if key in content]
+        planted: list[dict[int, dict[int, bytes]]] = [{} for _ in ranks]
+        for key, block in places:
+            for rank, data in enumerate(content[key]):
+                planted[rank].setdefault(int.from_bytes(key[-4:], "big"), {})[block] = data
+        self.llm.collective_rpc("kvtest_plant", args=(planted,))
+
     def fill_blocks(self, blocks: dict[int, list[int]], value: int = 0) -> None:
         """Overwrite blocks on every rank: a planted fault."""
         self.llm.collective_rpc("kvtest_fill", args=(blocks, value))

@@ -20,6 +20,7 @@ class KvBytes:
     """Methods for ``collective_rpc``. The prefix keeps them apart from vLLM's own names."""
 
     model_runner: Any
+    rank: int
     kvtest_loader = random_loader.LOAD_FORMAT  # registered by the import, in every worker
 
     def kvtest_read(self, blocks: BlocksByGroup) -> dict[int, list[bytes]]:
@@ -44,6 +45,22 @@ class KvBytes:
             for start, stride, size in self._pages(group):
                 for block in ids:
                     memory[start + block * stride : start + block * stride + size] = value
+
+    def kvtest_plant(self, planted: list[dict[int, dict[int, bytes]]]) -> None:
+        """Each rank its own part of ``kvtest_write``."""
+        self.kvtest_write(planted[self.rank])
+
+    def kvtest_write(self, content: dict[int, dict[int, bytes]]) -> None:
+        """Put bytes into blocks (group -> block -> what ``kvtest_read`` would say of it)."""
+        memory = self._memory()
+        for group, blocks in content.items():
+            for block, data in blocks.items():
+                rest = torch.frombuffer(bytearray(data), dtype=memory.dtype)
+                for start, stride, size in self._pages(group):
+                    begin = start + block * stride
+                    memory[begin : begin + size] = rest[:size]
+                    rest = rest[size:]
+                assert not len(rest)
 
     def kvtest_swap(self, group: int, first: int, second: int) -> None:
         """Exchange the content of two blocks: a planted fault."""
