@@ -6,7 +6,7 @@
     .0     it has stored all that it was told to, and waits for its standard input to close
 
 Not a test itself; run as ``shared_child.py <kind> <folder> <capacity> <size> <number> <count>
-<fault>``. ``kind`` is ``lmdb``, ``file``, or ``half``: an LMDB tier whose disk hangs in the middle
+<fault>``. ``kind`` is ``lmdb`` or ``file``; with ``half-`` before it the disk hangs in the middle
 of a write after ``count`` records. ``fault`` names a fault of ``shared_world`` to plant, or none.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.tiers.shared_world import make_tier, plant
+from tiers import record_files
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.direct_io import DiskIo
 from tiers.testing import aligned, key_of, payload_of, put
@@ -36,7 +37,7 @@ def say(sign: str, numbers: Sequence[int]) -> None:
 
 
 class HangingIo(DiskIo):
-    """Writes one page of a record and then never comes back, once it is told to."""
+    """Writes one page of a record and then never comes back, once it ``hangs``."""
 
     hangs = False
 
@@ -46,6 +47,17 @@ class HangingIo(DiskIo):
             say(".", [0])
             threading.Event().wait()
         return super().pwritev(fd, views, offset)
+
+    def write_all(self, fd: int, data: Buffer) -> None:
+        """The same, in the place of a file tier's function."""
+        if self.hangs:
+            os.write(fd, data[:4096].data)
+            say(".", [0])
+            threading.Event().wait()
+        write_all(fd, data)
+
+
+write_all = record_files._write_all
 
 
 async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
@@ -63,6 +75,7 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
     plant(arguments[4])
     rng = random.Random(number)
     io = HangingIo()
+    record_files._write_all = io.write_all
     tier = make_tier(kind, folder, capacity_bytes, io)
     await tier.open()
     say("@", [number])
@@ -72,7 +85,7 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
         stored = [n for n, o in zip(numbers, outcomes, strict=True) if o is WriteOutcome.OK]
         say("+", stored)
         await look(tier, rng, step, size)
-    io.hangs = kind == "half"
+    io.hangs = kind.startswith("half")
     if io.hangs:
         await put(tier, [key_of(number * RANGE + count + n) for n in range(BATCH)], size)
     say(".", [0])

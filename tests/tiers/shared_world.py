@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiers import shared_changes
+from tiers import shared_changes, shared_folder
 from tiers.base import Tier
-from tiers.codec import Codec
 from tiers.direct_io import DiskIo
+from tiers.shared_file_tier import SharedFileTier
 from tiers.shared_lmdb_tier import SharedLmdbTier
 
 CHILD = Path(__file__).with_name("shared_child.py")
 
 
 def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | None = None) -> Tier:
+    if kind.endswith("file"):
+        return SharedFileTier(folder, capacity_bytes, depth=4)
     return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
 
 
@@ -28,10 +30,10 @@ def plant(fault: str) -> None:
     if fault == "no-rollback":
         shared_changes.Changes.roll_back = lambda self, is_alive: 0  # type: ignore[method-assign]
         shared_changes.Changes.roll_back_one = lambda self, n: 0  # type: ignore[method-assign]
-    elif fault == "no-check":
-        Codec.decode = lambda *_arguments: True  # type: ignore[method-assign]
     elif fault == "no-cap":
-        shared_changes.Changes.evict = lambda *_arguments: 0  # type: ignore[method-assign]
+        shared_folder.SharedFolder._make_room = lambda *_: True  # type: ignore[method-assign]
+    elif fault == "no-sweep":
+        shared_folder.SharedFolder._is_stray = lambda *_: False  # type: ignore[method-assign]
     else:
         assert fault == "none", fault
 

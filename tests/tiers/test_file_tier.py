@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers import record_folder
+from tiers import record_files
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.file_tier import FileTier, record_name
 from tiers.testing import TierContract, assert_holds, assert_misses, fetch, key_of, put
@@ -68,7 +68,7 @@ async def test_without_the_check_damage_would_be_served(
 ) -> None:
     records = await filled(tmp_path / "tier")
     flip(records / record_name(KEYS[0]))
-    monkeypatch.setattr(record_folder, "verify", lambda *_: True)
+    monkeypatch.setattr(record_files, "verify", lambda *_: True)
     tier = await reopened(tmp_path / "tier")
     assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.OK
     await tier.aclose()

@@ -1,61 +1,14 @@
-"""The LMDB tier that processes share keeps the contract, but for what it evicts by itself."""
+"""The LMDB tier that processes share keeps the contract of such tiers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tiers.base import Tier, WriteOutcome
+from tests.tiers.shared_contract import SharedTierContract
+from tiers.base import Tier
 from tiers.shared_lmdb_tier import SharedLmdbTier
-from tiers.testing import (
-    TierContract,
-    all_keys,
-    assert_holds,
-    assert_misses,
-    key_of,
-    put,
-)
-
-OK = WriteOutcome.OK
 
 
-class TestSharedLmdbTier(TierContract):
+class TestSharedLmdbTier(SharedTierContract):
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
         return SharedLmdbTier(folder, capacity_bytes, record_bytes=4096, reserve_bytes=0)
-
-    async def test_capacity_is_hard_and_full_is_an_outcome(self, tmp_path: Path) -> None:
-        """Here it is never full, but for a record larger than all of it: the oldest go."""
-        async with self.opened(tmp_path, self.capacity_bytes) as (tier, info):
-            fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
-            keys = [key_of(n) for n in range(fits + 5)]
-            for start in range(0, len(keys), 64):
-                batch = keys[start : start + 64]
-                assert await put(tier, batch, self.payload_bytes) == [OK] * len(batch)
-            held = [stored.key for stored in await all_keys(tier)]
-            assert held == keys[-len(held) :], "the oldest went, and nothing else"
-            assert len(held) > fits * 0.8
-            await assert_holds(tier, held[::17], self.payload_bytes)
-            await assert_misses(tier, keys[:5], self.payload_bytes)
-            assert await put(tier, [key_of(10**6)], info.capacity_bytes + 1) == [WriteOutcome.FULL]
-
-    async def test_a_full_tier_survives_a_restart(self, tmp_path: Path) -> None:
-        async with self.opened(tmp_path) as (tier, info):
-            fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
-            keys = [key_of(n) for n in range(fits)]
-            assert await put(tier, keys, self.payload_bytes) == [OK] * fits
-        async with self.opened(tmp_path) as (tier, info):
-            assert info.record_count == fits
-            assert await put(tier, [key_of(10**6)], self.payload_bytes) == [OK]
-            await assert_holds(tier, [key_of(10**6), *keys[fits // 2 :: 19]], self.payload_bytes)
-            await assert_misses(tier, keys[:1], self.payload_bytes)
-
-    async def test_a_reset_survives_a_restart(self, tmp_path: Path) -> None:
-        """What was stored since belongs to weights that the next start does not have."""
-        keys = [key_of(n) for n in range(4)]
-        async with self.opened(tmp_path) as (tier, _):
-            await put(tier, keys, self.payload_bytes)
-            await tier.reset(3)
-            await put(tier, keys[:1], self.payload_bytes)
-            await assert_holds(tier, keys[:1], self.payload_bytes)
-        async with self.opened(tmp_path) as (tier, _):
-            await assert_misses(tier, keys, self.payload_bytes)
-            assert await all_keys(tier) == []

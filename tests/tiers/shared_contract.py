@@ -1,0 +1,73 @@
+"""The contract of tiers that processes share: they evict by themselves, and a reset parts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiers.base import WriteOutcome
+from tiers.testing import TierContract, all_keys, assert_holds, assert_misses, key_of, put
+
+OK = WriteOutcome.OK
+
+
+class SharedTierContract(TierContract):
+    """Inherit it as ``TierContract``. ``usable`` is the share of its capacity that a tier is sure
+    to hold."""
+
+    usable = 1.0
+    kept = 0.8
+
+    async def test_capacity_is_hard_and_full_is_an_outcome(self, tmp_path: Path) -> None:
+        """Here it is never full, but for a record larger than all of it: the oldest go."""
+        async with self.opened(tmp_path, self.capacity_bytes) as (tier, info):
+            fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
+            keys = [key_of(n) for n in range(fits + 5)]
+            for start in range(0, len(keys), 64):
+                batch = keys[start : start + 64]
+                assert await put(tier, batch, self.payload_bytes) == [OK] * len(batch)
+            held = [stored.key for stored in await all_keys(tier)]
+            assert held == keys[-len(held) :], "the oldest went, and nothing else"
+            assert len(held) > fits * self.kept
+            await assert_holds(tier, held[::17], self.payload_bytes)
+            await assert_misses(tier, keys[:5], self.payload_bytes)
+            assert await put(tier, [key_of(10**6)], info.capacity_bytes + 1) == [WriteOutcome.FULL]
+            assert len(await all_keys(tier)) == len(held), "and it throws out nothing"
+
+    async def test_a_full_tier_survives_a_restart(self, tmp_path: Path) -> None:
+        async with self.opened(tmp_path) as (tier, info):
+            fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
+            fits = int(fits * self.usable)
+            keys = [key_of(n) for n in range(fits)]
+            assert await put(tier, keys, self.payload_bytes) == [OK] * fits
+        async with self.opened(tmp_path) as (tier, info):
+            assert info.record_count == fits
+            held = keys
+            for n in range(10**6, 10**6 + fits // 8):
+                assert await put(tier, [key_of(n)], self.payload_bytes) == [OK]
+                held = [*held, key_of(n)]
+            await assert_holds(tier, held[fits // 2 :: 19], self.payload_bytes)
+            await assert_misses(tier, keys[:1], self.payload_bytes)
+
+    async def test_a_reset_survives_a_restart(self, tmp_path: Path) -> None:
+        """What was stored since belongs to weights that the next start does not have."""
+        keys = [key_of(n) for n in range(4)]
+        async with self.opened(tmp_path) as (tier, _):
+            await put(tier, keys, self.payload_bytes)
+            await tier.reset(3)
+            await put(tier, keys[:1], self.payload_bytes)
+            await assert_holds(tier, keys[:1], self.payload_bytes)
+        async with self.opened(tmp_path) as (tier, _):
+            await assert_misses(tier, keys, self.payload_bytes)
+            assert await all_keys(tier) == []
+
+    async def test_what_is_present_is_said(self, tmp_path: Path) -> None:
+        keys = [key_of(n) for n in range(100)]
+        async with self.opened(tmp_path) as (tier, info):
+            assert info.shared
+            await put(tier, keys[::3], self.payload_bytes)
+            assert await tier.present(keys) == [n % 3 == 0 for n in range(100)]
+            await tier.delete(keys[:4])
+            assert await tier.present(keys[:7]) == [False] * 6 + [True]
+            await tier.reset(1)
+            assert await tier.present(keys) == [False] * 100
+            assert await tier.present([]) == []

@@ -1,0 +1,169 @@
+"""The file tier that engines share keeps the contract of such tiers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiers.shared_contract import SharedTierContract
+from tiers import record_files
+from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
+from tiers.file_tier import FileTier
+from tiers.live_engines import LiveEngines, engine_name
+from tiers.record_files import record_name
+from tiers.shared_file_tier import SharedFileTier
+from tiers.testing import assert_holds, assert_misses, fetch, key_of, put
+
+
+class TestSharedFileTier(SharedTierContract):
+    capacity_bytes = 4 << 20
+    usable = 0.95
+    kept = 0.7
+
+    def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return SharedFileTier(folder, capacity_bytes)
+
+
+SIZE = 10_000
+OK = WriteOutcome.OK
+
+
+@asynccontextmanager
+async def engines(folder: Path, count: int = 2) -> AsyncIterator[list[SharedFileTier]]:
+    tiers = [SharedFileTier(folder, 4 << 20) for _ in range(count)]
+    try:
+        for tier in tiers:
+            await tier.open()
+        yield tiers
+    finally:
+        for tier in tiers:
+            await tier.aclose()
+
+
+async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
+    keys = [key_of(n) for n in range(6)]
+    async with engines(tmp_path / "tier") as (one, two):
+        assert await put(one, keys[:4], SIZE) == [OK] * 4
+        assert await two.present(keys) == [True] * 4 + [False] * 2
+        await assert_holds(two, keys[:4], SIZE)
+        await two.delete(keys[:1])
+        await assert_misses(one, keys[:1], SIZE)
+
+
+async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
+    old, new = [key_of(1), key_of(2)], [key_of(3)]
+    async with engines(tmp_path / "tier", 3) as (one, two, three):
+        await put(two, old, SIZE)
+        await one.reset(1)
+        await put(one, new, SIZE)
+        await assert_holds(one, new, SIZE)
+        for other in (two, three):
+            await assert_misses(other, [*old, *new], SIZE)
+        assert await put(two, old, SIZE) == [OK] * 2
+        await assert_holds(three, old, SIZE)
+        assert await one.present(old) == [False] * 2
+
+
+async def test_a_damaged_file_is_removed_for_all(tmp_path: Path) -> None:
+    async with engines(tmp_path / "tier") as (one, two):
+        await put(one, [key_of(1)], SIZE)
+        [path] = (tmp_path / "tier").glob("epoch-0/*")
+        raw = bytearray(path.read_bytes())
+        raw[7777] ^= 4
+        path.write_bytes(raw)
+        assert (await fetch(two, key_of(1), SIZE))[0] is ReadOutcome.CORRUPT
+        assert await one.present([key_of(1)]) == [False]
+        assert await put(one, [key_of(1)], SIZE) == [OK]
+        await assert_holds(two, [key_of(1)], SIZE)
+
+
+async def test_what_engines_of_other_machines_left_goes_when_it_is_old(tmp_path: Path) -> None:
+    """They are judged by the clock of the file server only: their pids mean nothing here."""
+    folder = tmp_path / "tier"
+    silent, busy = f"{'0' * 12}-1-1-{'a' * 8}", f"{'1' * 12}-1-1-{'b' * 8}"
+    async with engines(folder, 1):
+        pass
+    records, present = folder / "epoch-0", {}
+    records.mkdir()
+    for engine, age_s in ((silent, 7200), (busy, 7200), (silent, 60)):
+        path = records / f"{'c' * 64}.{engine}.{age_s}.tmp"
+        path.write_bytes(b"x" * 5000)
+        os.utime(path, (time.time() - age_s,) * 2)
+        present[engine, age_s] = path
+    (folder / "engines" / busy).write_text("0\n")
+    (folder / "engines" / silent).write_text("7\n")
+    os.utime(folder / "engines" / silent, (time.time() - 3600,) * 2)
+    (folder / "epoch-7").mkdir()
+    async with engines(folder, 1):
+        assert not (folder / "engines" / silent).exists()
+        assert not (folder / "epoch-7").exists(), "it had this alone"
+        assert not present[silent, 7200].exists()
+        assert present[silent, 60].exists(), "too young to be given up"
+        assert present[busy, 7200].exists(), "its engine lives"
+
+
+async def test_a_mount_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    hangs = record_name(key_of(40))
+    tier = SharedFileTier(tmp_path / "tier", 4 << 20, present_timeout_s=0.05)
+    await tier.open()
+    keys = [key_of(n) for n in range(80)]
+    await put(tier, keys, 100)
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith(hangs):
+            gate.wait(60)
+        return real(path, **options)
+
+    monkeypatch.setattr(record_files.os, "stat", stat)
+    found = await tier.present(keys)
+    gate.set()
+    assert not any(found[32:64]), "nothing was said of these in time"
+    assert tier.stats()["present_late"] >= 1
+    await tier.aclose()
+
+
+async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    alone, shared = FileTier(folder, 1 << 20), SharedFileTier(folder, 1 << 20)
+    await alone.open()
+    await put(alone, [key_of(1)], SIZE)
+    with pytest.raises(TierIoError, match="does not share it"):
+        await shared.open()
+    await alone.aclose()
+    await shared.open()
+    await assert_holds(shared, [key_of(1)], SIZE)
+    with pytest.raises(TierIoError, match="is shared by engines"):
+        await alone.open()
+    await shared.aclose()
+
+
+async def test_records_of_changed_weights_are_not_taken_over(tmp_path: Path) -> None:
+    alone = FileTier(tmp_path / "tier", 1 << 20)
+    await alone.open()
+    await alone.reset(1)
+    await put(alone, [key_of(1)], SIZE)
+    await alone.aclose()
+    with pytest.raises(TierIoError, match="was reset"):
+        await SharedFileTier(tmp_path / "tier", 1 << 20).open()
+
+
+def test_a_pid_that_was_given_out_anew_is_another_process(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    living = LiveEngines(fd, engine_name())
+    living.announce(0)
+    machine, pid, start, _rest = living.name.split("-")
+    assert living.is_alive(living.name)
+    assert not living.is_alive(f"{machine}-{pid}-{int(start) + 1}-{'0' * 8}")
+    living.close()
+    os.close(fd)

@@ -1,0 +1,209 @@
+"""Records as files below one folder that is held open. Everything here blocks; any thread.
+
+    <folder>/epoch-<n>/<64 hex>          a record: one page of header and key, then the payload
+    <folder>/epoch-<n>/<64 hex>.<x>.tmp  a record being written
+
+A record's name is a digest of its key, so nothing from outside ever becomes part of a path. It
+appears by ``rename`` after its bytes are flushed. The time of last use is its modification time.
+
+All names are looked up from the descriptor of the folder, never by its path: when another disk is
+mounted there, its records are not taken for ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tiers.base import ALIGNMENT, Buffer, Key, TierIoError, WriteOutcome
+from tiers.record import HEADER_BYTES, Identity, RecordError, parse, seal, verify
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+PREFIX = "epoch-"
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Entry(NamedTuple):
+    """A record that is present: its time of last use in ns, and its payload's length."""
+
+    use_ns: int
+    payload_bytes: int
+
+
+def record_name(key: Key) -> str:
+    """The file name of a record: 64 hexadecimal digits."""
+    return hashlib.blake2b(key, digest_size=32).hexdigest()
+
+
+class RecordFiles:
+    """See the module. ``fd`` is the open folder at ``path``."""
+
+    def __init__(self, path: Path, fd: int, identity: Identity) -> None:
+        self._path = path
+        self._fd = fd
+        self._identity = identity
+
+    def check(self) -> None:
+        """Raise ``TierIoError`` if this folder is not the one at its path any more, or is gone."""
+        if not self._is_here():
+            raise TierIoError(
+                f"the folder {self._path} was removed or exchanged. Close the tier and open it "
+                "again"
+            )
+
+    def _is_here(self) -> bool:
+        """Whether the path leads to the open folder. Raises ``TierIoError``."""
+        try:
+            found, ours = os.stat(self._path), os.fstat(self._fd)
+        except OSError as error:
+            raise TierIoError(f"the folder {self._path} cannot be read: {error}") from error
+        return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+
+    # -- records -----------------------------------------------------------------------------
+
+    def write(
+        self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: object
+    ) -> WriteOutcome:
+        """Store a record, durably. ``serial`` is another one for each call, as part of a name."""
+        self.check()
+        path = self._record(key, epoch)
+        temporary = f"{path}.{serial}.tmp"
+        try:
+            header = seal(self._identity, key, epoch, data, data.nbytes)
+            fd = os.open(temporary, _NEW, 0o600, dir_fd=self._fd)
+            try:
+                os.write(fd, (header + key).ljust(ALIGNMENT, b"\0"))
+                _write_all(fd, data)
+                os.utime(fd, ns=(use_ns, use_ns))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._publish(temporary, path)
+            self._sync(f"{PREFIX}{epoch}")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._fd)
+            if error.errno in DISK_FULL:
+                return WriteOutcome.FULL
+            self.check()
+            return WriteOutcome.FAILED
+        return WriteOutcome.OK
+
+    def read(self, key: Key, epoch: int, into: Buffer) -> bool:
+        """Fill ``into``; whether the record is whole and this one."""
+        try:
+            fd = os.open(self._record(key, epoch), READ, dir_fd=self._fd)
+            try:
+                page = os.read(fd, ALIGNMENT)
+                done = 0
+                while done < into.nbytes:
+                    count = os.readv(fd, [into[done:].data])
+                    if not count:
+                        return False
+                    done += count
+            finally:
+                os.close(fd)
+        except OSError:
+            self.check()
+            return False
+        return verify(page[:HEADER_BYTES], self._identity, key, epoch, into)
+
+    def remove(self, keys: Iterable[Key], epoch: int) -> None:
+        """Remove records that may be there. Raises ``TierIoError``."""
+        for key in keys:
+            try:
+                os.unlink(self._record(key, epoch), dir_fd=self._fd)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise TierIoError(f"cannot remove from {self._path}: {error}") from error
+
+    def touch(self, uses: Iterable[tuple[Key, int]], epoch: int) -> None:
+        """Note times of use in ns, as far as that is possible. Raises ``TierIoError`` only if the
+        folder is not there."""
+        try:
+            for key, use_ns in uses:
+                with contextlib.suppress(FileNotFoundError):
+                    path = self._record(key, epoch)
+                    os.utime(path, ns=(use_ns, use_ns), dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            self.check()
+
+    def _read_entry(self, folder: int, name: str, epoch: int) -> tuple[Key, Entry] | None:
+        """What a file says it is; ``None`` unless it is a whole record of this tier by its name."""
+        try:
+            fd = os.open(name, READ | os.O_NONBLOCK, dir_fd=folder)
+        except OSError:
+            return None
+        try:
+            page = os.read(fd, ALIGNMENT)
+            found = os.fstat(fd)
+            header = parse(page[:HEADER_BYTES])
+        except (OSError, RecordError):
+            return None
+        finally:
+            os.close(fd)
+        key = page[HEADER_BYTES : HEADER_BYTES + header.key_bytes]
+        is_ours = (header.namespace, header.rank, header.epoch) == (*self._identity, epoch)
+        is_whole = found.st_size == ALIGNMENT + header.stored_bytes and name == record_name(key)
+        if not is_ours or not is_whole:
+            return None
+        return key, Entry(found.st_mtime_ns, header.payload_bytes)
+
+    # -- files -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _record(key: Key, epoch: int) -> str:
+        return f"{PREFIX}{epoch}/{record_name(key)}"
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _load(self, name: str) -> str:
+        fd = os.open(name, READ | os.O_NONBLOCK, dir_fd=self._fd)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return ""
+            return os.read(fd, 64).decode("ascii", "replace").strip()
+        finally:
+            os.close(fd)
+
+    def _store(self, name: str, text: str) -> None:
+        temporary = f"{name}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=self._fd)
+        fd = os.open(temporary, _NEW, 0o600, dir_fd=self._fd)
+        try:
+            os.write(fd, text.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._publish(temporary, name)
+        os.fsync(self._fd)
+
+    def _publish(self, temporary: str, name: str) -> None:
+        os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def _sync(self, folder: str) -> None:
+        fd = os.open(folder, READ | os.O_DIRECTORY, dir_fd=self._fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _write_all(fd: int, data: Buffer) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.write(fd, data[done:].data)

@@ -1,0 +1,366 @@
+"""The folder of a file tier that engines share, perhaps of several machines (NFS, Lustre, CephFS).
+
+    <folder>/shared             marks it, so that no tier that does not share takes it
+    <folder>/medium             32 hex digits
+    <folder>/engines/           see ``live_engines``
+    <folder>/epoch-0/           the records of all whose weights are those of the model's files
+    <folder>/epoch-<n>/         those of one engine that was given other weights; n is random
+    <folder>/gone-<hex>/        being removed
+
+Records are as in ``record_files``; the name of one that is being written ends with its engine and
+``.tmp``. There are no locks, no maps of memory and no process at the centre: whatever two engines
+do at once, each name leads to one whole file or to none.
+
+**The cap.** An engine may write ``grant_bytes`` before it looks again at what everybody has stored
+(``scan``). It looks for more than ``capacity - 2 * engines * grant`` and removes what was used
+least recently. So all together stay below the capacity, while scans of different engines take
+about as long; each engine that has joined since another's last scan may add two grants to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
+from tiers.direct_io import pages_for
+from tiers.folder import LOCK_NAME, FolderError, prepare
+from tiers.live_engines import LiveEngines, engine_name
+from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
+from tiers.record_files import PREFIX, READ, Entry, RecordFiles
+from tiers.record_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
+
+COMMON = 0
+GRANT_SHARE = 128
+"""A grant is this part of the capacity, or one record if that is more."""
+EVICT_SHARE = 0.05
+"""How much below the limit an eviction ends, as part of the capacity."""
+STRAY_NS = 3600 * 10**9
+"""Age of a temporary file, or of a folder that no engine claims, before it is removed."""
+_FOLDER = re.compile(r"epoch-([0-9]+)", re.ASCII)
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.([0-9a-f-]+)\.[0-9]+\.tmp", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file of a record: where, its length rounded to pages, and its time of last use in ns."""
+
+    folder: str
+    name: str
+    size_bytes: int
+    use_ns: int
+
+
+class SharedFolder(RecordFiles):
+    """See the module. ``epoch`` is 0 or this engine's own."""
+
+    def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
+        """Raises ``TierIoError`` and ``OSError``."""
+        self._capacity_bytes = capacity_bytes
+        self._granted = 0
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            prepare(path, allow_network=True)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
+            super().__init__(path, fd, identity)
+            self._take_over()
+            self.medium = self._stored_medium()
+            self.engines = LiveEngines(fd, engine_name())
+            undo.callback(self.engines.close)
+            self.epoch = COMMON
+            self.engines.announce(COMMON)
+            if is_own:
+                self.begin_own(forgets=False)
+            undo.pop_all()
+
+    def _take_over(self) -> None:
+        """Mark the folder as shared. What a tier that does not share left is used if it was never
+        reset; else it may be of other weights."""
+        if self._exists(SHARED_NAME):
+            return
+        if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":
+            raise FolderError(
+                f"{self._path} was used by a tier that was not shared, and was reset. Remove it, "
+                "or give another path"
+            )
+        if self._exists(LOCK_NAME) and _is_locked(self._path / LOCK_NAME):
+            raise FolderError(f"{self._path} is in use by a tier that does not share it")
+        self._store_once(SHARED_NAME, "1")
+
+    def _stored_medium(self) -> str:
+        if not self._exists(MEDIUM_NAME):
+            self._store_once(MEDIUM_NAME, secrets.token_hex(16))
+        return self._load(MEDIUM_NAME)
+
+    def _store_once(self, name: str, text: str) -> None:
+        """Store a small file unless another engine has just done so: ``link`` replaces nothing."""
+        temporary = f"{name}.{secrets.token_hex(8)}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+        try:
+            os.write(fd, text.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: the last one wins, all read it afterwards
+            self._publish(temporary, name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=self._fd)
+
+    # -- records ---------------------------------------------------------------------------
+
+    def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
+        """Write a record if there is none and there is room. Raises ``TierIoError``."""
+        if self._is_there(key, epoch):
+            return WriteOutcome.OK
+        try:
+            if not self._take_grant((1 + pages_for(data.nbytes)) * ALIGNMENT):
+                return WriteOutcome.FULL
+            self._make_epoch(epoch)
+        except OSError:
+            self.check()
+            return WriteOutcome.FAILED
+        return self.write(key, epoch, data, use_ns, f"{self.engines.name}.{serial}")
+
+    def _is_there(self, key: Key, epoch: int) -> bool:
+        try:
+            return self._exists(self._record(key, epoch))
+        except OSError:
+            self.check()
+            return False
+
+    def are_there(self, keys: list[Key], epoch: int) -> list[bool]:
+        """Which records exist, without a look into them. Raises ``TierIoError``."""
+        return [self._is_there(key, epoch) for key in keys]
+
+    def _make_epoch(self, epoch: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{PREFIX}{epoch}", 0o700, dir_fd=self._fd)
+
+    def fetch(self, key: Key, epoch: int, into: Buffer) -> ReadOutcome:
+        """Fill ``into``. A damaged record is removed. Raises ``TierIoError``."""
+        path = self._record(key, epoch)
+        try:
+            fd = os.open(path, READ | os.O_NONBLOCK, dir_fd=self._fd)
+        except OSError:
+            self.check()
+            return ReadOutcome.MISS
+        try:
+            page, payload_bytes = self._read_whole(fd, into)
+            if payload_bytes not in (None, into.nbytes):
+                return ReadOutcome.CORRUPT
+            if page is not None and verify(page, self._identity, key, epoch, into):
+                return ReadOutcome.OK
+            return self._drop(path, fd)
+        except OSError:
+            self.check()
+            return ReadOutcome.MISS
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _read_whole(fd: int, into: Buffer) -> tuple[bytes | None, int | None]:
+        """The header, if everything was read, and what it says of the payload's length."""
+        page = os.read(fd, ALIGNMENT)
+        try:
+            payload_bytes = parse(page[:HEADER_BYTES]).payload_bytes
+        except RecordError:
+            return None, None
+        done = 0
+        while done < into.nbytes and payload_bytes == into.nbytes:
+            count = os.readv(fd, [into[done:].data])
+            if not count:
+                return None, payload_bytes
+            done += count
+        return page[:HEADER_BYTES], payload_bytes
+
+    def _drop(self, path: str, fd: int) -> ReadOutcome:
+        """Remove a damaged record, unless another one is there by now."""
+        ours = os.fstat(fd)
+        try:
+            found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return ReadOutcome.MISS
+        if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=self._fd)
+        return ReadOutcome.CORRUPT
+
+    def entries(self, epoch: int) -> dict[Key, Entry]:
+        """Every record of an epoch, least recently used first. Reads every header."""
+        found: dict[Key, Entry] = {}
+        try:
+            folder = os.open(f"{PREFIX}{epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
+        except FileNotFoundError:
+            return found
+        try:
+            for name in os.listdir(folder):
+                entry = self._read_entry(folder, name, epoch)
+                if entry is not None:
+                    found[entry[0]] = entry[1]
+        finally:
+            os.close(folder)
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    # -- the cap ---------------------------------------------------------------------------
+
+    def _take_grant(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be written now. Raises ``OSError``."""
+        with self._lock:
+            if self._granted < size_bytes:
+                grant = max(self._capacity_bytes // GRANT_SHARE, size_bytes)
+                if not self._make_room(grant):
+                    return False
+                self._granted = grant
+            self._granted -= size_bytes
+            return True
+
+    def _make_room(self, grant: int) -> bool:
+        """Have a grant's room, for every engine that lives."""
+        stored, alive = self.scan()
+        limit = self._capacity_bytes - 2 * alive * grant
+        if limit < 0:
+            return False
+        used = sum(one.size_bytes for one in stored)
+        if used > limit:
+            wanted = max(0, limit - int(self._capacity_bytes * EVICT_SHARE))
+            for one in sorted(stored, key=lambda one: one.use_ns):
+                if used <= wanted:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{one.folder}/{one.name}", dir_fd=self._fd)
+                used -= one.size_bytes
+        return used <= limit
+
+    def scan(self) -> tuple[list[Stored], int]:
+        """What everybody has stored, and how many engines live; removes what the dead left
+        unfinished. Raises ``OSError``."""
+        engines = self.engines.all()
+        for name in [name for name, alive in engines.items() if not alive]:
+            self._bury(name)
+        claimed = {self.engines.own_epoch(name) for name, alive in engines.items() if alive}
+        stored: list[Stored] = []
+        for folder in os.listdir(self._fd):
+            match = _FOLDER.fullmatch(folder)
+            if match or folder.startswith("gone-"):
+                found, newest = self._scan_folder(folder)
+                stored += found
+                is_claimed = match is not None and int(match[1]) in {COMMON, self.epoch, *claimed}
+                if not is_claimed and self.engines.now_ns - newest > STRAY_NS:
+                    self._retire(folder)
+        return stored, max(1, sum(engines.values()))
+
+    def _scan_folder(self, folder: str) -> tuple[list[Stored], int]:
+        """The files of one folder, and when it changed last."""
+        stored: list[Stored] = []
+        try:
+            fd = os.open(folder, READ | os.O_DIRECTORY, dir_fd=self._fd)
+        except FileNotFoundError:
+            return stored, self.engines.now_ns
+        try:
+            newest = os.fstat(fd).st_mtime_ns
+            with os.scandir(fd) as files:
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        found = file.stat(follow_symlinks=False)
+                        match = _TEMPORARY.fullmatch(file.name)
+                        if match and self._is_stray(match[1], found.st_mtime_ns):
+                            os.unlink(file.name, dir_fd=fd)
+                            continue
+                        # The present time for what is being written: it goes last.
+                        use_ns = self.engines.now_ns if match else found.st_mtime_ns
+                        size = pages_for(found.st_size) * ALIGNMENT
+                        stored.append(Stored(folder, file.name, size, use_ns))
+        finally:
+            os.close(fd)
+        return stored, newest
+
+    def _is_stray(self, engine: str, changed_ns: int) -> bool:
+        """Whether a temporary file will never be finished."""
+        if self.engines.is_alive(engine):
+            return False
+        is_here = engine.startswith(self.engines.name[:13])
+        return is_here or self.engines.now_ns - changed_ns > STRAY_NS
+
+    def _bury(self, engine: str) -> None:
+        """Remove what a dead engine had alone."""
+        own = self.engines.own_epoch(engine)
+        if own != COMMON:
+            self._retire(f"{PREFIX}{own}")
+        self.engines.forget(engine)
+
+    # -- epochs ----------------------------------------------------------------------------
+
+    def begin_own(self, *, forgets: bool = True) -> None:
+        """An epoch of this engine alone. If it ``forgets``, what was stored under the one it leaves
+        is gone for all: the name of its folder is taken away. Durable. Raises ``OSError``."""
+        before, own = self.epoch, secrets.randbits(62) | 1
+        self.engines.announce(own)
+        self.epoch = own
+        if forgets:
+            self._retire(f"{PREFIX}{before}", remove=False)
+        os.fsync(self._fd)
+
+    def _retire(self, folder: str, *, remove: bool = True) -> None:
+        """Have a folder's records exist for nobody, and remove them."""
+        name = folder if folder.startswith("gone-") else f"gone-{secrets.token_hex(8)}"
+        if name != folder:
+            try:
+                os.rename(folder, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except FileNotFoundError:
+                return
+        if remove:
+            self._remove_folder(name)
+
+    def remove_gone(self) -> None:
+        """Remove what was retired, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._fd):
+                if name.startswith("gone-"):
+                    self._remove_folder(name)
+
+    def _remove_folder(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=self._fd)
+            try:
+                for file in os.listdir(fd):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file, dir_fd=fd)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=self._fd)
+
+    def renew(self) -> None:
+        """Say that this engine lives. Raises ``TierIoError``."""
+        try:
+            self.engines.touch()
+        except OSError as error:
+            raise TierIoError(f"the folder {self._path} cannot be written: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the folder; only when nobody calls any more."""
+        self.engines.close()
+        os.close(self._fd)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a tier of this machine that does not share holds its lock."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # a file system without locks: nobody holds one
+    return False
