@@ -73,6 +73,12 @@ class TierConfig(msgspec.Struct, frozen=True):
     geometry: str = "own"
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    @property
+    def shared(self) -> bool:
+        """Whether other engines write to it as well."""
+        tier_type = TIER_TYPES.get(self.type)
+        return bool(tier_type and tier_type.shared) or bool(self.options.get("shared"))
+
 
 class OffloadConfig(msgspec.Struct, frozen=True):
     """Everything that the user decides. Sizes are bytes per server, times are seconds."""
@@ -88,6 +94,8 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     tier_timeout_s: float = 5.0
     breaker_failures: int = 3
     break_even: bool = True
+    lookup_timeout_s: float = 0.05
+    remember_s: float = 5.0
     max_load_gpu_share: float = 0.5
     kv_layout: str = "vllm"
     require_salt: bool = False

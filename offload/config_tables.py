@@ -189,6 +189,19 @@ TOP_FIELDS = (
         "computing.",
     ),
     Field(
+        "lookup_timeout_s",
+        number(0.001, 10, " s"),
+        0.05,
+        "Longest time that a request waits to hear what a shared tier holds; after it, but not "
+        "before three steps, it goes on with what is known. Other requests do not wait.",
+    ),
+    Field(
+        "remember_s",
+        number(0, 3600, " s"),
+        5.0,
+        "How long it is remembered what a shared tier holds and what not.",
+    ),
+    Field(
         "kv_layout",
         choice("vllm", "block_contiguous"),
         "vllm",
@@ -241,13 +254,15 @@ class TierType:
     """A type of tier that a configuration may name.
 
     ``fields`` are its own options beside ``TIER_FIELDS``; ``needs_local_disk`` refuses network
-    file systems. ``summary`` is for the reference.
+    file systems; ``shared`` ones are written to by other engines as well, and so are others whose
+    option ``shared`` is set. ``summary`` is for the reference.
     """
 
     name: str
     summary: str
     fields: tuple[Field, ...] = ()
     needs_local_disk: bool = False
+    shared: bool = False
 
 
 TIER_TYPES: dict[str, TierType] = {}

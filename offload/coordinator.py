@@ -130,6 +130,19 @@ class Coordinator:
             for group in self.layout.groups
         )
 
+    def wanted(
+        self, keys: Sequence[Sequence[bytes]], start_tokens: int, limit_tokens: int
+    ) -> list[bytes]:
+        """The keys of every chunk that a hit of at most ``limit_tokens`` could need, group by group
+        in prefix order."""
+        found: list[bytes] = []
+        for group, mine in zip(self.layout.groups, keys, strict=True):
+            first = start_tokens // group.chunk_tokens
+            end = -(-limit_tokens // group.chunk_tokens) + (1 if group.draft else 0)
+            part = enumerate(mine[first:end], first)
+            found += [key for chunk, key in part if self.reachable(group, chunk)]
+        return found
+
     def reachable(self, group: GroupLayout, chunk: int) -> bool:
         """Whether this chunk can ever serve a hit. Chunks far from any aligned boundary cannot:
         states between boundaries, and what lies before the window of the next boundary."""

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from offload.asker import Asker
 from offload.load_task import LoadLane, LoadTask
-from offload.plans import JobResult, Observed, StepPlan, StepReport, StoreJob
+from offload.plans import Answer, JobResult, Observed, Question, StepPlan, StepReport, StoreJob
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
 from offload.tier_writer import TierWriter
@@ -113,6 +114,8 @@ class Executor:
             TierWriter(tier, watch, slab, self._groups, self.stats)
             for tier, watch in zip(self._tiers, watches, strict=True)
         ]
+        self._asker = Asker(self._tiers, self._writers, self._see)
+        self._answers: deque[tuple[int, Answer]] = deque()
         self._results: deque[tuple[int, JobResult]] = deque()
         self._ended: deque[tuple[str, bool]] = deque()
         self._sources: dict[int, Future[None]] = {}
@@ -132,7 +135,7 @@ class Executor:
         if self._stalled:
             nobody = replace(plan, deletes={}, touches={}, demotes=(), reset=False, epochs={})
             self._refuse(_Unanswered(nobody), RuntimeError("the loop does not answer"))
-            plan = replace(plan, loads=(), stores=(), fence=())
+            plan = replace(plan, loads=(), stores=(), fence=(), questions=())
         try:
             sources: dict[int, Future[None]] = {store.job: Future() for store in plan.stores}
             self._sources |= sources
@@ -172,9 +175,11 @@ class Executor:
     def drain(self, wait_s: float = 0.0) -> Drained:
         """Everything that ended since the last call; waits for a first result at most
         ``wait_s``, which only an idle engine should ask for."""
-        if wait_s > 0.0 and not self._results and not self._ended:
+        if wait_s > 0.0:
             deadline = time.monotonic() + wait_s
-            while not self._results and not self._ended and time.monotonic() < deadline:
+            while not (self._results or self._ended or self._answers):
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(0.0001)
         out = Drained()
         while self._ended:
@@ -196,6 +201,9 @@ class Executor:
         while self._seen:
             tier, seen = self._seen.popleft()
             out.report.see(tier, self.rank, seen)
+        while self._answers:
+            number, answer = self._answers.popleft()
+            out.report.answers[number] = answer
         return out
 
     def _forsake(self, out: Drained) -> None:
@@ -248,6 +256,8 @@ class Executor:
             if tier in plan.epochs:
                 writer.reset(plan.epochs[tier])
             writer.delete(plan.deletes.get(tier, ()))
+        for question in plan.questions:
+            self._spawn(self._ask(question))
         for store in plan.stores:
             self._accept_store(store, sources[store.job], after)
             unanswered.jobs.remove(store.job)
@@ -297,6 +307,10 @@ class Executor:
             self.stats.store_seconds += time.perf_counter() - started
         source.set_result(None)
         self._answer(job, result)
+
+    async def _ask(self, question: Question) -> None:
+        self._answers.append((question.number, await self._asker.ask(question)))
+        self._on_result()
 
     async def _run_load(self, task: LoadTask) -> None:
         """Answer the request by the deadline, the job when nobody writes into its slots."""

@@ -90,6 +90,12 @@ class TierGate:
         self.pace.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
+    def asked(self, now: float, *, good: bool) -> None:
+        """The probe of a shared tier, which is only asked what it holds, has ended."""
+        self.probe = None
+        self.reads.judge(now, good=good)
+        self._log()
+
     def _state(self) -> tuple[Circuit, Circuit, bool]:
         return self.reads.state, self.writes.state, self.pace.pays
 

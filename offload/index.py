@@ -78,6 +78,10 @@ class TierIndex:
         """How many chunks are being written."""
         return len(self._filling)
 
+    def is_pinned(self, key: bytes) -> bool:
+        """Whether a job uses this chunk now."""
+        return key in self._pins
+
     def is_filling(self, key: bytes) -> bool:
         """Whether a job is writing this chunk now."""
         return key in self._filling

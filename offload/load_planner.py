@@ -18,6 +18,7 @@ from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
+from offload.shared import SharedTiers
 from offload.stats import PlannerStats
 from policies.base import EntryInfo
 
@@ -44,6 +45,7 @@ class LoadPlanner:
         stats: PlannerStats,
         max_chunks: int,
         max_blocks: int,
+        shared: SharedTiers,
     ) -> None:
         self.promoting: dict[bytes, int] = {}
         self.loading = self.holding = 0
@@ -56,6 +58,7 @@ class LoadPlanner:
         self._stats = stats
         self._max_chunks = max_chunks
         self._max_blocks = max_blocks
+        self._shared = shared
         self._planned: list[LoadJob] = []
         self._waited_for: dict[str, Job] = {}
 
@@ -86,7 +89,11 @@ class LoadPlanner:
     def tick(self, now: float) -> None:
         """Time passes: tiers that are shut out may be due for a probe."""
         for tier, gate in enumerate(self._gates):
-            if gate.tick(now):
+            if not gate.tick(now):
+                continue
+            if tier in self._shared.tiers and not gate.reads.closed:
+                gate.probe = self._shared.plan_probe(tier, now)
+            else:
                 gate.probe = self.plan_probe(tier)
 
     def ended(self, job: Job, now: float) -> None:

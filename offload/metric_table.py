@@ -47,6 +47,12 @@ FOUND = {
     "complete_lookups": Metric("Requests that lacked nothing."),
     "lookups": Metric("Lookups; a request that waits is looked up again."),
     "lookup_seconds": Metric("Time spent in lookups, on vLLM's scheduler thread."),
+    "asked_chunks": Metric("Chunks that a shared tier was asked about.", TIER),
+    "found_chunks": Metric("Chunks that a shared tier said it holds.", TIER),
+    "unanswered_questions": Metric("Questions that a shared tier failed to answer.", TIER),
+    "lookup_timeouts": Metric(
+        "Requests that went on before a shared tier had answered (lookup_timeout_s)."
+    ),
 }
 MOVED = {
     "loads": Metric("Loads that ended well."),

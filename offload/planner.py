@@ -6,7 +6,7 @@ GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Wanted
@@ -19,6 +19,7 @@ from offload.index import TierIndex
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import LoadPlanner
 from offload.plans import StepPlan, StepReport
+from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
 from offload.store_planner import StorePlanner
 from offload.uses import Uses
@@ -36,6 +37,7 @@ class Planner:
     ``groups`` maps group ids to what is known of them; ``ranks`` is how many workers answer
     every job; ``max_store_chunks`` and ``max_load_chunks`` bound the chunks that may be on their
     way to and from the CPU tier; ``admission`` says what may enter it (``None``: everything).
+    ``shared`` are the numbers of lower tiers that other engines write to as well.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Planner:
         gates: Gates | None = None,
         admission: AdmissionPolicy | None = None,
         demotions: Sequence[DemotionQueue] | None = None,
+        shared: Collection[int] = (),
+        shared_limits: SharedLimits | None = None,
     ) -> None:
         self.cpu = cpu
         self.lower = tuple(lower)
@@ -59,6 +63,9 @@ class Planner:
         self._ledger = Ledger(ranks)
         self.gates = gates or Gates([index.name for index in self.lower])
         self._now = 0.0
+        self.shared = SharedTiers(
+            shared, self.lower, self.gates.tiers, groups, ranks, shared_limits
+        )
         self._loads = LoadPlanner(
             groups,
             cpu,
@@ -68,6 +75,7 @@ class Planner:
             self.stats,
             max_load_chunks,
             max_load_blocks,
+            self.shared,
         )
         self.failed_loads = self._loads.failed
         self._deletions = Deletions()
@@ -159,6 +167,7 @@ class Planner:
         """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
         self._now = self.stats.now = now
         self._loads.tick(now)
+        self.shared.tick(now)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A request's prompt was computed: so many tokens in the time to its first token."""
@@ -171,6 +180,7 @@ class Planner:
             len(self._ledger)
             or len(self._stores)
             or len(self._loads)
+            or len(self.shared)
             or any(map(self._deletions.waiting, self._ready_for_deletions()))
             or self._reset
             or self._epochs
@@ -198,6 +208,7 @@ class Planner:
             fence=fence,
             reset=self._reset,
             epochs=dict(self._epochs),
+            questions=self.shared.take(),
             idle=idle,
         )
         self._touches = {}
@@ -227,6 +238,7 @@ class Planner:
             self.gates.tiers[tier].observe(rank, seen, self._now)
             if seen.losses:  # a chunk is there on every rank or not at all
                 self._lost(tier)
+        self.shared.answered(report.answers, self._now)
         errors: list[Exception] = []
         for job_id, result in report.results.items():
             try:
@@ -272,6 +284,7 @@ class Planner:
         self._demotions[job.fill_tier].ended(job)
         self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
         self.stats.stored(job.fill_tier, kept, bad)
+        self.shared.written(job.fill_tier, kept, self._now)
         # What a rank may have written and the index does not keep (it failed on another, or was
         # forgotten meanwhile) must not take space, nor come back after a restart.
         self.delete(job.fill_tier, [key for key in job.fills if key not in index])
@@ -289,6 +302,8 @@ class Planner:
     ) -> None:
         dropped = self.lower[tier].drop(keys)
         self.delete(tier, dropped)
+        if tier in self.shared.tiers:  # a damaged record would stay, because a present key does
+            self._deletions.add(tier, [key for key in dropped if key in corrupt])
         self.stats.dropped(tier, dropped, corrupt)
 
     def _lost(self, tier: int) -> None:
@@ -299,8 +314,9 @@ class Planner:
         self.stats.dropped(tier, keys, corrupt=())
 
     def delete(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Have the workers delete records of a lower tier that its index does not know."""
-        if keys:
+        """Have the workers delete records of a lower tier that its index does not know. Not of a
+        shared one, where others may know them."""
+        if keys and tier not in self.shared.tiers:
             self._deletions.add(tier, keys)
 
     def reset(self, epochs: Mapping[int, int]) -> None:
@@ -311,6 +327,7 @@ class Planner:
     def begin_epochs(self, epochs: Mapping[int, int]) -> None:
         """Tell the workers the new epochs of these lower tiers; writes to them may go on."""
         self._epochs.update(epochs)
+        self.shared.begin_epochs(epochs)
         for queue in self._demotions:
             if queue.tier in epochs:
                 queue.closed = False
@@ -331,6 +348,7 @@ class Planner:
         for index in indexes:
             index.clear()
         self._loads.promoting.clear()
+        self.shared.forget_all()
         self._uses.clear()
         self._deletions.clear()
         self._touches = {}
@@ -353,7 +371,7 @@ class Planner:
         for queue, index in zip(self._demotions, self.lower, strict=True):
             late[f"write_refusals:{index.name}"] = queue.refused
             late[f"writes_skipped:{index.name}"] = queue.skipped
-        return self.stats.totals() | late | self.gates.totals()
+        return self.stats.totals() | late | self.gates.totals() | self.shared.totals()
 
     def check(self) -> None:
         """Verify the invariants of every part; raises ``InvariantError``."""

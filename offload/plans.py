@@ -6,12 +6,13 @@ jobs of one plan are posted in this order: deletes, stores, demotes, loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from offload.columns import Columns, Packed
+from offload.keys import pack_keys, unpack_keys
 
 STAGED = -1
 """Slot of a load item that only passes through a staging buffer of the worker."""
@@ -97,14 +98,32 @@ class DemoteJob:
     slots: tuple[int, ...]
 
 
+class Question:
+    """Asks a shared tier which of ``keys`` it holds."""
+
+    __slots__ = ("keys", "number", "tier")
+
+    def __init__(self, number: int, tier: int, keys: Sequence[bytes]) -> None:
+        self.number = number
+        self.tier = tier
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack_question, (self.number, self.tier, *pack_keys(self.keys))
+
+
+def _unpack_question(number: int, tier: int, packed: bytes, lengths: Sequence[int]) -> Question:
+    return Question(number, tier, unpack_keys(packed, lengths))
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything the workers have to do because of one scheduler step.
 
     ``fence`` names store jobs whose source blocks are given away in this step: they must have
     read them before the step's forward pass. ``reset`` orders a reset of everything first;
-    ``epochs`` are new
-    epochs of lower tiers, by number. ``idle``: no forward pass in this step.
+    ``epochs`` are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have
+    no place in that order. ``idle``: no forward pass in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()
@@ -115,6 +134,7 @@ class StepPlan:
     fence: tuple[int, ...] = ()
     reset: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)
+    questions: tuple[Question, ...] = ()
     idle: bool = False
 
     @property
@@ -129,6 +149,7 @@ class StepPlan:
             or self.fence
             or self.reset
             or self.epochs
+            or self.questions
         )
 
 
@@ -185,18 +206,36 @@ class JobResult:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a shared tier holds of a question's keys, as far as ``ranks`` have answered: one byte
+    per key, 1 if each of them has its part. ``None``: one could not say."""
+
+    present: bytes | None
+    ranks: int = 1
+
+    def merge(self, other: Answer) -> Answer:
+        """The answer of both: a chunk is there for every rank or not at all."""
+        ranks = self.ranks + other.ranks
+        if self.present is None or other.present is None:
+            return Answer(None, ranks)
+        both = int.from_bytes(self.present) & int.from_bytes(other.present)
+        return Answer(both.to_bytes(len(self.present)), ranks)
+
+
 @dataclass(slots=True)
 class StepReport:
-    """What happened since the last report: the jobs that ended, by job id, and how the lower
-    tiers were, by their number and the rank that saw it."""
+    """What happened since the last report: the jobs that ended, by job id, how the lower
+    tiers were, by their number and the rank that saw it, and answers by the question's number."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
     tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing in it."""
-        return not self.results and not self.tiers
+        return not self.results and not self.tiers and not self.answers
 
     def see(self, tier: int, rank: int, seen: Observed) -> None:
         """Add what a rank has seen of a tier."""
@@ -209,7 +248,14 @@ class StepReport:
         for job, result in other.results.items():
             mine = merged.get(job)
             merged[job] = mine.merge(result) if mine else result
-        report = StepReport(merged, dict(self.tiers))
+        report = StepReport(merged, dict(self.tiers), dict(self.answers))
         for (tier, rank), seen in other.tiers.items():
             report.see(tier, rank, seen)
+        for number, answer in other.answers.items():
+            report.answers[number] = merged_answer(report.answers.get(number), answer)
         return report
+
+
+def merged_answer(one: Answer | None, other: Answer) -> Answer:
+    """An answer together with those that came before, if any did."""
+    return other if one is None else one.merge(other)

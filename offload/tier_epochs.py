@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Collection, Sequence
 
 from offload.errors import TierUnavailableError
 from offload.mounts import spot_of
@@ -11,16 +13,37 @@ from offload.namespace_folders import bump_epoch, open_namespace, replica_folder
 
 READ_ONLY_EPOCH = 1
 """What a tier that is only read is told at a reset; it has forgotten everything then."""
+RANDOM_BITS = 30
+
+
+def draw_epoch() -> int:
+    """An epoch of a shared tier for weights that only this engine is known to have: later than
+    those it drew before, and nobody else's.
+
+    Seconds since 1970, then random bits, then a one: odd, as all epochs of changed weights are, and
+    never 0, which is the epoch of the model's files.
+    """
+    return (int(time.time()) << RANDOM_BITS | secrets.randbits(RANDOM_BITS)) << 1 | 1
 
 
 class TierEpochs:
-    """For tiers at ``paths``, which are there now: where they lie is remembered. Tiers numbered
-    beyond them are only read, and their epochs are their owners'."""
+    """For tiers at ``paths``, which are there now: where they lie is remembered. ``shared`` are the
+    numbers of shared tiers, whose epochs are kept nowhere. Tiers numbered beyond the paths are only
+    read, and their epochs are their owners'."""
 
-    def __init__(self, paths: Sequence[str], namespace: Namespace, replica: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        namespace: Namespace,
+        replica: int,
+        shared: Collection[int] = (),
+    ) -> None:
         """Raises ``OSError`` if a path is not there."""
         self._paths = tuple(paths)
-        self._spots = [spot_of(path) for path in paths]
+        self._shared = frozenset(shared)
+        self._spots = {
+            tier: spot_of(path) for tier, path in enumerate(paths) if tier not in self._shared
+        }
         self._namespace = namespace
         self._replica = replica
 
@@ -33,6 +56,8 @@ class TierEpochs:
         """
         if tier >= len(self._paths):
             return READ_ONLY_EPOCH
+        if tier in self._shared:
+            return draw_epoch()
         path = self._paths[tier]
         home = replica_folder(path, self._namespace, self._replica)
         if not home.parent.is_dir():

@@ -48,6 +48,10 @@ class TierWatch:
             self._report(Observed(writes_failed=1))
         return outcomes
 
+    async def ask(self, operation: Awaitable[list[bool]]) -> list[bool]:
+        """A question. Its answer says nothing of whether the tier can be read."""
+        return (await self._finish(operation, Observed(reads_failed=1)))[0]
+
     async def change(self, operation: Awaitable[None]) -> None:
         """A deletion, a note of use or a reset; counts among the writes if it fails."""
         await self._finish(operation, Observed(writes_failed=1))

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
 from offload.load_task import io_bytes
 from offload.plans import DemoteJob, JobResult
@@ -54,6 +55,8 @@ class TierWriter:
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
         self._epoch_due: int | None = None
+        self._resets = 0  # in the queue
+        self._caught_up = asyncio.Event()
 
     def start(self, answer: Answer) -> None:
         """Begin to work; ``answer`` takes each demotion's result."""
@@ -66,6 +69,18 @@ class TierWriter:
             self._task.cancel()
         for task in self._writing:
             task.cancel()
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Whether the tier is of the epoch that was last asked for; waits for that, not longer
+        than ``timeout_s``."""
+        if self._is_behind():
+            self._caught_up.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._caught_up.wait(), timeout_s)
+        return not self._is_behind()
+
+    def _is_behind(self) -> bool:
+        return self._resets > 0 or self._epoch_due is not None
 
     async def finish(self) -> None:
         """Wait until everything that was asked so far has been done."""
@@ -88,6 +103,7 @@ class TierWriter:
 
     def reset(self, epoch: int) -> None:
         """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""
+        self._resets += 1
         self._queue.put_nowait(lambda: self._reset(epoch))
 
     async def _run(self) -> None:
@@ -110,6 +126,7 @@ class TierWriter:
 
     async def _reset(self, epoch: int) -> None:
         self._epoch_due = epoch
+        self._resets -= 1
         await self._drain_writes()
         await self._begin_epoch()
 
@@ -118,6 +135,7 @@ class TierWriter:
             await self._watch.change(self._tier.reset(self._epoch_due))
             self._epoch_due = None
             self._undeleted.clear()
+            self._caught_up.set()
 
     async def _start_write(self, job: DemoteJob) -> None:
         try:

@@ -21,6 +21,7 @@ class RequestTracker:
     where its hit ends, ``refused`` whether there was no room for the load and ``shortened`` whether
     it was cut to what is worth loading; ``record`` is what is
     told of it; ``filtered_by`` is why ``no_load`` is set;
+    ``wait`` is what shared tiers were last asked for it;
     ``told`` means that the client sent an object for us, ``wrong`` what was wrong in it, and
     ``pinned_tokens`` how many of its tokens were pinned;
     ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
@@ -48,6 +49,7 @@ class RequestTracker:
         "sources",
         "stale",
         "told",
+        "wait",
         "wrong",
     )
 
@@ -71,6 +73,7 @@ class RequestTracker:
         self.told = False
         self.wrong: Sequence[str] = ()
         self.pinned_tokens = 0
+        self.wait: Any = None  # offload.shared.Wait
         self.sources: Mapping[int, int] = {}
 
     def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:
@@ -84,3 +87,4 @@ class RequestTracker:
         """The request was preempted: its blocks are gone, everything is looked at again."""
         self.next_chunk = [0] * len(self.next_chunk)
         self.stale = False
+        self.wait = None

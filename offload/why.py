@@ -46,6 +46,7 @@ class Reason(enum.Enum):
     BREAK_EVEN = "break_even"
     DEADLINE = "deadline"
     LOAD_FAILED = "load_failed"
+    UNANSWERED = "unanswered"
 
 
 MEANINGS: dict[Reason, str] = {
@@ -69,6 +70,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",
     Reason.DEADLINE: "loading took longer than load_timeout_s",
     Reason.LOAD_FAILED: "loading failed",
+    Reason.UNANSWERED: "a shared tier did not say in time whether it has it (lookup_timeout_s)",
 }
 _OF_CAUSE = {
     Cause.EVICTED: Reason.EVICTED,
@@ -179,6 +181,9 @@ class Explainer:
             return held
         if any(index.is_filling(key) for index in (planner.cpu, *planner.lower)):
             return Miss(Reason.STORING)
+        for tier, index in enumerate(planner.lower):
+            if planner.shared.is_unanswered(tier, key):
+                return Miss(Reason.UNANSWERED, tier=index.name)
         departure = planner.stats.departures.find(key)
         if departure is not None:
             return _departed(planner, departure, now)

@@ -48,7 +48,8 @@ TORCH_IN = (
 )
 ASYNCIO_IN = (
     "offload/executor.py",
-    "offload/load_task.py",  # these four run inside the executor's loop
+    "offload/asker.py",  # these five run inside the executor's loop
+    "offload/load_task.py",
     "offload/staging.py",
     "offload/tier_watch.py",
     "offload/tier_writer.py",

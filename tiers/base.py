@@ -67,8 +67,8 @@ class TierInfo:
     written and read under ``epoch``; what the medium held was of ``found_epoch``, and is forgotten
     where that is another one.
 
-    ``shared``: others write to the medium as well, so nobody can keep an index of it; ``present``
-    tells what it holds.
+    A ``shared`` tier is written by other engines too: what it holds is asked (``present``), not
+    listed (``keys`` may leave records out), and it keeps its own capacity.
     """
 
     name: str
@@ -150,9 +150,9 @@ class Tier(ABC):
         """Finish or abandon what is in flight and release everything. Idempotent."""
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these can be read now, as far as that can be told without reading them. Only
-        asked of a tier that is ``shared``."""
-        raise NotImplementedError
+        """Which of these keys a ``read`` would find now. Only of shared tiers; a record may be
+        gone, or there, a moment later."""
+        raise NotImplementedError("only a shared tier is asked what it holds")
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, on the loop, whenever records that the tier had vouched for are

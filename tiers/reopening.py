@@ -94,6 +94,9 @@ class ReopeningTier(Tier):
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         return await self._try(lambda tier: tier.read(keys, into))
 
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        return await self._try(lambda tier: tier.present(keys))
+
     async def delete(self, keys: Sequence[Key]) -> None:
         await self._try(lambda tier: tier.delete(keys))
 

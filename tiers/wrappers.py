@@ -30,7 +30,7 @@ from tiers.base import (
     WriteOutcome,
 )
 
-DATA_METHODS = frozenset({"write", "read", "delete", "touch", "reset"})
+DATA_METHODS = frozenset({"write", "read", "delete", "touch", "reset", "present"})
 
 
 class TierWrapper(Tier):
@@ -73,6 +73,10 @@ class TierWrapper(Tier):
     async def reset(self, epoch: int) -> None:
         await self.before("reset", ())
         await self.inner.reset(epoch)
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        await self.before("present", keys)
+        return await self.inner.present(keys)
 
     async def aclose(self) -> None:
         await self.inner.aclose()

@@ -16,6 +16,7 @@ from offload.index import TierIndex
 from offload.keys import GROUP_BYTES, group_suffix
 from offload.layout import ModelLayout
 from offload.planner import Planner
+from offload.shared import KNOWN_MOST, SharedLimits
 from offload.space import ByteSpace, SlotSpace
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
@@ -80,6 +81,8 @@ def make_planner(
         max_load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
         gates=gates,
         demotions=queues,
+        shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
+        shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)
@@ -100,9 +103,9 @@ def _check_agreement(namespace: str, ranks: Sequence[OffloadHandshake]) -> None:
                 f"kvtiers: rank {other.rank} serves namespace {other.namespace}, the scheduler "
                 f"{namespace}. All processes must see the same model files, flags and versions."
             )
-        mine = [(tier.name, tier.footprints) for tier in first.tiers]
+        mine = [(tier.name, tier.footprints, tier.shared) for tier in first.tiers]
         if other.slot_bytes != first.slot_bytes or mine != [
-            (tier.name, tier.footprints) for tier in other.tiers
+            (tier.name, tier.footprints, tier.shared) for tier in other.tiers
         ]:
             raise TierUnavailableError(
                 f"kvtiers: rank {other.rank} has slots of {other.slot_bytes} bytes and tiers "
@@ -117,6 +120,9 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier:
     settings = config.lower[tier]
     share = 1.0 if config.is_read_only(tier) else settings.high_watermark
     space = ByteSpace(int(capacity * share))
+    state = ranks[0].tiers[tier]
+    if state.shared:  # what is known of it; it keeps its capacity itself
+        space = ByteSpace(KNOWN_MOST * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
     return TierIndex(name, space, _policy(name, settings.policy), low_watermark=low)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from offload.coordinator import Coordinator
+from offload.coordinator import Coordinator, present_in
 from offload.lookup import tokens_to_load
 from offload.planner import Planner
 from offload.plans import JobResult
+from offload.shared import Wait
 from offload.tracker import RequestTracker
 from offload.why import Explainer, Miss, Reason, RequestLog, RequestRecord, failed
 
@@ -45,18 +46,39 @@ class Lookups:
         self._explainer = Explainer(coordinator, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
-    def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond ``computed_tokens`` that can be loaded now. No side effect on tiers."""
+    def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: a shared tier was
+        asked and may answer soon. No side effect on tiers."""
         started = time.perf_counter()
         tracker.lookup_start = computed_tokens
         tracker.refused = False
         tracker.found = computed_tokens
+        is_waiting = False
         if not tracker.no_load:
             tracker.extend(request.block_hashes, self._coordinator.layout)
-            tracker.found = self._hit(tracker, request, computed_tokens)
+            is_waiting = self._is_waiting(tracker, request, computed_tokens)
+            if not is_waiting:
+                tracker.found = self._hit(tracker, request, computed_tokens)
         self.seconds += time.perf_counter() - started
         self.count += 1
+        if is_waiting:
+            return None
         return 0 if tracker.refused else tracker.found - computed_tokens
+
+    def _is_waiting(self, tracker: RequestTracker, request: Request, start: int) -> bool:
+        """Whether shared tiers may soon say more of this request's chunks; asks them first, and
+        again when what they have said may be forgotten."""
+        shared = self._planner.shared
+        if not shared.tiers:
+            return False
+        now = time.monotonic()
+        wait: Wait | None = tracker.wait
+        if wait is None or now > wait.since + shared.limits.remember_s:
+            wanted = self._coordinator.wanted(tracker.keys, start, _limits(tracker, request).start)
+            held = present_in(*self._planner.holders_for(tracker.origin))(wanted)
+            missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
+            wait = tracker.wait = shared.ask(missing, tracker.origin.controls.read, now)
+        return shared.is_waiting(wait, now)
 
     def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int:
         limit = _limits(tracker, request).stop

@@ -41,12 +41,13 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
 @dataclass(frozen=True)
 class TierState:
     """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id;
-    ``keys`` are its records, least recently used first."""
+    ``keys`` are its records, least recently used first; of a ``shared`` tier none, it is asked."""
 
     name: str
     capacity_bytes: int
     footprints: Mapping[int, int]
     keys: tuple[bytes, ...]
+    shared: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Keys as one piece: pickling a million single ones takes most of a second."""

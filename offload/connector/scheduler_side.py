@@ -317,7 +317,7 @@ class SchedulerSide:
                 failures.append(self._trackers[request_id])
                 failures[-1].failures += 1
         if report is not None and not report.empty:
-            if report.results:
+            if report.results or report.answers:
                 self._moved_at = time.monotonic()
             self.planner.tick(time.monotonic())
             self.planner.complete(report)

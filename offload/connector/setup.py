@@ -192,7 +192,8 @@ class Setup:
     def tier_epochs(self) -> TierEpochs:
         """Begins epochs of the lower tiers, which the workers have opened by now."""
         paths = [tier.path for tier in self.config.tiers]
-        return TierEpochs(paths, self.namespace, self.replica)
+        shared = [number for number, tier in enumerate(self.config.tiers) if tier.shared]
+        return TierEpochs(paths, self.namespace, self.replica, shared)
 
     def recorder(self) -> TraceRecorder | None:
         """What records this server's prompts, if that is wanted."""

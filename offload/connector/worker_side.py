@@ -230,10 +230,11 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
     sizes = {group_suffix(group.group): io_bytes(group) for group in groups}
     keys: list[bytes] = []
-    async for batch in tier.keys():
-        pairs = zip(batch.keys, batch.payload_bytes, strict=True)
-        keys += [key for key, size in pairs if sizes.get(key[-GROUP_BYTES:]) == size]
-    return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys))
+    if not info.shared:
+        async for batch in tier.keys():
+            pairs = zip(batch.keys, batch.payload_bytes, strict=True)
+            keys += [key for key, size in pairs if sizes.get(key[-GROUP_BYTES:]) == size]
+    return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys), info.shared)
 
 
 def _gpu_node() -> int | None:

@@ -224,18 +224,18 @@ class World:
         def engine(groups: Any, slab: Any, num_blocks: int, device: str) -> SimulatedCopyEngine:
             return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
 
-        def tier(spec: Any, *_: Any) -> Tier:
-            options = {"namespace": spec.namespace, "rank": spec.rank, "epoch": spec.epoch}
-            return UnreliableTier(self.random, self._conditions.fault_rate, **options)
-
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "OffloadLoop", PumpedLoop)
             patch.setattr(worker_side, "_make_engine", engine)
-            patch.setattr(worker_side, "make_tier", tier)
+            patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
             patch.setattr(worker_side, "IDLE_WAIT_S", 0.0)
             runner = self._conditions.runner == 2
             patch.setattr(VllmConfig, "use_v2_model_runner", runner)
             yield
+
+    def _make_tier(self, spec: Any) -> Tier:
+        options = {"namespace": spec.namespace, "rank": spec.rank, "epoch": spec.epoch}
+        return UnreliableTier(self.random, self._conditions.fault_rate, **options)
 
     # -- what clients do ---------------------------------------------------------------------
 
