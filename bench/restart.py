@@ -34,7 +34,7 @@ from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, progress_bar
 from offload.index import TierIndex
-from offload.keys import pack_keys, unpack_keys
+from offload.keys import joined
 from offload.space import ByteSpace
 from policies.base import EntryInfo
 from policies.registry import make_policy
@@ -128,13 +128,12 @@ async def _restart(folder: str, records: int, end: str) -> None:
     info = await tier.open()
     assert info.record_count == records, info
     laps.end("open")
-    keys: list[bytes] = []
-    async for batch in tier.keys():
-        keys += batch.keys
+    batches = tier.keys()
+    columns = joined([batch.column async for batch in batches])
     laps.end("keys")
-    packed = pickle.dumps(pack_keys(keys))
-    keys = list(unpack_keys(*pickle.loads(packed)))  # our own bytes
+    columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))  # our own bytes
     laps.end("message")
+    keys = [key for column in columns for key in column.tolist()]
     index = TierIndex("disk", ByteSpace(info.capacity_bytes), make_policy("lru"))
     entry = EntryInfo(size_bytes=ALIGNMENT)
     assert not index.recover(keys, [entry] * len(keys)), "everything fits"

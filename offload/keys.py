@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.base import KeyColumn
 
 GROUP_BYTES = 4
 
@@ -22,6 +27,19 @@ def group_suffix(group: int) -> bytes:
 def group_of(key: bytes) -> int:
     """The group a key belongs to."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def groups_of(column: KeyColumn) -> npt.NDArray[np.uint32]:
+    """The groups that these keys belong to. Keys are longer than a group."""
+    rows = column.view(np.uint8).reshape(column.size, column.itemsize)
+    return rows[:, -GROUP_BYTES:].copy().view(">u4")[:, 0].astype(np.uint32)
+
+
+def joined(columns: Iterable[KeyColumn]) -> tuple[KeyColumn, ...]:
+    """The same keys in the same order in as few columns as their lengths allow: mostly in one."""
+    filled = (column for column in columns if column.size)
+    found = [list(same) for _, same in itertools.groupby(filled, lambda column: column.itemsize)]
+    return tuple(same[0] if len(same) == 1 else np.concatenate(same) for same in found)
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int]]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ Buffer = npt.NDArray[np.uint8]
 ``ALIGNMENT`` can be moved by direct I/O without a copy; any other one still works."""
 
 ALIGNMENT = 4096
+KEYS_PER_BATCH = 1 << 14
 
 
 class ReadOutcome(enum.Enum):
@@ -89,15 +91,39 @@ class StoredKey(NamedTuple):
     payload_bytes: int
 
 
-class StoredKeys(NamedTuple):
-    """Records found by ``keys``: ``payload_bytes[i]`` is the length of the payload of ``keys[i]``.
+KeyColumn = npt.NDArray[np.void]
+"""Keys of one length, one item each; ``tolist`` makes them ``bytes``."""
 
-    Columns and no pairs: a restart goes through millions of records, and a million small objects
-    that the garbage collector tracks cost it half a second.
+
+class StoredKeys(NamedTuple):
+    """Records found by ``keys``: ``payload_bytes[i]`` is the length of the payload of
+    ``column[i]``.
+
+    Columns and no pairs: a restart goes through millions of records, and whoever only passes them
+    on shall not make an object of each.
     """
 
-    keys: list[Key]
-    payload_bytes: list[int]
+    column: KeyColumn
+    payload_bytes: npt.NDArray[np.int64]
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys as bytes."""
+        return self.column.tolist()  # type: ignore[no-any-return]  # a void's item is bytes
+
+    def pairs(self) -> Iterator[StoredKey]:
+        """One record after the other."""
+        return map(StoredKey, self.keys, self.payload_bytes.tolist())
+
+
+def stored_keys(found: Iterable[tuple[Key, int]]) -> Iterator[StoredKeys]:
+    """Keys and lengths of payloads as columns, in the same order: as many as come one after the
+    other with keys of one length, at most ``KEYS_PER_BATCH``."""
+    for key_bytes, same in groupby(found, lambda pair: len(pair[0])):
+        while batch := list(islice(same, KEYS_PER_BATCH)):
+            keys, sizes = zip(*batch, strict=True)
+            column = np.frombuffer(b"".join(keys), f"V{key_bytes}")
+            yield StoredKeys(column, np.array(sizes, np.int64))
 
 
 class Tier(ABC):

@@ -101,7 +101,7 @@ class EvictingTier(TierWrapper):
         self._sizes.clear()
         self._used_bytes = 0
         async for batch in self.inner.keys():
-            for key, payload_bytes in zip(batch.keys, batch.payload_bytes, strict=True):
+            for key, payload_bytes in batch.pairs():
                 self._enter(key, payload_bytes)
         return info
 

@@ -30,6 +30,7 @@ from tiers.base import (
     TierInfo,
     TierIoError,
     WriteOutcome,
+    stored_keys,
 )
 from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads, in_thread
@@ -38,8 +39,6 @@ from tiers.record import NO_NAMESPACE, Identity, check_identity, check_key, chec
 from tiers.record_folder import EPOCH_NAME, Entry, RecordFolder, record_name
 
 __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
-
-KEYS_PER_BATCH = 1024
 
 T = TypeVar("T")
 
@@ -114,10 +113,8 @@ class FileTier(Tier):
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._open_folder()
         found = sorted(self._entries.items(), key=lambda item: item[1])
-        for start in range(0, len(found), KEYS_PER_BATCH):
-            batch = found[start : start + KEYS_PER_BATCH]
-            sizes = [entry.payload_bytes for _, entry in batch]
-            yield StoredKeys([key for key, _ in batch], sizes)
+        for batch in stored_keys((key, entry.payload_bytes) for key, entry in found):
+            yield batch
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)

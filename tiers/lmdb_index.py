@@ -26,14 +26,12 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
-import numpy.typing as npt
 from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
@@ -67,14 +65,6 @@ _DAMAGE = (
     lmdb.PageNotFoundError,
     lmdb.VersionMismatchError,
 )
-_FRONT = np.dtype(
-    {
-        "names": ["use", "payload_bytes"],
-        "formats": [">u8", "<u8"],
-        "offsets": [0, _PAYLOAD_AT],
-        "itemsize": _PAYLOAD_AT + 8,
-    }
-)
 
 
 class IndexUnusableError(Exception):
@@ -104,17 +94,6 @@ def payload_bytes_of(value: bytes) -> int:
 def runs_of(value: bytes) -> Runs:
     """Where the record's stored bytes lie."""
     return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
-
-
-def uses_and_payloads(values: Sequence[bytes]) -> npt.NDArray[Any]:
-    """Fields ``use`` and ``payload_bytes`` of many values, as one array."""
-    front = _PAYLOAD_AT + 8
-    return np.frombuffer(b"".join([value[:front] for value in values]), _FRONT)
-
-
-def with_use(value: bytes, use: int) -> bytes:
-    """The same value with another time of last use."""
-    return use.to_bytes(USE_BYTES, "big") + value[USE_BYTES:]
 
 
 @dataclass(slots=True)
@@ -252,13 +231,13 @@ class LmdbIndex:
             os.close(fd)
         self._file_bytes = max(size, map_bytes)
 
-    def tables(self) -> Iterable[RecordTable]:
+    def tables(self) -> list[RecordTable]:
         """Every record, for recovery at open."""
         found, self._found = self._found, None
         if found is not None:
             return found
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
-            return list(tables_of(dict(cursor.iternext())))
+            return tables_of(cursor.iternext())
 
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing

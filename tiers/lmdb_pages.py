@@ -99,7 +99,7 @@ class PageFile:
     def __init__(self, fd: int) -> None:
         """Raises ``UnsoundError``, and ``OSError`` as all methods do."""
         self._fd = fd
-        self._file_bytes = os.fstat(fd).st_size
+        self.file_bytes = os.fstat(fd).st_size
         self.meta = self._read_meta()
 
     def _read_meta(self) -> Meta:
@@ -115,8 +115,8 @@ class PageFile:
         meta = second if first.transaction < second.transaction else first
         # Pages at the end that were freed before they were ever written are not in the file.
         require(
-            META_PAGES <= meta.page_count <= 2 * (self._file_bytes // page_bytes),
-            f"{meta.page_count} pages in {self._file_bytes} bytes",
+            META_PAGES <= meta.page_count <= 2 * (self.file_bytes // page_bytes),
+            f"{meta.page_count} pages in {self.file_bytes} bytes",
         )
         return meta
 
@@ -130,12 +130,20 @@ class PageFile:
         page_bytes = free_tree.pad
         return page_bytes, Meta(page_bytes, free_tree, Tree.load(main), last + 1, transaction)
 
-    def gather(self, numbers: Numbers, into: Pages) -> Pages:
-        """These pages, in the front of ``into``. Neighbours come with one system call."""
-        breaks = np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1
+    def gather(self, numbers: Numbers, into: Pages) -> tuple[Pages, Numbers]:
+        """Read these pages into the front of ``into``; what was filled, and in which of its rows
+        they are. Pages that lie close together come with one system call and what is between them,
+        others in runs of neighbours."""
+        steps = numbers[1:] - numbers[:-1]
+        first, last = int(numbers[0]), int(numbers[-1])
+        if (steps > 0).all() and last - first < len(into):
+            pages = into[: last - first + 1]
+            self.read(first, pages)
+            return pages, numbers - first
+        breaks = np.flatnonzero(steps != 1) + 1
         for start, stop in itertools.pairwise([0, *breaks.tolist(), numbers.size]):
             self.read(int(numbers[start]), into[start:stop])
-        return into[: numbers.size]
+        return into[: numbers.size], np.arange(numbers.size)
 
     def read(self, first: int, into: Pages) -> None:
         """Fill ``into`` with the pages from ``first`` on."""
@@ -184,30 +192,30 @@ class Nodes:
         return bytes(self.flat[start : start + length])
 
 
-def nodes_of(pages: Pages, numbers: Numbers, kind: int) -> Nodes:
-    """The nodes of pages of one kind. Raises ``UnsoundError`` if a page is not what its number
-    and kind say, or a node leaves its page."""
+def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
+    """The nodes of pages of one kind, which are these rows of ``pages``. Raises ``UnsoundError`` if
+    a page is not what its number and kind say, or a node leaves its page."""
     page_bytes = pages.shape[1]
-    head = pages[:, :HEAD_BYTES].copy().view(_HEAD)[:, 0]
+    head = pages[:, :HEAD_BYTES][rows].view(_HEAD)[:, 0]
     lower, upper = head["lower"].astype(np.int64), head["upper"].astype(np.int64)
     require((head["number"] == numbers).all(), "a page has another number than its place")
     require((head["flags"] == kind).all(), "a page is of another kind than its place")
     fits = (lower > HEAD_BYTES) & (lower <= upper) & (upper <= page_bytes) & (lower % 2 == 0)
     require(fits.all(), "a page has impossible bounds")
     counts = (lower - HEAD_BYTES) // 2
-    words = pages.view(np.uint16)
     widest = int(counts.max())
-    offsets = words[:, HEAD_BYTES // 2 : HEAD_BYTES // 2 + widest]
-    inside = offsets[np.arange(widest) < counts[:, None]].astype(np.int64)
-    rows = np.repeat(np.arange(len(pages)), counts)
-    fits = (inside >= upper[rows]) & (inside + NODE_BYTES <= page_bytes) & (inside % 2 == 0)
-    require(fits.all(), "a node lies outside its page")
-    at = rows * page_bytes + inside
-    flat, half = words.reshape(-1), at // 2
-    word = flat[half].astype(np.int64) | flat[half + 1].astype(np.int64) << 16
-    flags, key_bytes = flat[half + 2].astype(np.int64), flat[half + 3].astype(np.int64)
+    offsets = pages.view(np.uint16)[:, HEAD_BYTES // 2 : HEAD_BYTES // 2 + widest][rows]
+    is_node = np.arange(widest) < counts[:, None]
+    lowest = np.where(is_node, offsets, _PAGE_BYTES_MAX).min(1)
+    inside = offsets[is_node].astype(np.int64)
+    fits = (inside + NODE_BYTES <= page_bytes) & (inside % 2 == 0)
+    require((lowest >= upper).all() and fits.all(), "a node lies outside its page")
+    at = inside + np.repeat(rows * page_bytes, counts)
+    flat = pages.reshape(-1)
+    fields = np.ndarray((flat.nbytes // 2 - 3,), np.int64, flat, strides=(2,))[at // 2]
+    word, flags, key_bytes = fields & 0xFFFFFFFF, fields >> 32 & 0xFFFF, fields >> 48 & 0xFFFF
     size = NODE_BYTES + key_bytes
     if kind == LEAF:
         size += np.where(flags & BIG_DATA, 8, word)
     require((inside + size <= page_bytes).all(), "a node reaches beyond its page")
-    return Nodes(pages.reshape(-1), counts, at, word, flags, key_bytes)
+    return Nodes(flat, counts, at, word, flags, key_bytes)

@@ -44,17 +44,15 @@ from tiers.daemon_threads import in_thread
 from tiers.direct_io import DiskIo, pages_for
 from tiers.extents import Runs
 from tiers.io_threads import IoThreads, Together
-from tiers.lmdb_index import payload_bytes_of, runs_of, with_use
+from tiers.lmdb_index import payload_bytes_of, runs_of
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.places import Places
 from tiers.record import Identity, check_identity, check_key, check_payload
-from tiers.records import Records
 from tiers.transfer import ReadItem, ReadJob, WriteJob
 from tiers.uses import UseClock
 
 TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
-KEYS_PER_BATCH = 1 << 14
 JOB_BYTES_MIN = 256 << 10
 SPARE_THREADS = 2
 """Threads beyond the queue depth: while some verify or seal, the device has its requests."""
@@ -112,7 +110,7 @@ class LmdbTier(Tier):
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._epoch = store.index.epoch
-        self._records = Records(recovered)
+        self._records = recovered.records
         self._uses = UseClock(recovered.next_use)
         self._places = Places(store.file_pages, recovered.free)
         self._filling: dict[Key, Put] = {}
@@ -214,10 +212,8 @@ class LmdbTier(Tier):
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._open_store()
-        keys, sizes = self._records.by_use()
-        for start in range(0, len(keys), KEYS_PER_BATCH):
-            stop = start + KEYS_PER_BATCH
-            yield StoredKeys(keys[start:stop], sizes[start:stop])
+        for batch in self._records.by_use():
+            yield batch
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
@@ -234,7 +230,8 @@ class LmdbTier(Tier):
 
     def check(self) -> None:
         """Raise ``AssertionError`` if the parts of this tier disagree. For tests."""
-        self._places.check([runs_of(value) for value in self._records.values()])
+        self._records.check()
+        self._places.check([runs_of(value) for _, value in self._records.items()])
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -352,7 +349,7 @@ class LmdbTier(Tier):
         if self._filling.get(put.key) is put:
             del self._filling[put.key]
         if put.outcome is WriteOutcome.OK and put.epoch == self._epoch:
-            self._records[put.key] = put.value
+            self._records.add(put.key, put.value)
             self._places.adopt(put.runs, put.stored_pages)
             self._counts["written"] += 1
             self._counts["written_bytes"] += put.payload_bytes
@@ -484,9 +481,7 @@ class LmdbTier(Tier):
     async def touch(self, keys: Sequence[Key]) -> None:
         self._open_store()
         for key, use in zip(keys, self._uses.take(len(keys)), strict=True):
-            value = self._records.pop(key)
-            if value is not None:
-                self._records[key] = with_use(value, use)
+            if self._records.touch(key, use):
                 self._touched.add(key)
         if len(self._touched) >= TOUCHES_MAX:
             self._flush_touches()

@@ -43,7 +43,8 @@ from tiers.lmdb_pages import (
 )
 from tiers.record_table import RecordTable
 
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 2 << 20
+"""Bytes of the file that are looked at together: they stay in the processor's cache meanwhile."""
 _OnLeaf = Callable[[Nodes], None]
 
 
@@ -65,24 +66,28 @@ class _Walk:
     def __init__(self, file: PageFile) -> None:
         self._file = file
         self._batch_pages = max(1, BATCH_BYTES // file.meta.page_bytes)
-        self._buffer: Pages = np.empty((self._batch_pages, file.meta.page_bytes), np.uint8)
+        # Twice the room, for pages that lie between those of a batch.
+        self._buffer: Pages = np.empty((2 * self._batch_pages, file.meta.page_bytes), np.uint8)
         self._owned = np.zeros(file.meta.page_count, np.bool_)
         self._owned[:META_PAGES] = True
         self._overflow_pages = 0
 
     def run(self, name: bytes) -> list[RecordTable]:
         meta = self._file.meta
-        free, named, tables = list[Numbers](), dict[bytes, Tree](), list[RecordTable]()
+        free, named = list[Numbers](), dict[bytes, Tree]()
+        wanted = _Tables(0, 0)
         require(meta.free.flags == INTEGER_KEY, f"the list of free pages: {meta.free.flags} flags")
         self._tree(meta.free, lambda nodes: free.extend(self._free_lists(nodes)), is_list=True)
         self._tree(meta.main, lambda nodes: named.update(_named_trees(nodes)))
         for key, tree in named.items():
-            found = tables if key == name else list[RecordTable]()
-            self._tree(tree, lambda nodes, found=found: found.extend(_records(nodes)))  # type: ignore[misc]  # mypy cannot see defaults
+            tables = _Tables(tree.entries, self._file.file_bytes)
+            self._tree(tree, tables.add if key == name else _require_plain)
+            if key == name:
+                wanted = tables
         for numbers in free:
             self._own(numbers)
         require(self._owned.all(), "pages that are neither in use nor free")
-        return tables
+        return wanted.tables()
 
     def _own(self, numbers: Numbers) -> None:
         """Every page has one owner."""
@@ -143,7 +148,8 @@ class _Walk:
         """The nodes of these pages, some at a time. The memory below is used again for the next."""
         for start in range(0, numbers.size, self._batch_pages):
             part = numbers[start : start + self._batch_pages]
-            yield nodes_of(self._file.gather(part, self._buffer), part, kind)
+            pages, rows = self._file.gather(part, self._buffer)
+            yield nodes_of(pages, rows, part, kind)
 
     def _free_lists(self, nodes: Nodes) -> Iterator[Numbers]:
         """Each entry: transaction -> count u64, then page numbers, falling."""
@@ -225,12 +231,37 @@ def _named_trees(nodes: Nodes) -> dict[bytes, Tree]:
     }
 
 
-def _records(nodes: Nodes) -> Iterator[RecordTable]:
-    """Keys and values: they lie side by side, so each pair is one copy."""
+class _Tables:
+    """The entries of one database as tables, one for each pair of lengths."""
+
+    def __init__(self, entries: int, file_bytes: int) -> None:
+        """``entries`` is how many the file says there are."""
+        self._entries, self._file_bytes = entries, file_bytes
+        self._by_shape: dict[int, RecordTable] = {}
+
+    def tables(self) -> list[RecordTable]:
+        """What was added."""
+        return list(self._by_shape.values())
+
+    def add(self, nodes: Nodes) -> None:
+        """Take keys and values: they lie side by side, so each pair is one copy."""
+        _require_plain(nodes)
+        shapes = nodes.key_bytes << 32 | nodes.word
+        same = (shapes == shapes[0]).all()
+        for shape in shapes[:1].tolist() if same else np.unique(shapes).tolist():
+            starts = (nodes.at if same else nodes.at[shapes == shape]) + NODE_BYTES
+            table = self._by_shape.get(shape)
+            if table is None:
+                table = self._by_shape[shape] = self._table(shape >> 32, shape & 0xFFFFFFFF)
+            table.memory.extend(nodes.windows(starts, table.memory.width))
+
+    def _table(self, key_bytes: int, value_bytes: int) -> RecordTable:
+        """The first shape is mostly that of all. Room that is not used costs nothing."""
+        if self._by_shape:
+            return RecordTable(key_bytes, value_bytes)
+        most = self._file_bytes // (key_bytes + value_bytes)
+        return RecordTable(key_bytes, value_bytes, min(self._entries, most))
+
+
+def _require_plain(nodes: Nodes) -> None:
     require(not nodes.flags.any(), "entries of another kind")
-    shapes = nodes.key_bytes << 32 | nodes.word
-    same = (shapes == shapes[0]).all()
-    for shape in shapes[:1].tolist() if same else np.unique(shapes).tolist():
-        starts = (nodes.at if same else nodes.at[shapes == shape]) + NODE_BYTES
-        key_bytes, value_bytes = shape >> 32, shape & 0xFFFFFFFF
-        yield RecordTable(key_bytes, nodes.windows(starts, key_bytes + value_bytes))

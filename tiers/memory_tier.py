@@ -19,6 +19,7 @@ from tiers.base import (
     TierClosedError,
     TierInfo,
     WriteOutcome,
+    stored_keys,
 )
 from tiers.record import (
     NO_NAMESPACE,
@@ -29,8 +30,6 @@ from tiers.record import (
     seal,
     verify,
 )
-
-KEYS_PER_BATCH = 1024
 
 
 class MemoryTier(Tier):
@@ -108,11 +107,9 @@ class MemoryTier(Tier):
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        keys = list(self.records)
-        sizes = [data.nbytes for _, data in self.records.values()]
-        for start in range(0, len(keys), KEYS_PER_BATCH):
-            stop = start + KEYS_PER_BATCH
-            yield StoredKeys(keys[start:stop], sizes[start:stop])
+        found = [(key, data.nbytes) for key, (_, data) in self.records.items()]
+        for batch in stored_keys(found):
+            yield batch
 
     async def reset(self, epoch: int) -> None:
         self._check_open()

@@ -6,15 +6,15 @@ records with keys of one length and as many runs are rows of one table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Key
+from tiers.base import Key, KeyColumn
 from tiers.record import HEADER_BYTES
+from tiers.rows import Rows
 
 USE_BYTES = 8
 RUNS_AT = USE_BYTES + HEADER_BYTES
@@ -42,58 +42,60 @@ RUN_BYTES = _RUN.itemsize
 assert _VALUE.itemsize == RUNS_AT, "the layout of a header"
 
 
-@dataclass(frozen=True, slots=True)
 class RecordTable:
-    """``rows``: one void of fixed length per record, its key and then its value."""
+    """Records of one shape: each row of ``memory`` is a key and then its value."""
 
-    key_bytes: int
-    rows: npt.NDArray[np.void]
+    def __init__(self, key_bytes: int, value_bytes: int, room: int = 0) -> None:
+        """``room`` for so many records at once."""
+        self.key_bytes = key_bytes
+        self.value_bytes = value_bytes
+        self.memory = Rows(key_bytes + value_bytes, room)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Lengths of key and value."""
-        return self.key_bytes, self.rows.itemsize - self.key_bytes
+    def count(self) -> int:
+        """Rows, also those that hold no record any more."""
+        return self.memory.count
 
-    def key_column(self) -> npt.NDArray[np.void]:
-        """One void per row."""
-        key, value = self.shape
-        return self.rows.view([("key", f"V{key}"), ("value", f"V{value}")])["key"]
+    def key_column(self) -> KeyColumn:
+        """One void per row, in place."""
+        layout = [("key", f"V{self.key_bytes}"), ("value", f"V{self.value_bytes}")]
+        return self.memory.array().view(layout)["key"]
 
-    def keys(self) -> list[Key]:
-        """The keys, in the order of rows."""
-        return self.key_column().tolist()  # type: ignore[no-any-return]  # a void's item is bytes
+    def keys(self, chosen: Any = slice(None)) -> list[Key]:
+        """The keys, in the order of rows; of all rows or some."""
+        return self.key_column()[chosen].tolist()  # type: ignore[no-any-return]  # a void's item is bytes
 
     def value(self, row: int) -> bytes:
         """The value of one row."""
-        return bytes(self.rows[row])[self.key_bytes :]
+        at = row * self.memory.width
+        return self.memory.memory[at + self.key_bytes : at + self.memory.width]
 
     def items(self) -> Iterator[tuple[Key, bytes]]:
         """Keys with their values."""
-        return zip(self.keys(), map(self.value, range(self.rows.size)), strict=True)
-
-    def take(self, chosen: Any) -> RecordTable:
-        """These rows."""
-        return RecordTable(self.key_bytes, self.rows[chosen])
+        return zip(self.keys(), map(self.value, range(self.count)), strict=True)
 
     @property
     def is_whole(self) -> bool:
         """Whether values have the length of a header and at least one run."""
-        runs_bytes = self.shape[1] - RUNS_AT
+        runs_bytes = self.value_bytes - RUNS_AT
         return runs_bytes > 0 and not runs_bytes % RUN_BYTES
 
     def fields(self) -> npt.NDArray[Any]:
-        """``use`` and the header's fields by name, and ``runs`` of (``start``, ``pages``). Only of
-        whole values."""
-        count = (self.shape[1] - RUNS_AT) // RUN_BYTES
+        """``use`` and the header's fields by name, and ``runs`` of (``start``, ``pages``), in
+        place. Only of whole values."""
+        count = (self.value_bytes - RUNS_AT) // RUN_BYTES
         layout = [("key", f"V{self.key_bytes}"), *_VALUE.descr, ("runs", _RUN, (count,))]
-        return self.rows.view(np.dtype(layout))
+        return self.memory.array().view(np.dtype(layout))
 
 
-def tables_of(records: Mapping[Key, bytes]) -> Iterator[RecordTable]:
+def tables_of(records: Iterable[tuple[Key, bytes]]) -> list[RecordTable]:
     """Keys and values as tables, one for each pair of lengths."""
     groups: dict[tuple[int, int], list[bytes]] = {}
-    for key, value in records.items():
+    for key, value in records:
         groups.setdefault((len(key), len(value)), []).append(key + value)
+    tables = []
     for (key_bytes, value_bytes), rows in groups.items():
-        raw = np.frombuffer(b"".join(rows), f"V{key_bytes + value_bytes}")
-        yield RecordTable(key_bytes, raw)
+        table = RecordTable(key_bytes, value_bytes)
+        table.memory.extend(np.frombuffer(b"".join(rows), f"V{key_bytes + value_bytes}"))
+        tables.append(table)
+    return tables

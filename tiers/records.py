@@ -1,84 +1,151 @@
 """The records of a disk tier in memory: key -> value (``lmdb_index``).
 
-What was found at open stays in the arrays in which it was read: a million values as objects would
-cost a third of a second and 150 MB more. What is written or used later is a value of its own.
+What was found at open stays in the rows into which it was read: they take half of what objects
+do, and a tenth of the time. What is written later are objects in a dict, which is the faster to
+use. Once half of the rows have been deleted the others move over, a few at a time, and their memory
+is given back.
 
-Owned by the event loop's thread.
+Owned by one thread at a time: by the one that opens the tier, then by the event loop's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Key
-from tiers.lmdb_index import uses_and_payloads
-from tiers.recover import Recovered
+from tiers.base import Key, StoredKeys, stored_keys
+from tiers.key_slots import KeySlots
+from tiers.record_table import USE_BYTES, RecordTable, tables_of
 
-Numbers = npt.NDArray[np.int64]
+MOVED_AT_ONCE = 4
+"""Rows that move per deletion: done before another tenth of all are deleted."""
+
+_Numbers = npt.NDArray[np.int64]
 
 
 class Records:
-    """A mapping, in the order in which keys were set; those found at open in the order of use."""
+    """A mapping of keys to values."""
 
-    def __init__(self, found: Recovered) -> None:
-        """Takes ``found.rows`` over."""
-        self._entries: dict[Key, int | bytes] = found.rows  # type: ignore[assignment]  # ours from now on
-        self._tables = found.tables
-        self._starts = [0, *accumulate(table.rows.size for table in found.tables)]
-        self._uses, self._payload_bytes = found.uses, found.payload_bytes
-        self._is_as_found = True
+    def __init__(
+        self,
+        tables: Sequence[RecordTable] = (),
+        good: Sequence[npt.NDArray[np.bool_]] = (),
+    ) -> None:
+        """Begin with the rows of ``tables`` that are ``good``. Takes the largest table over; the
+        records of others, whose places are in several runs, become objects."""
+        self._objects: dict[Key, bytes] = {}
+        self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
+        counts = [np.count_nonzero(mask) for mask in good]
+        for number, (table, mask) in enumerate(zip(tables, good, strict=True)):
+            if counts[number] and counts[number] == max(counts) and not self._slots.count:
+                self._begin(table, np.flatnonzero(mask))
+            elif counts[number]:
+                chosen = zip(table.items(), mask.tolist(), strict=True)
+                self._objects.update(item for item, is_good in chosen if is_good)
 
-    def _value(self, entry: int | bytes) -> bytes:
-        if isinstance(entry, bytes):
-            return entry
-        table = bisect_right(self._starts, entry) - 1
-        return self._tables[table].value(entry - self._starts[table])
+    def _begin(self, table: RecordTable, rows: _Numbers) -> None:
+        self._table = table
+        self._memory, self._width = table.memory.memory, table.memory.width
+        self._key_bytes = table.key_bytes
+        self._slots = KeySlots(table.memory, table.key_bytes, rows)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._objects) + self._slots.count
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._entries
-
-    def __setitem__(self, key: Key, value: bytes) -> None:
-        self._is_as_found = False
-        self._entries[key] = value
+        return key in self._objects or (self._slots.count > 0 and self._slots.find(key) >= 0)
 
     def get(self, key: Key) -> bytes | None:
         """The value, or ``None``."""
-        entry = self._entries.get(key)
-        return None if entry is None else self._value(entry)
+        value = self._objects.get(key)
+        if value is None and self._slots.count:
+            row = self._slots.find(key)
+            if row >= 0:
+                return self._memory[row + self._key_bytes : row + self._width]
+        return value
+
+    def add(self, key: Key, value: bytes) -> None:
+        """Enter a key that is not there."""
+        self._objects[key] = value
 
     def pop(self, key: Key) -> bytes | None:
         """Take a key out: its value, or ``None``."""
-        entry = self._entries.pop(key, None)
-        return None if entry is None else self._value(entry)
+        value = self._objects.pop(key, None)
+        if value is None and self._slots.count:
+            row = self._slots.remove(key)
+            if row >= 0:
+                value = self._memory[row + self._key_bytes : row + self._width]
+                if 2 * self._slots.count < self._table.count:
+                    self._move_some()
+        return value
+
+    def _move_some(self) -> None:
+        """Make objects of a few rows; after the last one give the memory back."""
+        memory, key_bytes = self._memory, self._key_bytes
+        for _ in range(min(MOVED_AT_ONCE, self._slots.count)):
+            row = self._slots.remove_any()
+            key = memory[row : row + key_bytes]
+            self._objects[key] = memory[row + key_bytes : row + self._width]
+        if not self._slots.count:
+            self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
+
+    def touch(self, key: Key, use: int) -> bool:
+        """Note another time of last use; whether the key is there."""
+        packed = use.to_bytes(USE_BYTES, "big")
+        value = self._objects.get(key)
+        if value is not None:
+            self._objects[key] = packed + value[USE_BYTES:]
+            return True
+        row = self._slots.find(key) if self._slots.count else -1
+        if row >= 0:
+            at = row + self._key_bytes
+            self._memory[at : at + USE_BYTES] = packed
+        return row >= 0
 
     def clear(self) -> None:
-        """Forget everything, also what was read at open."""
-        self._entries, self._tables = {}, []
+        """Forget everything."""
+        self._objects = {}
+        self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
 
-    def values(self) -> list[bytes]:
-        """All values."""
-        return [self._value(entry) for entry in self._entries.values()]
+    def items(self) -> Iterator[tuple[Key, bytes]]:
+        """All keys and their values. Nothing may change meanwhile."""
+        rows = self._slots.numbers()
+        yield from zip(self._table.keys(rows), map(self._table.value, rows.tolist()), strict=True)
+        yield from self._objects.items()
 
-    def by_use(self) -> tuple[list[Key], list[int]]:
-        """All keys, least recently used first, and the lengths of their payloads."""
-        entries = list(self._entries.values())
-        if self._is_as_found:
-            rows = np.fromiter(entries, np.int64, len(entries))
-            uses, sizes = self._uses[rows], self._payload_bytes[rows]
+    def by_use(self) -> Iterator[StoredKeys]:
+        """All keys, least recently used first, as they are now."""
+        found = [(table, np.arange(table.count)) for table in tables_of(self._objects.items())]
+        if self._slots.count:
+            found.append((self._table, self._slots.numbers()))
+        if not found:
+            return iter(())
+        uses = np.concatenate([_column(table, "use", rows) for table, rows in found])
+        sizes = np.concatenate([_column(table, "payload_bytes", rows) for table, rows in found])
+        order = np.argsort(uses)
+        if len({table.key_bytes for table, _ in found}) > 1:
+            keys = [key for table, rows in found for key in table.keys(rows)]
+            by_use = map(keys.__getitem__, order.tolist())
+            return stored_keys(zip(by_use, sizes[order].tolist(), strict=True))
+        if len(found) == 1:
+            table, rows = found[0]
+            column = table.key_column()[rows[order]]
         else:
-            fields = uses_and_payloads([self._value(entry) for entry in entries])
-            uses = fields["use"].astype(np.int64)
-            sizes = fields["payload_bytes"].astype(np.int64)
-        keys = list(self._entries)
-        if not (uses[1:] > uses[:-1]).all():
-            order = np.argsort(uses, kind="stable")
-            sizes = sizes[order]
-            keys = [keys[position] for position in order.tolist()]
-        return keys, sizes.tolist()
+            column = np.concatenate([table.key_column()[rows] for table, rows in found])[order]
+        return iter([StoredKeys(column, sizes[order])])
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` if a key would not be found. For tests."""
+        items = dict(self.items())
+        assert len(items) == len(self), f"{len(items)} keys of {len(self)}"
+        for key, value in items.items():
+            assert self.get(key) == value, key.hex()
+
+
+def _column(table: RecordTable, name: str, rows: _Numbers) -> _Numbers:
+    """One field of some rows, which rise."""
+    column = table.fields()[name]
+    found = column if rows.size == table.count else column[rows]
+    return found.astype(np.int64)

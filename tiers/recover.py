@@ -1,18 +1,16 @@
 """From what an index holds at open to what a tier may believe.
 
-Records come as tables of thousands and are checked as arrays. A record is dropped unless its header
-is of this format, identity and epoch, and its pages lie inside the payload file and belong to
-nobody else. Payloads are not read here; their tags are verified by every read.
-
-Only the keys become objects, at the end and in the order of use: whoever goes through them
-afterwards (the tier's ``keys``, the scheduler's index) walks through memory from front to back,
-which is several times faster than a walk in the order of hashes. Values stay rows of their tables.
+Records come as tables and are checked as arrays, some thousand rows at a time: those stay in the
+processor's cache meanwhile. A record is dropped unless its header is of this format, identity and
+epoch, and its pages lie inside the payload file and belong to nobody else. Payloads are not read
+here; their tags are verified by every read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,22 +20,18 @@ from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run
 from tiers.record import ENCRYPTED, MAGIC, VERSION, Identity
 from tiers.record_table import RecordTable
+from tiers.records import Records
 
-KEYS_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 1 << 13
 _Mask = npt.NDArray[np.bool_]
 _Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """``rows``: where each good record is in ``tables``, counted through all of them, the least
-    recently used first; ``uses`` and ``payload_bytes``, one per row; ``free`` runs of pages;
-    ``bad`` keys to delete; next ``use``."""
+    """The good ``records``; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
 
-    rows: dict[Key, int]
-    tables: list[RecordTable]
-    uses: _Rows
-    payload_bytes: _Rows
+    records: Records
     free: list[Run]
     bad: list[Key]
     next_use: int
@@ -56,7 +50,7 @@ class Expected:
 
 
 class _Places(NamedTuple):
-    """Runs of pages and whose they are: the row of a record is its number among the kept."""
+    """Runs of pages and whose they are: the row of a record is its number among all."""
 
     starts: _Rows
     ends: _Rows
@@ -67,66 +61,54 @@ class _Places(NamedTuple):
 
 
 def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
-    """Sort what a scan finds into good and bad. No key may come twice."""
+    """Sort what a scan finds into good and bad. No key may come twice. Takes the tables over."""
     bad: list[Key] = []
     tables: list[RecordTable] = []
     good: list[_Mask] = []
-    uses: list[_Rows] = []
-    sizes: list[_Rows] = []
     places: list[_Places] = []
-    count = 0
+    last_use = count = 0
     for table in found:
         if not table.is_whole:
             bad += table.keys()
             continue
         fields = table.fields()
-        fits = _fits(fields, expected)
-        places.append(_places_of(fields["runs"][fits], count + np.flatnonzero(fits)))
         tables.append(table)
-        good.append(fits)
-        uses.append(fields["use"].astype(np.int64))
-        sizes.append(fields["payload_bytes"].astype(np.int64))
-        count += fits.size
-    every_place = _all_of(places)
-    is_good, all_uses = _joined(good, np.bool_), _joined(uses, np.int64)
-    # Sorting starts and ends apart is several times faster than keeping them together, and tells:
-    # runs are disjoint if and only if each ends before the next begins, whichever those are.
-    starts, ends = np.sort(every_place.starts), np.sort(every_place.ends)
-    if (starts[1:] < ends[:-1]).any():
-        shared = _rows_that_overlap(every_place)
-        is_good[shared] = False
-        alone = every_place.take(~np.isin(every_place.rows, shared))
-        starts, ends = np.sort(alone.starts), np.sort(alone.ends)
-    start = 0
-    for table in tables:
-        dropped = ~is_good[start : start + table.rows.size]
-        start += table.rows.size
-        if dropped.any():
-            bad += table.take(dropped).keys()
-    rows = _in_order_of_use(tables, all_uses, is_good)
+        for start in range(0, table.count, ROWS_AT_ONCE):
+            part = fields[start : start + ROWS_AT_ONCE]
+            fits = _fits(part, expected)
+            rows = count + np.arange(part.size)
+            if not fits.all():
+                part, rows = part[fits], rows[fits]
+            last_use = max(last_use, int(part["use"].astype(np.int64).max(initial=0)))
+            good.append(fits)
+            places.append(_places_of(part["runs"], rows))
+            count += fits.size
+        del fields
+    is_good = np.concatenate(good) if good else np.zeros(0, np.bool_)
+    starts, ends = _disjoint(_all_of(places), is_good)
+    bounds = accumulate((table.count for table in tables), initial=0)
+    masks = [is_good[start:stop] for start, stop in pairwise(bounds)]
+    for table, mask in zip(tables, masks, strict=True):
+        if not mask.all():
+            bad += table.keys(~mask)
     free = _free_runs(starts, ends, expected.file_pages)
-    next_use = int(all_uses[is_good].max(initial=0)) + 1
-    return Recovered(rows, tables, all_uses, _joined(sizes, np.int64), free, bad, next_use)
+    return Recovered(Records(tables, masks), free, bad, last_use + 1)
 
 
-def _joined(parts: list[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, kind)
+def _disjoint(places: _Places, is_good: _Mask) -> tuple[_Rows, _Rows]:
+    """Where the places of the good records start and where they end, both rising, after those that
+    share pages were taken from ``is_good``.
 
-
-def _in_order_of_use(tables: list[RecordTable], uses: _Rows, is_good: _Mask) -> dict[Key, int]:
-    """The good rows under their keys, the least recently used first."""
-    order = np.argsort(uses)
-    if not is_good.all():
-        order = order[is_good[order]]
-    keys: list[Key] = []
-    if len({table.key_bytes for table in tables}) == 1:
-        columns = np.concatenate([table.key_column() for table in tables])
-        for start in range(0, order.size, KEYS_AT_ONCE):
-            keys += columns[order[start : start + KEYS_AT_ONCE]].tolist()
-    else:
-        every = [key for table in tables for key in table.keys()]  # noqa: SIM118  # no dict
-        keys = [every[row] for row in order.tolist()]
-    return dict(zip(keys, order.tolist(), strict=True))
+    Sorting starts and ends apart is several times faster than keeping them together, and tells:
+    runs are disjoint if and only if each ends before the next begins, whichever those are.
+    """
+    starts, ends = np.sort(places.starts), np.sort(places.ends)
+    if (starts[1:] < ends[:-1]).any():
+        shared = _rows_that_overlap(places)
+        is_good[shared] = False
+        alone = places.take(~np.isin(places.rows, shared))
+        starts, ends = np.sort(alone.starts), np.sort(alone.ends)
+    return starts, ends
 
 
 def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:

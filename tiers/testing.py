@@ -58,7 +58,7 @@ def key_of(number: int) -> Key:
 async def all_keys(tier: Tier) -> list[StoredKey]:
     """Everything that ``tier.keys`` reports, oldest first."""
     batches = tier.keys()
-    return [StoredKey(*pair) async for batch in batches for pair in zip(*batch, strict=True)]
+    return [stored async for batch in batches for stored in batch.pairs()]
 
 
 async def fetch(tier: Tier, key: Key, payload_bytes: int) -> tuple[ReadOutcome, Buffer]:

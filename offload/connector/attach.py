@@ -135,10 +135,10 @@ def _recover(
     groups: Mapping[int, GroupInfo],
 ) -> None:
     """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
-    found: Sequence[bytes] = ranks[0].tiers[tier].keys
+    found = ranks[0].tiers[tier].key_list()
     lost: set[bytes] = set()
     if len(ranks) > 1:
-        held = [set(rank.tiers[tier].keys) for rank in ranks]
+        held = [set(found), *(set(rank.tiers[tier].key_list()) for rank in ranks[1:])]
         everywhere = set.intersection(*held)
         lost = set.union(*held) - everywhere
         found = [key for key in found if key in everywhere]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -12,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from offload.keys import pack_keys, unpack_keys
 from offload.plans import StepPlan, StepReport
+from tiers.base import KeyColumn
 
 
 @dataclass
@@ -38,23 +37,24 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
         return OffloadWorkerMetadata(self.report.merge(other.report), counters)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TierState:
-    """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id;
-    ``keys`` are its records, least recently used first; of a ``shared`` tier none, it is asked."""
+    """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id.
+
+    ``keys`` are its records, least recently used first. They travel as columns, in one piece
+    unless their lengths differ: a million single objects take most of a second to pickle. There are
+    none of a ``shared`` tier: it is asked.
+    """
 
     name: str
     capacity_bytes: int
     footprints: Mapping[int, int]
-    keys: tuple[bytes, ...]
+    keys: tuple[KeyColumn, ...]
     shared: bool = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Keys as one piece: pickling a million single ones takes most of a second."""
-        return {**self.__dict__, "keys": pack_keys(self.keys)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, keys=unpack_keys(*state["keys"]))
+    def key_list(self) -> list[bytes]:
+        """All keys as objects of their own."""
+        return [key for column in self.keys for key in column.tolist()]
 
 
 @dataclass

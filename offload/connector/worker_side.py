@@ -11,18 +11,20 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 
+import numpy as np
+
 from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, TierUnavailableError
 from offload.executor import Drained, Executor, ExecutorLimits
-from offload.keys import GROUP_BYTES, group_suffix
+from offload.keys import GROUP_BYTES, groups_of, joined
 from offload.load_task import io_bytes
 from offload.loop import OffloadLoop
 from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size
 from offload.tier_factory import TierSpec, make_tier
-from tiers.base import Tier, TierError
+from tiers.base import KeyColumn, StoredKeys, Tier, TierError
 from tiers.copy import CopyEngine, GroupRegions
 from tiers.host_copy import HostCopyEngine
 from tiers.slab import HostSlab
@@ -228,13 +230,24 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     except TierError as error:
         raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
-    sizes = {group_suffix(group.group): io_bytes(group) for group in groups}
-    keys: list[bytes] = []
+    sizes = {group.group: io_bytes(group) for group in groups}
+    columns: list[KeyColumn] = []
     if not info.shared:
-        async for batch in tier.keys():
-            pairs = zip(batch.keys, batch.payload_bytes, strict=True)
-            keys += [key for key, size in pairs if sizes.get(key[-GROUP_BYTES:]) == size]
-    return TierState(spec.name, info.capacity_bytes, footprints, tuple(keys), info.shared)
+        batches = tier.keys()
+        columns = [_of_groups(batch, sizes) async for batch in batches]
+    keys = joined(columns)
+    return TierState(spec.name, info.capacity_bytes, footprints, keys, info.shared)
+
+
+def _of_groups(found: StoredKeys, sizes: Mapping[int, int]) -> KeyColumn:
+    """The keys of records that belong to a group and are as long as its chunks."""
+    if found.column.itemsize <= GROUP_BYTES:
+        return found.column[:0]
+    groups = groups_of(found.column)
+    fits = np.zeros(groups.size, np.bool_)
+    for group, size in sizes.items():
+        fits |= (groups == group) & (found.payload_bytes == size)
+    return found.column if fits.all() else found.column[fits]
 
 
 def _gpu_node() -> int | None:

@@ -45,12 +45,11 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
             for page in range(start, start + pages):
                 owners.setdefault(page, []).append(key)
     shared = {key for keys in owners.values() if len(keys) > 1 for key in keys}
-    found = recover(tables_of(values), EXPECTED)
+    found = recover(tables_of(values.items()), EXPECTED)
     by_use = sorted(set(good) - shared, key={key: use for key, use, _, _ in records}.__getitem__)
-    assert list(found.rows) == by_use
+    assert [key for batch in found.records.by_use() for key in batch.keys] == by_use
     assert sorted(found.bad) == sorted(set(values) - set(by_use))
     used = [Run(0, 1), *(run for key in by_use for run in good[key])]
     assert found.free == gaps(PAGES, used)
-    for key, row in found.rows.items():
-        flat = [value for table in found.tables for value in table.items()]
-        assert flat[row] == (key, values[key])
+    assert dict(found.records.items()) == {key: values[key] for key in by_use}
+    found.records.check()

@@ -1,0 +1,52 @@
+"""Memory for very many rows of equal length, numbered from 0.
+
+One private mapping: growing moves pages and no bytes, and what was never written takes no memory.
+
+Owned by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+BYTES_MIN = 1 << 16
+HUGE_FROM_BYTES = 4 << 20
+"""Smaller memory is left in small pages: one huge page could be most of it."""
+
+
+class Rows:
+    """See the module. ``memory`` may be read and written in place, row ``n`` at ``n * width``; it
+    stays the same object."""
+
+    def __init__(self, width: int, room: int = 0) -> None:
+        """``width`` bytes per row; ``room`` for so many rows at once."""
+        self.width = width
+        self.count = 0
+        self._bytes = max(BYTES_MIN, room * width)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.memory = mmap.mmap(-1, self._bytes, flags=flags)
+        self._ask_for_huge_pages()
+
+    def _ask_for_huge_pages(self) -> None:
+        if self._bytes >= HUGE_FROM_BYTES:
+            try:
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                return  # a kernel without them; small pages do as well
+
+    def array(self) -> npt.NDArray[np.void]:
+        """All rows, in place. Nobody may hold it when rows are added."""
+        return np.frombuffer(self.memory, f"V{self.width}", self.count)
+
+    def extend(self, rows: npt.NDArray[np.void]) -> None:
+        """Append rows; they get the numbers from ``count`` on."""
+        start, stop = self.count, self.count + rows.size
+        if stop * self.width > self._bytes:
+            self._bytes = max(2 * self._bytes, stop * self.width)
+            self.memory.resize(self._bytes)
+            self._ask_for_huge_pages()
+        self.count = stop
+        self.array()[start:] = rows
