@@ -23,11 +23,10 @@ from tiers.base import (
     TierInfo,
     TierIoError,
     WriteOutcome,
+    stored_keys,
 )
 from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads
-
-KEYS_PER_BATCH = 4096
 
 
 class ForeignKey(NamedTuple):
@@ -116,11 +115,9 @@ class ForeignTier(Tier):
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        names = list(self._found)
-        sizes = [size for _, size in self._found.values()]
-        for start in range(0, len(names), KEYS_PER_BATCH):
-            stop = start + KEYS_PER_BATCH
-            yield StoredKeys(names[start:stop], sizes[start:stop])
+        found = [(key, size) for key, (_, size) in self._found.items()]
+        for batch in stored_keys(found):
+            yield batch
 
     async def reset(self, epoch: int) -> None:
         """The weights of this side are others now: nothing that is stored there fits them."""

@@ -18,6 +18,7 @@ Owned by one thread at a time.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +39,19 @@ _LOW = (1 << 32) - 1
 class KeySlots:
     """See the module. ``count`` keys are in the table, of at most 2**32 - 2."""
 
-    def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers) -> None:
-        """Over these rows, in rising order. Their keys differ, and have ``key_bytes``."""
+    def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:
+        """Over these rows, in rising order (``None``: all). Their keys differ, and have
+        ``key_bytes``."""
         self._memory, self._width, self._key_bytes = rows.memory, rows.width, key_bytes
-        self.count = numbers.size
+        self.count = rows.count if numbers is None else numbers.size
         self._homes = HOMES_PER_KEY * self.count | 1
         self._cursor = 0
-        homes = remainders(rows.array(), key_bytes, numbers) % np.uint64(self._homes)
-        entries = (homes + np.uint64(1)) << np.uint64(32) | (numbers + 1).astype(np.uint64)
+        entries = np.empty(self.count, np.uint64)
+        for part, found in _remainders_of(rows.array(), key_bytes, numbers):
+            chosen = np.arange(part.start, part.stop) if numbers is None else numbers[part]
+            homes = found % np.uint64(self._homes) + np.uint64(1)
+            entries[part] = homes << np.uint64(32) | (chosen + 1).astype(np.uint64)
+        entries.sort()
         self._slots = memoryview(_placed(entries, self._homes))  # type: ignore[arg-type]  # arrays are buffers
 
     def numbers(self) -> _Numbers:
@@ -98,35 +104,39 @@ class KeySlots:
 def _placed(entries: _Words, homes: int) -> _Words:
     """The slots. Sorted by home, entry ``i`` lies at its home, or behind entry ``i - 1``,
     whichever is further."""
-    entries.sort()
-    steps = np.arange(entries.size)
-    places = (entries >> np.uint64(32)).astype(np.int64)
-    places -= 1
-    places -= steps
-    np.maximum.accumulate(places, out=places)
-    places += steps
-    end = max(homes, int(places[-1]) + 1) if entries.size else homes
-    slots = np.zeros(end + 1, np.uint64)
-    slots[places] = entries
+    slots = np.zeros(homes + 1, np.uint64)
+    last = -1
+    for start in range(0, entries.size, AT_ONCE):
+        part = entries[start : start + AT_ONCE]
+        steps = np.arange(part.size)
+        places = (part >> np.uint64(32)).astype(np.int64)
+        places -= 1 + steps
+        places[0] = max(int(places[0]), last + 1)
+        np.maximum.accumulate(places, out=places)
+        places += steps
+        last = int(places[-1])
+        if last + 1 >= slots.size:
+            slots = np.concatenate((slots, np.zeros(last + 2 - slots.size, np.uint64)))
+        slots[places] = part
     return slots
 
 
-def remainders(rows: npt.NDArray[np.void], key_bytes: int, numbers: _Numbers) -> _Words:
-    """``hash(int.from_bytes(key, "little"))`` of the keys with which these rows begin."""
-    found = np.empty(numbers.size, np.uint64)
+def _remainders_of(
+    rows: npt.NDArray[np.void], key_bytes: int, numbers: _Numbers | None
+) -> Iterator[tuple[slice, _Words]]:
+    """``remainders`` of some rows (``None``: all), and which part of them these are."""
+    count = rows.size if numbers is None else numbers.size
     raw = rows.view(np.uint8).reshape(rows.size, rows.itemsize)[:, :key_bytes]
-    is_all = numbers.size == rows.size
     padded = np.zeros((AT_ONCE, -(-key_bytes // 8) * 8), np.uint8)
-    for start in range(0, numbers.size, AT_ONCE):
-        part = slice(start, start + AT_ONCE)
-        keys = raw[part] if is_all else raw[numbers[part]]
+    for start in range(0, count, AT_ONCE):
+        part = slice(start, min(count, start + AT_ONCE))
+        keys = raw[part] if numbers is None else raw[numbers[part]]
         padded[: len(keys), :key_bytes] = keys
-        found[part] = _remainders(padded[: len(keys)].view("<u8"))
-    return found
+        yield part, remainders(padded[: len(keys)].view("<u8"))
 
 
-def _remainders(words: _Words) -> _Words:
-    """Rows of 64-bit words, the lowest first, modulo 2**61 - 1."""
+def remainders(words: _Words) -> _Words:
+    """Numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 - 1."""
     mask, bits = np.uint64(MODULUS), np.uint64(61)
     total = np.zeros(len(words), np.uint64)
     for position in range(words.shape[1]):

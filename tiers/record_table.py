@@ -80,11 +80,15 @@ class RecordTable:
         runs_bytes = self.value_bytes - RUNS_AT
         return runs_bytes > 0 and not runs_bytes % RUN_BYTES
 
+    @property
+    def run_count(self) -> int:
+        """Runs of a place. Only of whole values."""
+        return (self.value_bytes - RUNS_AT) // RUN_BYTES
+
     def fields(self) -> npt.NDArray[Any]:
         """``use`` and the header's fields by name, and ``runs`` of (``start``, ``pages``), in
         place. Only of whole values."""
-        count = (self.value_bytes - RUNS_AT) // RUN_BYTES
-        layout = [("key", f"V{self.key_bytes}"), *_VALUE.descr, ("runs", _RUN, (count,))]
+        layout = [("key", f"V{self.key_bytes}"), *_VALUE.descr, ("runs", _RUN, (self.run_count,))]
         return self.memory.array().view(np.dtype(layout))
 
 

@@ -11,11 +11,13 @@ Owned by one thread at a time: by the one that opens the tier, then by the event
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Key, StoredKeys, stored_keys
+from tiers.base import Key, KeyColumn, StoredKeys, stored_keys
 from tiers.key_slots import KeySlots
 from tiers.record_table import USE_BYTES, RecordTable, tables_of
 
@@ -36,16 +38,16 @@ class Records:
         """Begin with the rows of ``tables`` that are ``good``. Takes the largest table over; the
         records of others, whose places are in several runs, become objects."""
         self._objects: dict[Key, bytes] = {}
-        self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
+        self._begin(RecordTable(1, 1))
         counts = [np.count_nonzero(mask) for mask in good]
         for number, (table, mask) in enumerate(zip(tables, good, strict=True)):
             if counts[number] and counts[number] == max(counts) and not self._slots.count:
-                self._begin(table, np.flatnonzero(mask))
+                self._begin(table, None if mask.all() else np.flatnonzero(mask))
             elif counts[number]:
                 chosen = zip(table.items(), mask.tolist(), strict=True)
                 self._objects.update(item for item, is_good in chosen if is_good)
 
-    def _begin(self, table: RecordTable, rows: _Numbers) -> None:
+    def _begin(self, table: RecordTable, rows: _Numbers | None = None) -> None:
         self._table = table
         self._memory, self._width = table.memory.memory, table.memory.width
         self._key_bytes = table.key_bytes
@@ -89,7 +91,7 @@ class Records:
             key = memory[row : row + key_bytes]
             self._objects[key] = memory[row + key_bytes : row + self._width]
         if not self._slots.count:
-            self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
+            self._begin(RecordTable(1, 1))
 
     def touch(self, key: Key, use: int) -> bool:
         """Note another time of last use; whether the key is there."""
@@ -107,7 +109,7 @@ class Records:
     def clear(self) -> None:
         """Forget everything."""
         self._objects = {}
-        self._begin(RecordTable(1, 1), np.zeros(0, np.int64))
+        self._begin(RecordTable(1, 1))
 
     def items(self) -> Iterator[tuple[Key, bytes]]:
         """All keys and their values. Nothing may change meanwhile."""
@@ -117,24 +119,24 @@ class Records:
 
     def by_use(self) -> Iterator[StoredKeys]:
         """All keys, least recently used first, as they are now."""
-        found = [(table, np.arange(table.count)) for table in tables_of(self._objects.items())]
+        found = [_Part(table) for table in tables_of(self._objects.items())]
         if self._slots.count:
-            found.append((self._table, self._slots.numbers()))
-        if not found:
-            return iter(())
-        uses = np.concatenate([_column(table, "use", rows) for table, rows in found])
-        sizes = np.concatenate([_column(table, "payload_bytes", rows) for table, rows in found])
+            is_whole = self._slots.count == self._table.count
+            found.append(_Part(self._table, None if is_whole else self._slots.numbers()))
+        uses = _joined([part.column("use") for part in found])
+        sizes = _joined([part.column("payload_bytes") for part in found])
         order = np.argsort(uses)
-        if len({table.key_bytes for table, _ in found}) > 1:
-            keys = [key for table, rows in found for key in table.keys(rows)]
+        if len({part.table.key_bytes for part in found}) > 1:
+            keys = [key for part in found for key in part.keys().tolist()]
             by_use = map(keys.__getitem__, order.tolist())
             return stored_keys(zip(by_use, sizes[order].tolist(), strict=True))
-        if len(found) == 1:
-            table, rows = found[0]
-            column = table.key_column()[rows[order]]
+        if not found:
+            return iter(())
+        if (sizes == sizes[0]).all():
+            sizes = np.broadcast_to(sizes[0], sizes.shape)  # no memory for a million equal numbers
         else:
-            column = np.concatenate([table.key_column()[rows] for table, rows in found])[order]
-        return iter([StoredKeys(column, sizes[order])])
+            sizes = sizes[order]
+        return iter([StoredKeys(_joined([part.keys() for part in found])[order], sizes)])
 
     def check(self) -> None:
         """Raise ``AssertionError`` if a key would not be found. For tests."""
@@ -144,8 +146,23 @@ class Records:
             assert self.get(key) == value, key.hex()
 
 
-def _column(table: RecordTable, name: str, rows: _Numbers) -> _Numbers:
-    """One field of some rows, which rise."""
-    column = table.fields()[name]
-    found = column if rows.size == table.count else column[rows]
-    return found.astype(np.int64)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a table, in rising order (``None``: all)."""
+
+    table: RecordTable
+    rows: _Numbers | None = None
+
+    def keys(self) -> KeyColumn:
+        column = self.table.key_column()
+        return column if self.rows is None else column[self.rows]
+
+    def column(self, name: str) -> _Numbers:
+        column = self.table.fields()[name]
+        return (column if self.rows is None else column[self.rows]).astype(np.int64)
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    if len(parts) == 1:
+        return parts[0]  # a copy of a million is worth avoiding
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -8,10 +8,10 @@ here; their tags are verified by every read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,66 +49,93 @@ class Expected:
     key_ids: frozenset[bytes] = frozenset()
 
 
-class _Places(NamedTuple):
-    """Runs of pages and whose they are: the row of a record is its number among all."""
-
-    starts: _Rows
-    ends: _Rows
-    rows: _Rows
-
-    def take(self, chosen: Any) -> _Places:
-        return _Places(*(column[chosen] for column in self))
-
-
 def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
     """Sort what a scan finds into good and bad. No key may come twice. Takes the tables over."""
     bad: list[Key] = []
     tables: list[RecordTable] = []
-    good: list[_Mask] = []
-    places: list[_Places] = []
-    last_use = count = 0
     for table in found:
-        if not table.is_whole:
+        if table.is_whole:
+            tables.append(table)
+        else:
             bad += table.keys()
-            continue
-        fields = table.fields()
-        tables.append(table)
-        for start in range(0, table.count, ROWS_AT_ONCE):
-            part = fields[start : start + ROWS_AT_ONCE]
-            fits = _fits(part, expected)
-            rows = count + np.arange(part.size)
-            if not fits.all():
-                part, rows = part[fits], rows[fits]
-            last_use = max(last_use, int(part["use"].astype(np.int64).max(initial=0)))
-            good.append(fits)
-            places.append(_places_of(part["runs"], rows))
-            count += fits.size
-        del fields
-    is_good = np.concatenate(good) if good else np.zeros(0, np.bool_)
-    starts, ends = _disjoint(_all_of(places), is_good)
-    bounds = accumulate((table.count for table in tables), initial=0)
-    masks = [is_good[start:stop] for start, stop in pairwise(bounds)]
-    for table, mask in zip(tables, masks, strict=True):
+    checked = [_check(table, expected) for table in tables]
+    good = [mask for mask, _ in checked]
+    last_use = max((use for _, use in checked), default=0)
+    starts, ends = _places(tables, good)
+    if (starts[1:] < ends[:-1]).any():
+        _drop_sharers(tables, good)
+        starts, ends = _places(tables, good)
+    for table, mask in zip(tables, good, strict=True):
         if not mask.all():
             bad += table.keys(~mask)
     free = _free_runs(starts, ends, expected.file_pages)
-    return Recovered(Records(tables, masks), free, bad, last_use + 1)
+    return Recovered(Records(tables, good), free, bad, last_use + 1)
 
 
-def _disjoint(places: _Places, is_good: _Mask) -> tuple[_Rows, _Rows]:
-    """Where the places of the good records start and where they end, both rising, after those that
-    share pages were taken from ``is_good``.
+def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
+    """All rows of a table, some at a time."""
+    fields = table.fields()
+    for start in range(0, table.count, ROWS_AT_ONCE):
+        part = slice(start, min(table.count, start + ROWS_AT_ONCE))
+        yield part, fields[part]
+
+
+def _check(table: RecordTable, expected: Expected) -> tuple[_Mask, int]:
+    """Which records are good in themselves, and the last use of one of them."""
+    good = np.empty(table.count, np.bool_)
+    last_use = 0
+    for part, fields in _parts(table):
+        good[part] = fits = _fits(fields, expected)
+        uses = fields["use"].astype(np.int64)[fits]
+        last_use = max(last_use, int(uses.max(initial=0)))
+    return good, last_use
+
+
+def _places(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
+    """Where the runs of good records start and where they end, both rising.
 
     Sorting starts and ends apart is several times faster than keeping them together, and tells:
     runs are disjoint if and only if each ends before the next begins, whichever those are.
     """
-    starts, ends = np.sort(places.starts), np.sort(places.ends)
-    if (starts[1:] < ends[:-1]).any():
-        shared = _rows_that_overlap(places)
-        is_good[shared] = False
-        alone = places.take(~np.isin(places.rows, shared))
-        starts, ends = np.sort(alone.starts), np.sort(alone.ends)
+    count = sum(
+        np.count_nonzero(mask) * table.run_count for table, mask in zip(tables, good, strict=True)
+    )
+    starts, ends = np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
+    for table, mask in zip(tables, good, strict=True):
+        for part, fields in _parts(table):
+            runs = fields["runs"][mask[part]].ravel()
+            chosen = slice(at, at + runs.size)
+            starts[chosen] = runs["start"]
+            ends[chosen] = starts[chosen] + runs["pages"]
+            at += runs.size
+    starts.sort()
+    ends.sort()
     return starts, ends
+
+
+def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
+    """Two records over one page: at least one is wrong, and which one cannot be told, so both go
+    from ``good``."""
+    starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
+    for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
+        runs = table.fields()["runs"][mask]
+        starts.append(runs["start"].astype(np.int64).ravel())
+        ends.append(starts[-1] + runs["pages"].ravel())
+        owners.append(np.repeat(first + np.flatnonzero(mask), table.run_count))
+    order = np.argsort(np.concatenate(starts), kind="stable")
+    start, owner = np.concatenate(starts)[order], np.concatenate(owners)[order]
+    reach = np.maximum.accumulate(np.concatenate(ends)[order])
+    behind = np.flatnonzero(start[1:] < reach[:-1]) + 1
+    before = np.searchsorted(reach, start[behind], side="right")
+    shared = np.unique(owner[np.concatenate((behind, before))])
+    for mask, first in zip(good, _firsts(tables), strict=True):
+        mask[shared[(shared >= first) & (shared < first + mask.size)] - first] = False
+
+
+def _firsts(tables: Sequence[RecordTable]) -> list[int]:
+    """The number of each table's first row among all."""
+    return list(accumulate((table.count for table in tables[:-1]), initial=0))[: len(tables)]
 
 
 def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
@@ -132,34 +159,12 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     return good
 
 
-def _places_of(runs: npt.NDArray[Any], rows: _Rows) -> _Places:
-    starts = runs["start"].astype(np.int64)
-    ends = starts + runs["pages"]
-    return _Places(starts.ravel(), ends.ravel(), np.repeat(rows, runs.shape[1]))
-
-
-def _all_of(parts: list[_Places]) -> _Places:
-    if not parts:
-        return _Places(*(np.zeros(0, np.int64),) * 3)
-    return _Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-
-def _rows_that_overlap(every_place: _Places) -> _Rows:
-    """Two records over one page: at least one is wrong, and which one cannot be told, so both
-    go."""
-    places = every_place.take(np.argsort(every_place.starts, kind="stable"))
-    reach = np.maximum.accumulate(places.ends)
-    behind = np.flatnonzero(places.starts[1:] < reach[:-1]) + 1
-    owners = np.searchsorted(reach, places.starts[behind], side="right")
-    return np.unique(places.rows[np.concatenate((behind, owners))])
-
-
 def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Run]:
     """What disjoint runs leave of the file, given sorted."""
-    begins = np.concatenate(([1], ends))
-    stops = np.concatenate((starts, [max(file_pages, 1)]))
-    wide = stops > begins
-    return [
-        Run(start, stop - start)
-        for start, stop in zip(begins[wide].tolist(), stops[wide].tolist(), strict=True)
-    ]
+    stop = max(file_pages, 1)
+    if not starts.size:
+        return [Run(1, stop - 1)] if stop > 1 else []
+    wide = np.flatnonzero(starts[1:] > ends[:-1])
+    begins = [1, *ends[wide].tolist(), int(ends[-1])]
+    stops = [int(starts[0]), *starts[wide + 1].tolist(), stop]
+    return [Run(a, b - a) for a, b in zip(begins, stops, strict=True) if b > a]
