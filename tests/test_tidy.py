@@ -19,7 +19,6 @@ OURS = (*PRODUCT, "bench", "demo", "tests", "examples")
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 400
 STILL_LONG = {
-    "tiers/lmdb_tier.py": 540,
     "tiers/testing.py": 420,
     "tests/connector/oracle_world.py": 464,
     "tests/connector/test_identity.py": 401,

@@ -6,6 +6,7 @@ Owned by the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +24,20 @@ async def settled(future: asyncio.Future[T]) -> T:
     if cancelled is not None:
         raise cancelled
     return future.result()
+
+
+def from_threads(function: Callable[[T], None]) -> Callable[[T], None]:
+    """``function`` of the running loop as other threads may call it; lost if the loop is gone."""
+    loop = asyncio.get_running_loop()
+
+    def post(value: T) -> None:
+        try:
+            loop.call_soon_threadsafe(function, value)
+        except RuntimeError:
+            # The loop was closed over an open tier: nobody is left to tell.
+            return
+
+    return post
 
 
 class Call:

@@ -41,6 +41,7 @@ from tiers.record import NO_NAMESPACE, Identity
 from tiers.recover import Expected, Recovered, recover
 
 PAYLOAD_NAME = "payload.data"
+JOB_BYTES_MIN = 256 << 10
 _MAGIC = b"KVTPAYL1"
 _ID_BYTES = 16
 
@@ -87,6 +88,12 @@ class LmdbOptions:
     compress: bool = False
     allow_network: bool = False
     close_timeout_s: float = 30.0
+
+
+def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
+    """How much goes into one job: all threads get some, small records go together."""
+    share = total_bytes // options.io_threads
+    return min(options.job_bytes, max(JOB_BYTES_MIN, share))
 
 
 def index_bytes(capacity_bytes: int, record_bytes: int) -> int:

@@ -103,3 +103,8 @@ def tables_of(records: Iterable[tuple[Key, bytes]]) -> list[RecordTable]:
         table.memory.extend(np.frombuffer(b"".join(rows), f"V{key_bytes + value_bytes}"))
         tables.append(table)
     return tables
+
+
+def with_use(value: bytes, use: int) -> bytes:
+    """The same value with another time of last use."""
+    return use.to_bytes(USE_BYTES, "big") + value[USE_BYTES:]

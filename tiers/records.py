@@ -11,15 +11,14 @@ Owned by one thread at a time: by the one that opens the tier, then by the event
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.base import Key, KeyColumn, StoredKeys, stored_keys
+from tiers.base import Key, StoredKeys
+from tiers.key_order import Part, keys_by_use
 from tiers.key_slots import KeySlots
-from tiers.record_table import USE_BYTES, RecordTable, tables_of
+from tiers.record_table import USE_BYTES, RecordTable, tables_of, with_use
 
 MOVED_AT_ONCE = 4
 """Rows that move per deletion: done before another tenth of all are deleted."""
@@ -95,15 +94,14 @@ class Records:
 
     def touch(self, key: Key, use: int) -> bool:
         """Note another time of last use; whether the key is there."""
-        packed = use.to_bytes(USE_BYTES, "big")
         value = self._objects.get(key)
         if value is not None:
-            self._objects[key] = packed + value[USE_BYTES:]
+            self._objects[key] = with_use(value, use)
             return True
         row = self._slots.find(key) if self._slots.count else -1
         if row >= 0:
             at = row + self._key_bytes
-            self._memory[at : at + USE_BYTES] = packed
+            self._memory[at : at + USE_BYTES] = use.to_bytes(USE_BYTES, "big")
         return row >= 0
 
     def clear(self) -> None:
@@ -117,26 +115,13 @@ class Records:
         yield from zip(self._table.keys(rows), map(self._table.value, rows.tolist()), strict=True)
         yield from self._objects.items()
 
-    def by_use(self) -> Iterator[StoredKeys]:
+    def by_use(self) -> list[StoredKeys]:
         """All keys, least recently used first, as they are now."""
-        found = [_Part(table) for table in tables_of(self._objects.items())]
+        found = [Part(table) for table in tables_of(self._objects.items())]
         if self._slots.count:
             is_whole = self._slots.count == self._table.count
-            found.append(_Part(self._table, None if is_whole else self._slots.numbers()))
-        uses = _joined([part.column("use") for part in found])
-        sizes = _joined([part.column("payload_bytes") for part in found])
-        order = np.argsort(uses)
-        if len({part.table.key_bytes for part in found}) > 1:
-            keys = [key for part in found for key in part.keys().tolist()]
-            by_use = map(keys.__getitem__, order.tolist())
-            return stored_keys(zip(by_use, sizes[order].tolist(), strict=True))
-        if not found:
-            return iter(())
-        if (sizes == sizes[0]).all():
-            sizes = np.broadcast_to(sizes[0], sizes.shape)  # no memory for a million equal numbers
-        else:
-            sizes = sizes[order]
-        return iter([StoredKeys(_joined([part.keys() for part in found])[order], sizes)])
+            found.append(Part(self._table, None if is_whole else self._slots.numbers()))
+        return keys_by_use(found)
 
     def check(self) -> None:
         """Raise ``AssertionError`` if a key would not be found. For tests."""
@@ -144,25 +129,3 @@ class Records:
         assert len(items) == len(self), f"{len(items)} keys of {len(self)}"
         for key, value in items.items():
             assert self.get(key) == value, key.hex()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some rows of a table, in rising order (``None``: all)."""
-
-    table: RecordTable
-    rows: _Numbers | None = None
-
-    def keys(self) -> KeyColumn:
-        column = self.table.key_column()
-        return column if self.rows is None else column[self.rows]
-
-    def column(self, name: str) -> _Numbers:
-        column = self.table.fields()[name]
-        return (column if self.rows is None else column[self.rows]).astype(np.int64)
-
-
-def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    if len(parts) == 1:
-        return parts[0]  # a copy of a million is worth avoiding
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

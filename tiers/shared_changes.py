@@ -25,8 +25,8 @@ from typing import Any
 from tiers.base import Key, WriteOutcome
 from tiers.commit_thread import Put
 from tiers.extents import Run, Runs, clip
-from tiers.lmdb_index import runs_of, with_use
-from tiers.record_table import RUN_BYTES, USE_BYTES
+from tiers.lmdb_index import runs_of
+from tiers.record_table import RUN_BYTES, USE_BYTES, with_use
 from tiers.shared_index import SharedIndex, epoch_of
 from tiers.shared_space import FreeRuns
 

@@ -29,8 +29,9 @@ from typing import Any
 
 import lmdb
 
-from tiers.base import Key
+from tiers.base import Key, StoredKeys
 from tiers.extents import Run, gaps
+from tiers.key_order import Part, keys_by_use
 from tiers.lmdb_index import (
     DATA_NAME,
     RECORDS_NAME,
@@ -38,9 +39,8 @@ from tiers.lmdb_index import (
     Limits,
     Manifest,
     runs_of,
-    uses_and_payloads,
 )
-from tiers.record_table import RUNS_AT, USE_BYTES
+from tiers.record_table import RUNS_AT, USE_BYTES, tables_of
 from tiers.shared_space import free_runs
 
 READERS_MAX = 256
@@ -177,16 +177,13 @@ class SharedIndex:
         at = slice(_EPOCH_AT, _EPOCH_AT + 8)
         return epoch, [v if v is not None and v[at] == mark else None for v in values]
 
-    def by_use(self, own_epoch: int | None) -> tuple[list[Key], list[int]]:
-        """The caller's records, least recently used first: keys and payload lengths."""
+    def by_use(self, own_epoch: int | None) -> list[StoredKeys]:
+        """The caller's records, least recently used first."""
         with self.reading() as txn:
             epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
             with txn.cursor(db=self.tables.records) as cursor:
-                items = [(k, v) for k, v in cursor.iternext() if epoch_of(v) == epoch]
-        keys = [key for key, _value in items]
-        front = uses_and_payloads([value for _key, value in items])
-        order = front["use"].argsort(kind="stable")
-        return [keys[row] for row in order.tolist()], front["payload_bytes"][order].tolist()
+                mine = tables_of((k, v) for k, v in cursor.iternext() if epoch_of(v) == epoch)
+        return keys_by_use([Part(table) for table in mine])
 
     def check(self) -> None:
         """Raise ``AssertionError`` unless the tables agree with each other. For tests."""

@@ -44,18 +44,17 @@ from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads, in_thread
 from tiers.direct_io import DiskIo, pages_for
 from tiers.io_threads import IoThreads
-from tiers.lmdb_store import LmdbOptions
+from tiers.lmdb_store import LmdbOptions, job_bytes
 from tiers.record import Identity, check_identity, check_key, check_payload
 from tiers.shared_asking import Asking
 from tiers.shared_commits import SharedCommits
 from tiers.shared_reads import SharedReadJob
 from tiers.shared_store import SharedStore
-from tiers.shared_writes import SharedWrites, job_bytes
+from tiers.shared_writes import SharedWrites
 
 TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 1024
 READ_USE_S = 10.0
-KEYS_PER_BATCH = 1 << 14
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
     *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors"),
@@ -199,10 +198,8 @@ class SharedLmdbTier(Tier):
     async def keys(self) -> AsyncIterator[StoredKeys]:
         store = self._open_store()
         await self._noted()
-        keys, sizes = await self._lookup(store.index.by_use, self._own_epoch)
-        for start in range(0, len(keys), KEYS_PER_BATCH):
-            stop = start + KEYS_PER_BATCH
-            yield StoredKeys(keys[start:stop], sizes[start:stop])
+        for batch in await self._lookup(store.index.by_use, self._own_epoch):
+            yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these can be read now, by this process, whoever stored them."""

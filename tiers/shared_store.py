@@ -30,7 +30,6 @@ from tiers.lmdb_index import (
     LmdbIndex,
     Manifest,
     index_exists,
-    with_use,
 )
 from tiers.lmdb_store import (
     PAYLOAD_NAME,
@@ -44,7 +43,7 @@ from tiers.lmdb_store import (
     write_id,
 )
 from tiers.record import Identity
-from tiers.record_table import USE_BYTES
+from tiers.record_table import USE_BYTES, with_use
 from tiers.recover import Expected, Recovered, recover
 from tiers.shared_changes import changing
 from tiers.shared_index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
@@ -187,17 +186,19 @@ class SharedStore:
             txn.drop(tables.intents, delete=False)
             txn.drop(tables.order, delete=False)
             last = 0
-            for key, row in found.rows.items():
-                use = max(int(found.uses[row]), last + 1)
+            by_use = (key for batch in found.records.by_use() for key in batch.keys)
+            for key in by_use:
+                value = found.records.get(key) or b""
+                noted = int.from_bytes(value[:USE_BYTES], "big")
+                use = max(noted, last + 1)
                 packed = use.to_bytes(USE_BYTES, "big")
-                if use != found.uses[row]:  # times of use must differ
-                    value = txn.get(key, db=tables.records) or b""
+                if use != noted:  # times of use must differ
                     txn.put(key, with_use(value, use), db=tables.records)
                 txn.put(packed, key, db=tables.order, append=True)
                 last = use
             state.rolled_back += state.reserved
             state.free_pages = store_free_runs(txn, tables.free, found.free)
-            state.records, state.reserved = len(found.rows), 0
+            state.records, state.reserved = len(found.records), 0
             state.next_use = max(found.next_use, last + 1)
             txn.put(b"state", state.dump(), db=tables.meta)
 

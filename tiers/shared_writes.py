@@ -15,23 +15,16 @@ from tiers.commit_thread import Change, Put
 from tiers.direct_io import pages_for
 from tiers.extents import Runs
 from tiers.io_threads import IoThreads
-from tiers.lmdb_store import LmdbOptions
+from tiers.lmdb_store import LmdbOptions, job_bytes
 from tiers.shared_asking import Asking
 from tiers.shared_changes import Changes, Reservation
 from tiers.shared_store import SharedStore
 from tiers.transfer import WriteJob
 
-JOB_BYTES_MIN = 256 << 10
 ROOM_ATTEMPTS = 8
 """How often a write makes room that others may take before it does."""
 
 Record = tuple[Put, Buffer]
-
-
-def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
-    """How much goes into one job: all threads get some, small records go together."""
-    share = total_bytes // options.io_threads
-    return min(options.job_bytes, max(JOB_BYTES_MIN, share))
 
 
 class SharedWrites:
