@@ -33,6 +33,7 @@ from tiers.base import (
     TierInfo,
     TierIoError,
     WriteOutcome,
+    stored_keys,
 )
 from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads, in_thread
@@ -41,7 +42,6 @@ from tiers.live_engines import TOUCH_S
 from tiers.record import NO_NAMESPACE, Identity, check_identity, check_key, check_payload
 from tiers.shared_folder import COMMON, SharedFolder
 
-KEYS_PER_BATCH = 1024
 PRESENT_AT_ONCE = 32
 """Keys that one thread looks for at a time."""
 TOUCHES_AT_ONCE = 256
@@ -121,10 +121,9 @@ class SharedFileTier(Tier):
     async def keys(self) -> AsyncIterator[StoredKeys]:
         with self._open_folder() as folder:
             entries = await self._finish([self._threads.run(folder.entries, folder.epoch)])
-        found = list(entries[0].items())
-        for start in range(0, len(found), KEYS_PER_BATCH):
-            batch = found[start : start + KEYS_PER_BATCH]
-            yield StoredKeys([key for key, _ in batch], [entry.payload_bytes for _, entry in batch])
+        found = entries[0].items()
+        for batch in stored_keys((key, entry.payload_bytes) for key, entry in found):
+            yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these can be read now, as far as the file system said in time."""

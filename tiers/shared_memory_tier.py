@@ -20,6 +20,7 @@ from tiers.base import (
     TierClosedError,
     TierInfo,
     WriteOutcome,
+    stored_keys,
 )
 from tiers.record import (
     NO_NAMESPACE,
@@ -144,7 +145,8 @@ class SharedMemoryTier(Tier):
             for address, (_, data) in self.memory.records.items()
             if address == self._address(address.key)
         ]
-        yield StoredKeys([key for key, _ in mine], [size for _, size in mine])
+        for batch in stored_keys(mine):
+            yield batch
 
     async def reset(self, epoch: int) -> None:
         self._check_open()
