@@ -7,6 +7,7 @@ messages. The tiers' own ``owner.lock`` files count as claims too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,17 +27,22 @@ CLAIM_WAIT_S = 0.2
 """Longer than somebody who only asks whether a claim is held keeps it locked."""
 OWNER_WAIT_S = 1.0
 """Longer than between taking a claim and writing into it who did."""
-_CLAIM = re.compile(r"rank-[0-9]+\.claim", re.ASCII)
+SHARERS_MAX = 64
+_CLAIM = re.compile(r"rank-[0-9]+(\.sharer-[0-9]+)?\.claim", re.ASCII)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without ``flock`` answer."""
 _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that uses a folder now. ``pid`` and ``engine`` are what it wrote about itself."""
+    """A process that uses a folder now. ``pid`` and ``engine`` are what it wrote about itself;
+    ``shares``: others may use it as well."""
 
     folder: str
     pid: int
     engine: str
+    shares: bool = False
 
 
 def live_owners(root: str | Path) -> list[Owner]:
@@ -50,11 +56,12 @@ def live_owners(root: str | Path) -> list[Owner]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``."""
+def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
+    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``. With
+    ``may_lack_locks`` a file system without locks is no error: there nothing is held."""
     fd = _open_lock(folder / LOCK_NAME)
     try:
-        if not _lock(fd, LOCK_WAIT_S):
+        if not _lock(fd, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
             raise TierUnavailableError(
                 f"{folder} is locked by another process for more than {LOCK_WAIT_S:g} s"
             )
@@ -78,7 +85,7 @@ def _open_lock(path: Path) -> int:
     return fd
 
 
-def _lock(fd: int, wait_s: float) -> bool:
+def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
     """Take an exclusive lock within ``wait_s`` seconds; whether that worked."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -88,8 +95,39 @@ def _lock(fd: int, wait_s: float) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
+        except OSError as error:
+            if not (may_lack_locks and error.errno in _NO_LOCKS):
+                raise
+            return True
         else:
             return True
+
+
+def claim_shared(path: Path, engine: str) -> int:
+    """Claim a folder beside others who share it, under a number of this process: ``path`` is where
+    one that does not share would claim it. The descriptor to close when done with it.
+
+    Raises ``TierUnavailableError`` if one that does not share has it, or too many do.
+    """
+    owner = holder(path)
+    if owner is not None:
+        raise TierUnavailableError(
+            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}), which does not "
+            'share it. Stop that server, or give all of them "shared": true'
+        )
+    for number in range(SHARERS_MAX):
+        fd = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
+        if _lock(fd, 0.0, may_lack_locks=True):
+            _write_owner(fd, engine)
+            return fd
+        os.close(fd)
+    raise TierUnavailableError(f"{path.parent} is shared by {SHARERS_MAX} processes already")
+
+
+def sharers(path: Path) -> list[Owner]:
+    """Who shares the folder that would be claimed by ``path``."""
+    claims = sorted(path.parent.glob(f"{path.stem}.sharer-*.claim"))
+    return [owner for one in claims if (owner := holder(one)) is not None]
 
 
 def claim(path: Path, engine: str) -> int:
@@ -97,6 +135,11 @@ def claim(path: Path, engine: str) -> int:
 
     Raises ``TierUnavailableError`` that names the owner if another process has it.
     """
+    for owner in sharers(path):
+        raise TierUnavailableError(
+            f"{path.parent} is shared by pid {owner.pid} (engine {owner.engine}) and perhaps "
+            'others. Give this server "shared": true as well, or another path.'
+        )
     fd = _open_lock(path)
     if not _lock(fd, CLAIM_WAIT_S):
         owner = _read_owner(fd, path)
@@ -105,9 +148,13 @@ def claim(path: Path, engine: str) -> int:
             f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}). "
             "Stop that server or give this one another path."
         )
+    _write_owner(fd, engine)
+    return fd
+
+
+def _write_owner(fd: int, engine: str) -> None:
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({"pid": os.getpid(), "engine": engine[:200]}).encode(), 0)
-    return fd
 
 
 def holder(claim: Path) -> Owner | None:
@@ -143,9 +190,10 @@ def _read_owner(fd: int, path: Path) -> Owner:
     """What the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
+        shares = ".sharer-" in path.name
         if isinstance(found, int):
             return Owner(str(path.parent), found, "")
-        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]))
+        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), shares)
     except (ValueError, TypeError, KeyError, RecursionError):
         return Owner(str(path.parent), 0, "")
 

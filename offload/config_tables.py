@@ -286,11 +286,33 @@ register_tier_type(
                 "auto",
                 "Bypass the page cache where the file system can, or never.",
             ),
+            Field(
+                "shared",
+                flag(),
+                False,
+                "Several engines of this machine use `path` together, under one `capacity`: all of "
+                "them say `true`. See the [guide](../guides/share-on-one-host.md).",
+            ),
         ),
         needs_local_disk=True,
     )
 )
-register_tier_type(TierType("file", "One record per file; for file systems LMDB cannot use."))
+register_tier_type(
+    TierType(
+        "file",
+        "One record per file; for file systems LMDB cannot use.",
+        (
+            Field(
+                "shared",
+                flag(),
+                False,
+                "Several engines, also of several machines, use `path` together, on NFS, Lustre, "
+                "CephFS or a local disk: all of them say `true`. `capacity` is then that of each "
+                "namespace. See the [guide](../guides/share-on-one-host.md).",
+            ),
+        ),
+    )
+)
 
 
 _CPU_NAMES = {field.name for field in CPU_FIELDS}

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from offload.claims import claim, entries, locked
+from offload.claims import claim, claim_shared, entries, locked
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespace import (
     MANIFEST_NAME,
@@ -50,6 +50,7 @@ __all__ = [  # all that a start-up needs, in one place
     "make_room",
     "open_namespace",
     "open_place",
+    "open_shared_place",
     "raise_epoch",
     "read_epoch",
     "replica_folder",
@@ -134,6 +135,32 @@ def open_place(
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim(home / f"rank-{rank}.claim", engine)
     return Place(folder, epoch, fd)
+
+
+def open_shared_place(
+    root: str | Path,
+    namespace: Namespace,
+    *,
+    rank: int,
+    engine: str,
+    note: Callable[[str], None] = _no_note,
+) -> Place:
+    """Claim the folder of one rank beside others who share it: all replicas of all servers with
+    this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
+    epoch file says; what a reset begins is between the tier and its medium (0081).
+
+    Raises as ``open_namespace`` does, and ``TierUnavailableError`` if one that does not share has
+    the folder.
+    """
+    base = _prepare_root(root)
+    with locked(base, may_lack_locks=True):
+        home = _open_locked(base, namespace, note) / "replica-0"
+        folder = home / f"rank-{rank}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
+            _write_epoch(home, 0)
+        fd = claim_shared(home / f"rank-{rank}.claim", engine)
+    return Place(folder, 0, fd)
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.claims import Owner, entries, holder
+from offload.claims import Owner, entries, holder, sharers
 from offload.errors import NamespaceError
 from offload.namespace import NAME, Namespace, read_manifest
 from tiers.file_reader import FileReader, is_file_store
@@ -49,9 +49,15 @@ class Store:
         return self.folder.with_name(f"{self.folder.name}.claim")
 
     def owner(self) -> Owner | None:
-        """The process that uses it now."""
+        """The process that uses it now, or one of those that share it."""
         found = holder(self.claim) if self.namespace else None
-        return found or holder(self.folder / TIER_LOCK_NAME)
+        return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
+
+    def sharers(self) -> list[Owner]:
+        """The processes that share it now."""
+        claims = sharers(self.claim) if self.namespace else []
+        locks = sorted(self.folder.glob("sharer-*.lock"))
+        return claims or [owner for lock in locks if (owner := holder(lock)) is not None]
 
     def open(self, key_file: str = "") -> OutsideStore:
         """Look at its records. Raises ``IndexUnusableError``, ``OSError`` or ``TierError``."""

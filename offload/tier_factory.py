@@ -9,9 +9,11 @@ from pathlib import Path
 from offload.config import OffloadConfig, TierConfig
 from tiers.base import Tier
 from tiers.file_tier import FileTier
-from tiers.lmdb_store import Recovery
+from tiers.lmdb_store import LmdbOptions, Recovery
 from tiers.lmdb_tier import LmdbTier
 from tiers.reopening import ReopeningTier
+from tiers.shared_file_tier import SharedFileTier
+from tiers.shared_lmdb_tier import SharedLmdbTier
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
     config = spec.config
-    return LmdbTier(
-        spec.folder,
-        spec.capacity_bytes,
+    options = LmdbOptions(
         namespace=spec.namespace,
         rank=spec.rank,
         epoch=spec.epoch,
@@ -79,10 +79,15 @@ def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
         key_file=config.encryption.key_file if config.encryption else "",
         compress=config.compression == "zstd",
     )
+    where = (spec.folder, spec.capacity_bytes)
+    if config.options.get("shared"):
+        return SharedLmdbTier(*where, options=options, low_watermark=config.low_watermark)
+    return LmdbTier(*where, options=options)
 
 
 def _file(spec: TierSpec, record_bytes: int) -> Tier:
-    return FileTier(
+    make = SharedFileTier if spec.config.options.get("shared") else FileTier
+    return make(
         spec.folder,
         spec.capacity_bytes,
         namespace=spec.namespace,

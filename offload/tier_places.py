@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from offload.config import OffloadConfig, TierConfig
+from offload.config_tables import TIER_TYPES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.foreign import ForeignStore, find_foreign, open_sources, write_geometry
 from offload.geometry import Geometry
@@ -25,6 +26,7 @@ from offload.namespace_folders import (
     describe_neighbours,
     make_room,
     open_place,
+    open_shared_place,
     raise_epoch,
     replica_folder,
 )
@@ -44,7 +46,8 @@ OWN_SHARE = 0.1
 class TierPlaces:
     """``shares`` is among how many workers of this machine the capacities are divided; records
     carry ``identity``, and are ordered as ``geometry`` says; ``engine`` names this server in
-    messages to others."""
+    messages to others. ``ranks`` is among how many of them the capacity of a tier is divided that
+    all replicas share."""
 
     config: OffloadConfig
     namespace: Namespace
@@ -54,6 +57,7 @@ class TierPlaces:
     shares: int
     engine: str
     geometry: Geometry | None = None
+    ranks: int = 1
 
     def specs(self) -> list[TierSpec]:
         """This rank's lower tiers; claims their folders for this process.
@@ -92,6 +96,8 @@ class TierPlaces:
 
     def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
         config = self.config.tiers[number]
+        if config.options.get("shared"):
+            return self._shared_spec(number, name)
         wanted = {store.namespace for store in foreign}
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         place = self._claim(config.path, known=wanted)
@@ -118,6 +124,45 @@ class TierPlaces:
             keep_epoch=partial(raise_epoch, home),
         )
         return replace(spec, renew=partial(self._renew, spec, place, spot))
+
+    def _shared_spec(self, number: int, name: str) -> TierSpec:
+        """A tier whose folder others use as well. Its capacity is divided among ranks only: all
+        replicas have the same folders. On a network file system what other namespaces have there is
+        left alone, because whether a machine uses it cannot be seen from another."""
+        config = self.config.tiers[number]
+        place = self._claim_shared(config.path)
+        try:
+            if self.geometry is not None:
+                write_geometry(place.folder, self.geometry)
+            capacity = config.capacity
+            if TIER_TYPES[config.type].needs_local_disk:
+                capacity = make_room(config.path, self.namespace, capacity, note=_note)
+            spot = spot_of(config.path)
+        except BaseException:
+            place.close()
+            raise
+        share = max(0, capacity // self.ranks - SMALL_FILES_BYTES)
+        spec = TierSpec(
+            *(f"$.tiers[{number}]", name, config, place.folder, share),
+            *(self.identity, self.rank, place.epoch),
+        )
+        return replace(spec, renew=partial(self._renew_shared, spec, place, spot))
+
+    def _renew_shared(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
+        """As ``_renew``. An odd ``epoch`` tells the tier that it has weights of its own."""
+        if not spot.is_same_place(spot_of(spec.config.path)):
+            raise TierUnavailableError(
+                f"{spec.config.path} lies on another file system than before"
+            )
+        place.close()
+        place = self._claim_shared(spec.config.path)
+        renew = partial(self._renew_shared, spec, place, spot)
+        return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
+
+    def _claim_shared(self, path: str) -> Place:
+        return open_shared_place(
+            path, self.namespace, rank=self.rank, engine=self.engine, note=_note
+        )
 
     def _renew(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
         """The tier's folder, claimed anew after its medium had failed, for what the tier was: its

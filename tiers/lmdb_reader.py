@@ -40,6 +40,7 @@ from tiers.lmdb_store import PAYLOAD_NAME, read_id
 from tiers.outside import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity
 from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES
+from tiers.shared_index import READERS_MAX, epoch_of
 from tiers.transfer import ReadItem, ReadJob
 from tiers.uses import DATED_FROM_NS
 
@@ -84,6 +85,7 @@ class LmdbReader:
     def _read_meta(self) -> None:
         with self._begin(self._meta) as txn:
             manifest, limits = txn.get(b"manifest"), txn.get(b"limits")
+            self._is_shared = txn.get(b"state") is not None
             self.epoch = int.from_bytes(txn.get(b"epoch") or b"", "little")
         if manifest is None:
             raise IndexUnusableError("it has no manifest")
@@ -126,16 +128,22 @@ class LmdbReader:
                 return
             last = items[-1][0]
             # In the order of their places: a walk that reads payloads goes through the file.
-            items.sort(key=_place)
+            count = len(items)
+            items = sorted((item for item in items if self._exists(item[1])), key=_place)
             yield [_found(key, value) for key, value in items]
-            if len(items) < BATCH:
+            if count < BATCH:
                 return
 
     def find(self, key: Key) -> Found | None:
         with self._begin(self._records) as txn:
             self._see_epoch(txn)
             value = txn.get(key)
-        return None if value is None else _found(key, value)
+        return _found(key, value) if value is not None and self._exists(value) else None
+
+    def _exists(self, value: bytes) -> bool:
+        """Whether a record is one of this epoch. A store that processes share may hold others, of
+        those that were given other weights: they are theirs alone, and not looked at here."""
+        return not self._is_shared or epoch_of(value) == self.epoch
 
     def _see_epoch(self, txn: Any) -> None:
         self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")
@@ -207,7 +215,7 @@ def _open(folder: Path) -> Any:
         readonly=True,
         create=False,
         max_dbs=2,
-        max_readers=16,
+        max_readers=READERS_MAX,
         readahead=False,
         mode=0o600,
     )

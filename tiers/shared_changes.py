@@ -237,11 +237,11 @@ class Changes:
         self.state.rolled_back += count
         return count
 
-    def begin_epoch(self, at_least: int, own_epoch: int | None) -> int:
+    def begin_epoch(self, own_epoch: int | None) -> int:
         """An epoch of the caller's own, that nobody ever had. What was stored under the one it
         leaves exists for nobody any more: if that was the common one, another becomes that."""
-        epoch = max(at_least, self.state.highest + 1)
-        self.state.highest = epoch
+        self.state.highest += 1
+        epoch = self.state.highest
         if own_epoch is None:
             self.state.highest += 1
             self.state.common = self.state.highest

@@ -336,14 +336,13 @@ class SharedLmdbTier(Tier):
         await settled(self._asking.ask(lambda changes: None))
 
     async def reset(self, epoch: int) -> None:
+        """The store gives the epoch that begins a number of its own, whatever the caller's is."""
         with self._working():
             before = self._own_epoch
             self._epochs_begun += 1
             self._writes.end_epoch()
             self._resets += 1  # until it is done nothing is stored or found
-            begun = await settled(
-                self._asking.ask(lambda changes: changes.begin_epoch(epoch, before))
-            )
+            begun = await settled(self._asking.ask(lambda changes: changes.begin_epoch(before)))
             self._check_index()
             if begun is None:
                 raise TierIoError(f"an epoch cannot be begun in {self._folder}")

@@ -110,7 +110,7 @@ class SharedStore:
         with changing(self.index, self.sharer.number) as changes:
             changes.roll_back_one(self.sharer.number)
             changes.roll_back(self.sharer.is_alive)
-            return changes.begin_epoch(self._options.epoch, own_epoch=0) if is_own else None
+            return changes.begin_epoch(own_epoch=0) if is_own else None
 
     # -- the first -------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class SharedStore:
                 state = State.load(raw)
         was_shared = raw is not None and state.common == index.epoch
         is_stale = not was_shared and (index.epoch != self._options.epoch or index.epoch % 2 == 1)
-        state.highest = max(state.highest, index.epoch, self._options.epoch)
+        state.highest = max(state.highest, index.epoch)
         if self._options.recovery is Recovery.OFF or is_stale:
             state.highest += 1
             index.apply(Changes(clear_to_epoch=state.highest))
