@@ -192,7 +192,7 @@ def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | No
         what = f'{tier.path} lies on {kind}, where a tier of type "{tier.type}" must not be'
         return Problem(where, what, 'Use a local disk, or "type": "file".')
     for owner in live_owners(tier.path):
-        if not is_relative(owner.pid) and not (owner.shares and tier.options.get("shared")):
+        if not is_relative(owner.pid) and not (owner.shares and tier.shared):
             what = f"{tier.path} is in use by pid {owner.pid}"
             what += f" ({owner.engine})" if owner.engine else ""
             return Problem(where, what, "Stop that server or choose another folder.")

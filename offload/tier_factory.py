@@ -80,13 +80,13 @@ def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
         compress=config.compression == "zstd",
     )
     where = (spec.folder, spec.capacity_bytes)
-    if config.options.get("shared"):
+    if config.shared:
         return SharedLmdbTier(*where, options=options, low_watermark=config.low_watermark)
     return LmdbTier(*where, options=options)
 
 
 def _file(spec: TierSpec, record_bytes: int) -> Tier:
-    make = SharedFileTier if spec.config.options.get("shared") else FileTier
+    make = SharedFileTier if spec.config.shared else FileTier
     return make(
         spec.folder,
         spec.capacity_bytes,

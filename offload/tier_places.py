@@ -96,9 +96,9 @@ class TierPlaces:
 
     def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
         config = self.config.tiers[number]
-        if config.options.get("shared"):
-            return self._shared_spec(number, name)
         wanted = {store.namespace for store in foreign}
+        if config.shared:
+            return self._shared_spec(number, name, wanted)
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         place = self._claim(config.path, known=wanted)
         try:
@@ -125,7 +125,7 @@ class TierPlaces:
         )
         return replace(spec, renew=partial(self._renew, spec, place, spot))
 
-    def _shared_spec(self, number: int, name: str) -> TierSpec:
+    def _shared_spec(self, number: int, name: str, wanted: Collection[str]) -> TierSpec:
         """A tier whose folder others use as well. Its capacity is divided among ranks only: all
         replicas have the same folders. On a network file system what other namespaces have there is
         left alone, because whether a machine uses it cannot be seen from another."""
@@ -136,7 +136,9 @@ class TierPlaces:
                 write_geometry(place.folder, self.geometry)
             capacity = config.capacity
             if TIER_TYPES[config.type].needs_local_disk:
-                capacity = make_room(config.path, self.namespace, capacity, note=_note)
+                capacity = make_room(
+                    config.path, self.namespace, capacity, note=_note, wanted=wanted
+                )
             spot = spot_of(config.path)
         except BaseException:
             place.close()

@@ -200,8 +200,9 @@ class ReopeningTier(Tier):
         info = await tier.open()
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
         epoch = info.epoch
-        if not is_same and info.record_count:
-            # Of other weights, for all that is known: a key does not tell them apart.
+        if not is_same and info.record_count and not info.shared:
+            # Of other weights, for all that is known: a key does not tell them apart. Those who
+            # share a medium are told apart by the tier itself.
             epoch += 1
         epoch += (epoch - self._wanted_epoch) % 2  # odd ones mean something to who gives them out
         await self._note_epoch(epoch)

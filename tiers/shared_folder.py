@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,8 @@ GRANT_SHARE = 128
 """A grant is this part of the capacity, or one record if that is more."""
 EVICT_SHARE = 0.05
 """How much below the limit an eviction ends, as part of the capacity."""
+READ_USE_NS = 60 * 10**9
+"""A read is not noted as a use if the last one was noted less than that before."""
 STRAY_NS = 3600 * 10**9
 """Age of a temporary file, or of a folder that no engine claims, before it is removed."""
 _FOLDER = re.compile(r"epoch-([0-9]+)", re.ASCII)
@@ -161,6 +164,7 @@ class SharedFolder(RecordFiles):
             if payload_bytes not in (None, into.nbytes):
                 return ReadOutcome.CORRUPT
             if page is not None and verify(page, self._identity, key, epoch, into):
+                self._note_read(fd)
                 return ReadOutcome.OK
             return self._drop(path, fd)
         except OSError:
@@ -168,6 +172,14 @@ class SharedFolder(RecordFiles):
             return ReadOutcome.MISS
         finally:
             os.close(fd)
+
+    @staticmethod
+    def _note_read(fd: int) -> None:
+        """A read is a use; noted only now and then, and only if that is possible."""
+        now_ns = time.time_ns()
+        with contextlib.suppress(OSError):
+            if now_ns - os.fstat(fd).st_mtime_ns > READ_USE_NS:
+                os.utime(fd, ns=(now_ns, now_ns))
 
     @staticmethod
     def _read_whole(fd: int, into: Buffer) -> tuple[bytes | None, int | None]:

@@ -187,6 +187,7 @@ class Setup:
             self.shares,
             engine=f"{self.vllm_config.model_config.model}",
             geometry=self._geometry,
+            ranks=self.vllm_config.parallel_config.world_size,
         ).specs()
 
     def tier_epochs(self) -> TierEpochs:

@@ -173,7 +173,7 @@ def test_the_contract_is_read() -> None:
     (disk,) = config.tiers
     assert (disk.type, disk.path, disk.capacity) == ("lmdb", "/var/cache/kv", 200 * GIB)
     assert disk.policy.spec == "lru"
-    assert disk.options == {"direct_io": "auto"}
+    assert disk.options == {"direct_io": "auto", "shared": False}
 
 
 def test_the_cpu_tier_adapts_and_lower_tiers_are_lru_by_default() -> None:
