@@ -20,7 +20,8 @@ from tests.cli.world import (
     writer,
 )
 from tiers.file_tier import record_name
-from tiers.lmdb_index import Changes, with_use
+from tiers.lmdb_index import Changes
+from tiers.record_table import with_use
 from tiers.testing import key_of
 
 THIRD = {"model": {"name": "tiny/llama"}, "parallel": {"tp": 2}}

@@ -23,7 +23,8 @@ from tests.cli.world import (
     place_of,
     writer,
 )
-from tiers.lmdb_index import Changes, with_use
+from tiers.lmdb_index import Changes
+from tiers.record_table import with_use
 from tiers.testing import key_of
 
 
