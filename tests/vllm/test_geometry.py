@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from demo.tiny_model import LlamaShape, make_llama
 from tests.models.families import FAMILIES
 from tests.vllm.engine import Engine, EngineError, transfer_config
 from tests.vllm.kinds import Blocks, Kind, ask, compare_outputs
@@ -21,7 +22,7 @@ from tests.vllm.restored import loaded_tokens, prompts, settle
 UNREAD = {"extra_args": {"kv_transfer_params": {"kvtiers": {"tiers": {"read": []}}}}}
 THOROUGH = bool(os.environ.get("KVTIERS_TEST_ALL_GEOMETRIES"))
 FAMILY = ["llama", "deepseek_v2"]
-MORE = [] if not THOROUGH else ["llama_one_head", "mistral", "gemma3"]
+MORE = ["one_head", "gemma3"] if THOROUGH else []
 
 
 def connector(path: Path, geometry: str, capacity: str = "256MiB", **others: Any) -> dict[str, Any]:
@@ -33,15 +34,20 @@ def connector(path: Path, geometry: str, capacity: str = "256MiB", **others: Any
     return transfer_config(extra) | {"engine_id": "geometry"}
 
 
-def kind(family: str, ranks: int) -> Kind:
-    return Kind(family, {"tensor_parallel_size": ranks} if ranks > 1 else {})
+def made(family: str, ranks: int, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The model's folder and the engine's options. ``one_head`` has fewer KV heads than ranks."""
+    known = "llama" if family == "one_head" else family
+    changes = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    if family == "one_head":
+        make_llama(folder, shape=LlamaShape(kv_heads=1))
+    return Kind(known, changes).make(folder)
 
 
 def moved(family: str, block: tuple[bytes, ...], layers: int, ranks: int) -> tuple[bytes, ...]:
     """A block as ``ranks`` ranks have it, from what other ranks have. vLLM's CPU attention keeps
     a layer's heads one after the other, and ranks have them in their order; latents are copies."""
-    if family.startswith("deepseek"):
-        assert len(set(block)) == 1, "the ranks' latents differ"
+    if family in ("deepseek_v2", "one_head"):
+        assert len(set(block)) == 1, "the ranks' copies differ"
         return (block[0],) * ranks
     if ranks == 1:
         return (b"".join(part for layer in range(layers) for part in pages(block, layer, layers)),)
@@ -100,37 +106,41 @@ def show_read_translated(
 @pytest.mark.parametrize("family", FAMILY + MORE)
 def test_tensor_parallel_sizes_read_each_other(family: str, tmp_path: Path) -> None:
     path, model = tmp_path / "kv", tmp_path / "model"
-    first, second = kind(family, 2).prompts(), prompts(2, FAMILIES[family].prompt_tokens, seed=9)
+    tokens = FAMILIES["llama" if family == "one_head" else family].prompt_tokens
+    first, second = prompts(2, tokens), prompts(2, tokens, seed=9)
 
-    folder, options = kind(family, 2).make(model)
-    with Engine(
-        folder, log=tmp_path / "two.log", connector=connector(path, "own", "48MiB"), **options
-    ) as two:
+    folder, options = made(family, 2, model)
+    own = connector(path, "own", "48MiB")
+    with Engine(folder, log=tmp_path / "two.log", connector=own, **options) as two:
         ask(two, first)
         by_two = two.kv_snapshot()
         settle(two)
 
-    folder, options = kind(family, 1).make(model)
-    with Engine(
-        folder, log=tmp_path / "one.log", connector=connector(path, "translate"), **options
-    ) as one:
+    folder, options = made(family, 1, model)
+    translate = connector(path, "translate")
+    with Engine(folder, log=tmp_path / "one.log", connector=translate, **options) as one:
         show_read_translated(one, family, by_two, first, 1)
         assert one.reset_prefix_cache()
         ask(one, second)
         by_one = {key: block for key, block in one.kv_snapshot().items() if key not in by_two}
         settle(one)
 
-    folder, options = kind(family, 2).make(model)
+    folder, options = made(family, 2, model)
     translate = connector(path, "translate", "512MiB")
     with Engine(folder, log=tmp_path / "again.log", connector=translate, **options) as two:
         show_read_translated(two, family, by_one, second, 2)
+    if family == "llama":
+        chunks_that_end_elsewhere_are_refused(path, folder, tmp_path / "refused.log", options)
 
+
+def chunks_that_end_elsewhere_are_refused(
+    path: Path, folder: Path, log: Path, options: dict[str, Any]
+) -> None:
     refused = connector(path, "translate", "1GiB", chunk_blocks=2)
-    folder, options = kind(family, 1).make(model)
     with pytest.raises(EngineError) as error:
-        Engine(folder, log=tmp_path / "refused.log", connector=refused, **options)
-    assert_refused(str(error.value), "groups[0].chunk_tokens is")
-    assert '"chunk_blocks": 1' in str(error.value)
+        Engine(folder, log=log, connector=refused, **options)
+    assert_refused(str(error.value), "groups[0].chunk_tokens is 32 (1 blocks of 32) stored, 64 (2")
+    assert '(it was written with --block-size 32 and "chunk_blocks": 1)' in str(error.value)
 
 
 def assert_refused(text: str, field: str) -> None:
@@ -142,12 +152,12 @@ def assert_refused(text: str, field: str) -> None:
 @pytest.mark.skipif(not THOROUGH, reason="set KVTIERS_TEST_ALL_GEOMETRIES=1 (a minute more)")
 def test_recurrent_states_of_other_ranks_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    folder, options = kind("qwen3_next", 2).make(tmp_path / "model")
+    folder, options = made("qwen3_next", 2, tmp_path / "model")
     own = connector(path, "own", "96MiB")
     with Engine(folder, log=tmp_path / "two.log", connector=own, **options) as two:
-        ask(two, kind("qwen3_next", 2).prompts()[:1])
+        ask(two, Kind("qwen3_next").prompts()[:1])
         settle(two)
-    folder, options = kind("qwen3_next", 1).make(tmp_path / "model")
+    folder, options = made("qwen3_next", 1, tmp_path / "model")
     translate = connector(path, "translate", "512MiB")
     with pytest.raises(EngineError) as error:
         Engine(folder, log=tmp_path / "one.log", connector=translate, **options)
