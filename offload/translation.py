@@ -157,6 +157,11 @@ def _layer_obstacles(
     where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
 ) -> Iterator[Obstacle]:
     name = ours.layer
+    if OWN in (theirs.split, ours.split) and stored.ranks != now.ranks:
+        why = f"layer {name} ({ours.form}) cannot be split over other ranks"
+        flags = f"--tensor-parallel-size {stored.ranks}"
+        yield Obstacle("parallel.tensor", stored.ranks, now.ranks, why, flags)
+        return
     for field in ("split", "form"):
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
@@ -164,11 +169,7 @@ def _layer_obstacles(
             yield Obstacle(f"{where}.{field}", there, here, why)
             return
     if ours.split == OWN:
-        if stored.ranks != now.ranks:
-            why = f"layer {name} ({ours.form}) cannot be split over other ranks"
-            flags = f"--tensor-parallel-size {stored.ranks}"
-            yield Obstacle("parallel.tensor", stored.ranks, now.ranks, why, flags)
-        elif theirs.page_bytes != ours.page_bytes:
+        if theirs.page_bytes != ours.page_bytes:
             why = f"layer {name} ({ours.form}) can only be read as it is"
             yield Obstacle(f"{where}.page_bytes", theirs.page_bytes, ours.page_bytes, why)
         return

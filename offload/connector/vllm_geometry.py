@@ -8,6 +8,7 @@ a whole: it is read by ranks of the same shape or not at all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,8 @@ def _layer(
         f"{t.shape[0] / num_blocks:g}x{list(t.shape[1:])}:{list(t.stride())} {t.dtype}"
         for t in tensors
     ]
-    form = f"{type(spec).__name__} {kernel} {' '.join(shapes)}"
+    digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:8]
+    form = " ".join(filter(None, (type(spec).__name__, kernel, digest)))
     return LayerGeometry(name, OWN, form, 1, block_tokens, 1, 1, page_bytes)
 
 
