@@ -116,24 +116,35 @@ class DemotionQueue:
         if not room:
             self.skipped += len(keys)
             return
+        if not self._index.are_absent(keys):
+            keys = [key for key in keys if self._index.is_absent(key)]
+        # Room first: an admission policy may spend a budget.
+        room -= len(self._waiting)
         queued: list[bytes] = []
-        for key in keys:
-            if not self._index.is_absent(key):
-                continue
-            # Room first: an admission policy may spend a budget.
-            if len(self._waiting) + len(queued) >= room:
-                self.skipped += 1
-                continue
-            info = self._info(key, groups, told)
-            if not self._may_displace(info):
-                self.skipped += 1
-            elif self._admissions and not self._admits(key, info):
-                self.refused += 1
-            else:
+        for at, key in enumerate(keys):
+            if len(queued) >= room:
+                self.skipped += len(keys) - at
+                break
+            if self._takes(key, groups, told):
                 queued.append(key)
-                self._told[key] = info
+        self._told.update((key, told[key]) for key in queued if key in told)
         cpu.pin(queued)
         self._waiting.extend(queued)
+
+    def _takes(
+        self, key: bytes, groups: Mapping[int, _Group], told: Mapping[bytes, EntryInfo]
+    ) -> bool:
+        known = told.get(key)
+        if not self._admissions and (known is None or known.hints.get(PRIORITY) != LOW):
+            return True
+        info = self._info(key, groups, told)
+        if not self._may_displace(info):
+            self.skipped += 1
+            return False
+        if not self._admits(key, info):
+            self.refused += 1
+            return False
+        return True
 
     def _admits(self, key: bytes, info: EntryInfo) -> bool:
         """High priority passes every admission but a budget of writes."""
@@ -179,7 +190,9 @@ class DemotionQueue:
         if not keys:
             return None
         group = group_of(keys[0])
-        infos = [self._told.pop(key) for key in keys]
+        infos = [self._info(key, groups, self._told) for key in keys]
+        for key in keys:
+            self._told.pop(key, None)
         grant = self._index.reserve(keys, infos)
         granted = tuple(keys[: len(grant.places)])
         refused = keys[len(granted) :]

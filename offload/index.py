@@ -21,6 +21,8 @@ from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 _NOTHING: frozenset[bytes] = frozenset()
 _size_bytes = attrgetter("size_bytes")
 PASSED_MOST = 64
+MANY = 64
+"""From so many keys on it pays to look at them all before they are changed all at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ class TierIndex:
         """Those of ``keys`` that a job is writing now."""
         return self._filling.keys() & set(keys) if self._filling else set()
 
+    def are_absent(self, keys: Collection[bytes]) -> bool:
+        """Whether all these chunks could be reserved."""
+        states = self._resident, self._filling, self._doomed
+        return all(not state or state.keys().isdisjoint(keys) for state in states)
+
     def is_absent(self, key: bytes) -> bool:
         """Whether the chunk could be reserved."""
         return not (key in self._resident or key in self._filling or key in self._doomed)
@@ -129,6 +136,8 @@ class TierIndex:
         Stops at the first key that finds no place, so the granted keys are never a prefix with
         a hole.
         """
+        if self._reserve_at_once(keys, infos):
+            return Reservation(tuple(map(self._filling.__getitem__, keys)), ())
         places: list[int] = []
         evicted: list[bytes] = []
         take, filling, told = self.space.take, self._filling, self._infos
@@ -147,11 +156,35 @@ class TierIndex:
             places.append(place)
         return Reservation(tuple(places), tuple(evicted))
 
+    def _reserve_at_once(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> bool:
+        """All of many keys, if all are absent and there is room; ``False``: nothing was done."""
+        if len(keys) < MANY or not self.are_absent(keys):
+            return False
+        told = dict(zip(keys, infos, strict=True))
+        if len(told) < len(keys):
+            return False
+        places = self.space.take_all(list(map(_size_bytes, infos)))
+        if places is None:
+            return False
+        self._filling.update(zip(keys, places, strict=True))
+        self._infos.update(told)
+        return True
+
     def commit(self, keys: Sequence[bytes]) -> list[bytes]:
         """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.
 
         ``keys`` are in prefix order; the head ends up youngest in the policy.
         """
+        if (
+            len(keys) >= MANY
+            and len(fresh := set(keys)) == len(keys)
+            and self._filling.keys() >= fresh
+        ):
+            backwards = keys[::-1]
+            places = list(map(self._filling.pop, backwards))
+            self._resident.update(zip(backwards, places, strict=True))
+            self.policy.insert_all(backwards, list(map(self._infos.pop, backwards)))
+            return list(keys)
         kept: list[bytes] = []
         resident, filling, infos, doomed = self._resident, self._filling, self._infos, self._doomed
         insert = self.policy.insert
@@ -219,6 +252,13 @@ class TierIndex:
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
         pins, doomed = self._pins, self._doomed
+        keys = list(keys)
+        if len(keys) >= MANY and not doomed:
+            counts = list(map(pins.get, keys))
+            if counts.count(1) == len(keys) == len(set(keys)):
+                for key in keys:
+                    del pins[key]
+                return
         for key in keys:
             count = pins.get(key, 0)
             if key in doomed:

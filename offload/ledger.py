@@ -60,6 +60,8 @@ class Job:
         if self.answer.failed or self.distrusted:
             return [], list(self.fills)
         bad = self.answer.bad
+        if not bad:
+            return list(self.fills), []
         return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
-from itertools import groupby, repeat
-from operator import attrgetter
+from itertools import compress, groupby, repeat
+from operator import itemgetter
 
 from offload.chunks import GroupInfo, Wanted
 from offload.columns import Columns
@@ -112,8 +112,7 @@ class LoadPlanner:
                 self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
         if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
-        for key in job.fills:
-            self.promoting.pop(key, None)
+        deque(map(self.promoting.pop, job.fills, repeat(None)), maxlen=0)
 
     def request_ended(self, request: str) -> None:
         """A request does not wait for its load any more. A read that hangs may go on, but it
@@ -133,15 +132,13 @@ class LoadPlanner:
         """
         job = self._ledger.next_id()
         read = chunks[0].origin.controls.read if chunks else None
-        keys = [chunk.key for chunk in chunks]
+        keys, groups, blocks = (list(map(itemgetter(field), chunks)) for field in range(3))
         slots, tiers = self._find(keys, read)
-        below = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier != IN_SLAB]
+        below = list(compress(chunks, map(IN_SLAB.__ne__, tiers)))
         pins = self._pin(keys, slots, tiers)
         promoted = self._reserve_promotions(job, below)
         if below:
-            slots = [promoted.get(k, s) for k, s in zip(keys, slots, strict=True)]
-        blocks = [chunk.blocks for chunk in chunks]
-        groups = [chunk.group for chunk in chunks]
+            slots = list(map(promoted.get, keys, slots))
         tokens = self._tokens_by_tier(groups, tiers)
         self._stats.planned({tier: count for tier, count in tokens.items() if tier >= CPU})
         opened = Job(
@@ -175,11 +172,12 @@ class LoadPlanner:
         if STAGED not in slots:
             return slots, [IN_SLAB] * count
         tiers = self._sources(keys, read)
-        for at, slot in enumerate(slots):
-            if slot != STAGED:
-                tiers[at] = IN_SLAB
-            elif self.promoting and cpu_counts and self._joins(keys[at], tiers[at]):
-                slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
+        if slots.count(STAGED) < count or (self.promoting and cpu_counts):
+            for at, slot in enumerate(slots):
+                if slot != STAGED:
+                    tiers[at] = IN_SLAB
+                elif self.promoting and cpu_counts and self._joins(keys[at], tiers[at]):
+                    slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
         return slots, tiers
 
     def _sources(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
@@ -199,12 +197,12 @@ class LoadPlanner:
         self, keys: Sequence[bytes], slots: Sequence[int], tiers: Sequence[int]
     ) -> tuple[tuple[int, tuple[bytes, ...]], ...]:
         """Keep every chunk where it is until the load has ended; what was pinned, by tier."""
-        by_tier: dict[int, list[bytes]] = {CPU: []}
-        for key, slot, tier in zip(keys, slots, tiers, strict=True):
-            if tier != IN_SLAB:
-                by_tier.setdefault(tier, []).append(key)
-            elif slot != STAGED:
-                by_tier[CPU].append(key)
+        by_tier: dict[int, Sequence[bytes]] = {
+            tier: list(compress(keys, map(tier.__eq__, tiers))) for tier in set(tiers) - {IN_SLAB}
+        }
+        if IN_SLAB in tiers:
+            columns = zip(keys, slots, tiers, strict=True)
+            by_tier[CPU] = [k for k, slot, tier in columns if tier == IN_SLAB and slot != STAGED]
         for tier, held in by_tier.items():
             (self._cpu if tier == CPU else self._lower[tier]).pin(held)
         return tuple((tier, tuple(held)) for tier, held in by_tier.items())
@@ -266,10 +264,13 @@ class LoadPlanner:
         return source == IN_SLAB or not self._gates[source].readable
 
     def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
-        free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
-        keys = [chunk.key for chunk in free]
+        keys = list(map(itemgetter(0), chunks))
+        free: Sequence[Wanted] = chunks
+        if not self._cpu.are_absent(keys):
+            free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
+            keys = list(map(itemgetter(0), free))
         infos: list[EntryInfo] = []
-        for group, part in groupby(free, key=attrgetter("group")):
+        for group, part in groupby(free, key=itemgetter(1)):
             infos += self._groups[group].entries(list(part), 1)
         grant = self._cpu.reserve(keys, infos)
         self._stats.evicted(CPU, grant.evicted)
@@ -280,7 +281,12 @@ class LoadPlanner:
     def _tokens_by_tier(self, groups: Sequence[int], tiers: Sequence[int]) -> dict[int, int]:
         """Tokens by source tier, counted on the group with the most chunks."""
         counts: dict[int, dict[int, int]] = {}
-        for (group, tier), chunks in Counter(zip(groups, tiers, strict=True)).items():
+        if len(alone := set(groups)) == 1:
+            (group,) = alone
+            counted = {(group, tier): tiers.count(tier) for tier in set(tiers)}
+        else:
+            counted = Counter(zip(groups, tiers, strict=True))
+        for (group, tier), chunks in counted.items():
             tokens = chunks * self._groups[group].chunk_tokens
             counts.setdefault(group, {})[CPU if tier == IN_SLAB else tier] = tokens
         return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})

@@ -189,6 +189,7 @@ class Planner:
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
+        self._uses.step()
         demotes = []
         ready = self._ready_for_deletions()
         for queue in self._demotions if demote else ():

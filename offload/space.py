@@ -6,7 +6,7 @@ A place is an int. Both kinds answer the same three questions, so one index serv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 
 class Space(ABC):
@@ -18,6 +18,17 @@ class Space(ABC):
     @abstractmethod
     def take(self, size: int) -> int | None:
         """A place for ``size`` bytes, or ``None`` if there is no room."""
+
+    def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        """A place for each of many, or ``None`` with nothing taken if there is no room for all."""
+        places: list[int] = []
+        for size in sizes:
+            place = self.take(size)
+            if place is None:
+                self.give_all(places)
+                return None
+            places.append(place)
+        return places
 
     def take_bytes(self, size: int) -> bool:
         """Take many places whose sizes add up to this, where a place *is* its size; ``False``
@@ -56,6 +67,15 @@ class SlotSpace(Space):
         self.used += 1
         return self._free.pop()
 
+    def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        count = len(sizes)
+        if count > len(self._free):
+            return None
+        self.used += count
+        places = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
+        return places
+
     def give(self, place: int) -> None:
         self.used -= 1
         self._free.append(place)
@@ -79,6 +99,9 @@ class ByteSpace(Space):
             return None
         self.used += size
         return size
+
+    def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        return sizes if self.take_bytes(sum(sizes)) else None
 
     def take_bytes(self, size: int) -> bool:
         return self.take(size) is not None

@@ -5,6 +5,7 @@ Part of the planner, on the same thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from offload.index import TierIndex
 
 WAITING_MOST = 256
 """Ended requests whose last chunks are still being stored; further ones are noted at once."""
+AT_ONCE = 2048
+"""Keys that are noted at a time; the rest of a long request is noted in the steps that follow."""
+BEHIND_MOST = 64
+"""Parts that may be put off."""
 
 
 @dataclass(slots=True)
@@ -20,7 +25,7 @@ class _Use:
     """A request that has ended while ``missing`` of its keys were being stored."""
 
     missing: set[bytes]
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     hints: Mapping[str, Any]
 
 
@@ -37,15 +42,16 @@ class Uses:
         self._tiers = (cpu, *lower)
         self._touch = touch
         self._waiting: list[_Use] = []
+        self._behind: deque[tuple[Sequence[bytes], _Use | None]] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
         """A request has ended that used these keys of one group (prefix order). Waits for those
         that are being stored, so that policies see them before their use."""
-        missing = self._cpu.filling_among(keys)
-        if missing and len(self._waiting) < WAITING_MOST:
-            self._waiting.append(_Use(missing, tuple(keys), hints))
+        use = _Use(self._cpu.filling_among(keys), keys, hints)
+        if use.missing and len(self._waiting) < WAITING_MOST:
+            self._waiting.append(use)
         else:
-            self._note(keys, hints)
+            self._note(use)
 
     def filled(self, keys: Iterable[bytes]) -> None:
         """A job that filled these keys has ended, well or not."""
@@ -56,14 +62,30 @@ class Uses:
         ready = [use for use in self._waiting if not use.missing]
         self._waiting = [use for use in self._waiting if use.missing]
         for use in ready:
-            self._note(use.keys, use.hints)
+            self._note(use)
 
     def clear(self) -> None:
         """All chunks are forgotten."""
         self._waiting.clear()
+        self._behind.clear()
 
-    def _note(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
-        self._touch(keys)
-        if hints:
-            for index in self._tiers:
-                index.policy.advise(keys, hints)
+    def step(self) -> None:
+        """Note the next part of what was put off."""
+        if self._behind:
+            part, use = self._behind.popleft()
+            self._touch(part)
+            if use is not None and use.hints:
+                for index in self._tiers:
+                    index.policy.advise(use.keys, use.hints)
+
+    def _note(self, use: _Use) -> None:
+        """Part by part, the tail first, as policies take it: the head of a prefix ends up younger
+        than its tail. Hints come after the last part."""
+        end = len(use.keys)
+        while end > AT_ONCE and all(index.policy.takes_parts for index in self._tiers):
+            self._behind.append((use.keys[end - AT_ONCE : end], None))
+            end -= AT_ONCE
+        self._behind.append((use.keys[:end], use))
+        self.step()
+        while len(self._behind) > BEHIND_MOST:
+            self.step()

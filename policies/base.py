@@ -47,14 +47,17 @@ class EvictionPolicy(ABC):
 
     keeps_prefixes_closed: bool = False
     """Promise: if a chunk is a member, all chunks before it in its prefix are members too."""
+    takes_parts: bool = False
+    """One request's use may be noted by several touches, the last keys first: it makes no
+    difference to the policy, and spreads the work for a long request over several steps."""
 
     @abstractmethod
     def insert(self, key: Key, info: EntryInfo) -> None:
         """Add a key that is not a member."""
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
-        """Insert many keys one after the other (after a restart), from a list, or from a dict in
-        its order. Overridden where that is faster at once."""
+        """Insert many keys one after the other: from a list, or after a restart from a dict in its
+        order. Overridden where that is faster at once."""
         for key, info in zip(keys, infos, strict=True):
             self.insert(key, info)
 

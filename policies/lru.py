@@ -10,7 +10,7 @@ at its front that every look at the oldest key walks over again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -27,6 +27,7 @@ class LruPolicy(EvictionPolicy):
     """
 
     keeps_prefixes_closed = True
+    takes_parts = True
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -38,20 +39,21 @@ class LruPolicy(EvictionPolicy):
         self._order[key] = None
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
-        if len(self):
-            super().insert_all(keys, infos)
+        if self or not isinstance(keys, dict):
+            order = self._order
+            for key in keys:
+                order[key] = None
             return
-        self._found = dict(keys) if isinstance(keys, dict) else dict.fromkeys(keys)
-        self._found_order, self._gone = list(keys), 0
+        self._found, self._found_order, self._gone = dict(keys), list(keys), 0
 
     def touch(self, keys: Sequence[Key]) -> None:
         order, found = self._order, self._found
-        for key in reversed(keys):
-            if key in order:
-                order.move_to_end(key)
-            elif key in found:
+        if found:
+            for key in filter(found.__contains__, set(keys)):
                 del found[key]
                 order[key] = None
+        # At the speed of C: a request may have thousands.
+        deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), maxlen=0)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from offload import index as index_module
 from offload.errors import InvariantError
 from offload.index import TierIndex
 from offload.space import ByteSpace, SlotSpace
@@ -100,8 +101,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, SLOTS), good=st.sampled_from([True, True, True, False]))
     def end(self, count: int, good: bool) -> None:
-        for key in self.jobs[:count]:
-            (self.index.commit if good else self.index.abort)([key])
+        keys = self.jobs[:count]
+        (self.index.commit if good else self.index.abort)(keys)
+        for key in reversed(keys):
             self.model.end(key, good=good)
         del self.jobs[:count]
 
@@ -115,10 +117,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         if self.pinned:
-            key = data.draw(st.sampled_from(self.pinned))
-            self.pinned.remove(key)
-            self.index.unpin([key])
-            self.model.unpin(key)
+            keys = data.draw(st.lists(st.sampled_from(self.pinned), max_size=3))
+            keys = [k for n, k in enumerate(keys) if keys[: n + 1].count(k) <= self.pinned.count(k)]
+            self.index.unpin(keys)
+            for key in keys:
+                self.pinned.remove(key)
+                self.model.unpin(key)
 
     @rule(keys=keys_st)
     def touch(self, keys: list[bytes]) -> None:
@@ -150,6 +154,16 @@ class IndexMachine(RuleBasedStateMachine):
 
 IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
+
+
+class TestManyAtOnce(IndexMachine.TestCase):  # type: ignore[misc, valid-type]  # made by Hypothesis
+    """The same model, with every key looked at before all are changed at once."""
+
+    settings = IndexMachine.TestCase.settings
+
+    @pytest.fixture(autouse=True)
+    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(index_module, "MANY", 1)
 
 
 def in_state(state: ChunkState) -> TierIndex:

@@ -1,0 +1,107 @@
+"""When policies hear of uses: long requests part by part, as if it were at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from offload import uses
+from offload.index import TierIndex
+from offload.space import ByteSpace
+from offload.uses import Uses
+from policies.base import EntryInfo, EvictionPolicy, Key
+from policies.lru import LruPolicy
+
+KEYS = [number.to_bytes(4) for number in range(40)]
+
+
+class WholeRequests(LruPolicy):
+    takes_parts = False
+
+
+class Told(LruPolicy):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def touch(self, keys):  # type: ignore[no-untyped-def]  # as in the base
+        self.told.append(f"touch {len(keys)}")
+        super().touch(keys)
+
+    def advise(self, keys, hints):  # type: ignore[no-untyped-def]  # as in the base
+        self.told.append(f"advise {len(keys)}")
+
+
+def index_of(policy: EvictionPolicy) -> TierIndex:
+    index = TierIndex("cpu", ByteSpace(1000), policy)
+    index.recover(KEYS, [EntryInfo()] * len(KEYS))
+    return index
+
+
+def order(index: TierIndex) -> list[Key]:
+    return index.policy.victims(len(index), lambda key: True)
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "AT_ONCE", 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 20])
+def test_parts_are_as_one_use(count: int) -> None:
+    at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
+    at_once.touch(KEYS[:count])
+    noted = Uses(by_parts, (), by_parts.touch)
+    noted.ended(KEYS[:count], {})
+    steps = 0
+    while order(by_parts) != order(at_once):
+        noted.step()
+        steps += 1
+        assert steps < 10
+    assert steps == max(0, count - 1) // 3
+
+
+def test_a_step_notes_one_part_and_hints_come_last() -> None:
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), index.touch)
+    noted.ended(KEYS[:7], {"session_end": True})
+    assert policy.told == ["touch 3"]
+    noted.step()
+    assert policy.told == ["touch 3", "touch 3"]
+    noted.step()
+    assert policy.told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    noted.step()
+    assert len(policy.told) == 4
+
+
+@pytest.mark.parametrize("make", [WholeRequests])
+def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruPolicy]) -> None:
+    at_once, index = index_of(LruPolicy()), index_of(make())
+    Uses(index, (), index.touch).ended(KEYS[:20], {})
+    at_once.touch(KEYS[:20])
+    assert order(index) == order(at_once)
+
+
+def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "BEHIND_MOST", 4)
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), index.touch)
+    for _ in range(10):
+        noted.ended(KEYS, {})
+    parts = 14 * 10
+    assert len(policy.told) == parts - 4
+
+
+def test_a_reset_forgets_what_was_put_off() -> None:
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), index.touch)
+    noted.ended(KEYS, {})
+    noted.clear()
+    noted.step()
+    assert policy.told == ["touch 3"]
