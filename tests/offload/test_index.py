@@ -181,6 +181,13 @@ def in_state(state: ChunkState) -> TierIndex:
     return index
 
 
+@pytest.mark.parametrize("state", ChunkState)
+def test_many_are_absent_if_each_is(state: ChunkState) -> None:
+    index = in_state(state)
+    assert index.is_absent(KEYS[0]) == (state is ChunkState.ABSENT)
+    assert index.are_absent([KEYS[1], KEYS[0]]) == (state is ChunkState.ABSENT)
+
+
 ACTIONS = {
     ChunkEvent.RESERVE: lambda index: index.reserve([KEYS[0]], [EntryInfo()]),
     ChunkEvent.COMMIT: lambda index: index.commit([KEYS[0]]),
