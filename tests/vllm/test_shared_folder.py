@@ -1,0 +1,68 @@
+"""Two real engines at a time over one shared folder: what one computed the other restores; one that
+is killed harms nobody; one with new weights is on its own.
+
+``KVTIERS_TEST_ALL_SHARED=1`` does all of it with the file tier as well.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import Engine, transfer_config
+from tests.vllm.restored import HASH, Reference, compare, loaded_tokens, prompts, settle
+from tiers.sharers import SHARERS_MAX
+
+KINDS = ["lmdb", "file"] if os.environ.get("KVTIERS_TEST_ALL_SHARED") else ["lmdb"]
+
+
+def connector(path: Path, kind: str) -> dict[str, Any]:
+    tier = {"type": kind, "path": str(path), "capacity": "256MiB", "reserve": 0, "shared": True}
+    return transfer_config({"cpu": {"capacity": "64MiB"}, "tiers": [tier]})
+
+
+def compute(engine: Engine, asked: list[list[int]], tier: str) -> Reference:
+    """What the engine answers when it has to compute everything; it is stored when this returns."""
+    before = loaded_tokens(engine, tier)
+    answers = [engine.generate_one(prompt) for prompt in asked]
+    assert loaded_tokens(engine, tier) == before, "it was computed before"
+    blocks = engine.kv_snapshot()
+    settle(engine)
+    return Reference(asked, answers, blocks)
+
+
+def restore(engine: Engine, computed: Reference, tier: str) -> None:
+    """The engine has the same from the shared folder: answers, log-probabilities and bytes."""
+    before = loaded_tokens(engine, tier)
+    answers = [engine.generate_one(prompt) for prompt in computed.prompts]
+    assert compare(engine, computed, answers) > 0
+    assert loaded_tokens(engine, tier) - before > len(computed.prompts[0]) // 2
+    settle(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_restore_what_others_computed(llama: Path, tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"connector": connector(tmp_path / "kv", kind), **HASH}
+    one = Engine(llama, log=tmp_path / "one.log", **options)
+    with Engine(llama, log=tmp_path / "two.log", **options) as two:
+        restore(two, compute(one, prompts(2, seed=1), kind), kind)
+        of_two = compute(two, prompts(2, seed=2), kind)
+        restore(one, of_two, kind)
+        one.submit("in flight", prompts(1, seed=3)[0])
+        one.step(3)
+        one.kill()
+        of_two_alone = compute(two, prompts(2, seed=4), kind)
+        with Engine(llama, log=tmp_path / "three.log", **options) as three:
+            restore(three, of_two, kind)
+            restore(three, of_two_alone, kind)
+            assert three.reset_prefix_cache(connector=True)
+            of_three = compute(three, prompts(2, seed=5), kind)
+            compute(two, prompts(2, seed=5), kind)  # not what was stored under other weights
+            assert three.reset_prefix_cache()
+            restore(three, of_three, "cpu")
+    if kind == "lmdb":
+        locks = list((tmp_path / "kv").glob("*/replica-0/rank-0/sharer-*.lock"))
+        assert 2 <= len(locks) < SHARERS_MAX
