@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -107,24 +108,43 @@ def plot(report: Report, path: Path, column: str) -> None:
     plt.close(figure)
 
 
-def save(report: Report, command: str, column: str, folder: Path = RESULTS) -> Path:
-    """Write ``<date>-<question>.{md,json,png}``; the path of the Markdown."""
+def save(
+    report: Report,
+    command: str,
+    column: str,
+    folder: Path = RESULTS,
+    *,
+    more: Sequence[str] = (),
+) -> Path:
+    """Write ``<date>-<question>.{md,json,png}``; the path of the Markdown. Each column of ``more``
+    gets a picture of its own, with the column in its name."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{datetime.date.today():%Y-%m-%d}-{report.question}"
     stem.with_suffix(".json").write_text(to_json(report))
     plot(report, stem.with_suffix(".png"), column)
+    for other in more:
+        name = re.sub("[^a-z0-9]+", "-", other.lower())
+        plot(report, stem.with_name(f"{stem.name}-{name}.png"), other)
     markdown = stem.with_suffix(".md")
     markdown.write_text(to_markdown(report, command))
     return markdown
 
 
-def deliver(report: Report, *, command: str, column: str, as_json: bool, keep: bool) -> None:
+def deliver(
+    report: Report,
+    *,
+    command: str,
+    column: str,
+    as_json: bool,
+    keep: bool,
+    more: Sequence[str] = (),
+) -> None:
     """What every command does at its end: JSON or a table, and files if they are to be kept."""
     if as_json:
         print(to_json(report))
     else:
         show(report)
     if keep:
-        path = save(report, command, column)
+        path = save(report, command, column, more=more)
         if not as_json:
             Console().print(f"kept as {path}")

@@ -1,0 +1,309 @@
+"""What does offloading gain and cost on real vLLM?
+
+Every system serves the same model and answers the same prompts (random tokens) in an engine of its
+own. All engines stay alive; batch by batch each gets its turn, in random order, so that a noisy
+machine is noisy for all of them, and ratios are taken batch by batch. Before each batch vLLM's
+own prefix cache is emptied, so that hits come from the tiers.
+
+In each round some batches of new prompts are answered: nothing hits, everything is stored. Then
+batches follow whose prompts begin like those of one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import deliver
+from bench.scenario import Report, Row, median, progress_bar
+from bench.serve_engine import Engine, EngineError
+from bench.serve_numbers import Case, Samples, throughput, verdicts
+from bench.serve_systems import (
+    BASELINE,
+    BLOCK_TOKENS,
+    MODELS,
+    REAL,
+    SYSTEMS,
+    Room,
+    flops_per_token,
+    kv_bytes_per_token,
+)
+from demo.tiny_model import BYTE_TOKENS, make_llama
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``sizes`` of prompts in tokens; ``hits``: shares of a prompt that were stored before;
+    ``misses``: batches of new prompts per round; ``threads`` compute in each engine."""
+
+    sizes: tuple[int, ...] = (1024,)
+    hits: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    rounds: int = 5
+    misses: int = 4
+    requests: int = 8
+    in_flight: int = 4
+    output_tokens: int = 16
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    model: str = "small"
+    threads: int = os.cpu_count() or 1
+    folder: str = ""
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Measure. The folder is emptied afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
+    report = Report(
+        "serve",
+        "Real vLLM with and without offloading",
+        dataclasses.asdict(config),
+        describe(root),
+        notes=_notes(config),
+    )
+    try:
+        with _engines(config, root, report, progress) as engines:
+            samples = _measure(config, engines, report, progress)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report.rows[:0] = samples.rows()
+    report.notes += [*_observed(config, samples), *verdicts(samples)]
+    return report
+
+
+# -- engines -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _engines(
+    config: Config, root: Path, report: Report, progress: Progress
+) -> Iterator[dict[str, Engine]]:
+    """Those that start, by the names of their rows; of the others the report gets the reason."""
+    model = make_llama(root / "model", shape=MODELS[config.model])
+    with contextlib.ExitStack() as stack:
+        begun = {}
+        for key in config.systems:
+            system = SYSTEMS[key]
+            if system.missing:
+                _refused(report, system.name, system.missing)
+                continue
+            folder = root / key
+            folder.mkdir(mode=0o700)
+            start = system.start(_room(config, folder))
+            arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
+            threads = {"OMP_NUM_THREADS": str(config.threads)}
+            begun[system.name] = Engine(arguments, threads | start.env, root / f"{key}.log")
+            stack.callback(begun[system.name].close)
+        task = progress.add_task("starting", total=len(begun))
+        engines = {}
+        for name, engine in begun.items():
+            try:
+                engine.wait()
+                engines[name] = engine
+            except EngineError as error:
+                _refused(report, name, str(error))
+            progress.advance(task)
+        yield engines
+
+
+def _refused(report: Report, name: str, why: str) -> None:
+    report.rows.append(Row("does not run here", f"{name}: {why}", {}))
+
+
+def _arguments(config: Config, model: Path) -> dict[str, Any]:
+    longest = max(config.sizes) + config.output_tokens
+    blocks = -(-longest // BLOCK_TOKENS) + 1
+    in_flight = config.in_flight * blocks * BLOCK_TOKENS
+    return {
+        "model": str(model),
+        "dtype": MODELS[config.model].dtype,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 2 * in_flight * kv_bytes_per_token(MODELS[config.model]),
+        "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_batched_tokens": 2048,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+    }
+
+
+def _room(config: Config, folder: Path) -> Room:
+    """A host tier holds a whole round. One above a disk holds two batches, so that all but the last
+    come back from the disk."""
+    longest = max(config.sizes) + config.output_tokens
+    batch = config.requests * longest * kv_bytes_per_token(MODELS[config.model])
+    everything = (config.misses + len(config.hits) + 1) * len(config.sizes) * batch
+    return Room(everything, 2 * batch, everything + (256 << 20), folder)
+
+
+# -- the script ----------------------------------------------------------------------------------
+
+
+def _measure(
+    config: Config, engines: dict[str, Engine], report: Report, progress: Progress
+) -> Samples:
+    """Run all rounds. The first, which is not counted, warms up; who restores nothing in it, though
+    something was to be restored, takes no part in the others."""
+    samples = Samples()
+    per_round = (config.misses + len(config.hits)) * len(config.sizes)
+    task = progress.add_task("serving", total=(config.rounds + 1) * per_round)
+    order = random.Random(1)
+    warm = Samples()
+    for turn in range(-1, config.rounds):
+        for case, prompts in _script(config, turn):
+            progress.update(task, advance=1, description=f"round {turn + 1}: {case}")
+            for name in order.sample(list(engines), len(engines)):
+                others = [engine for other, engine in engines.items() if other != name]
+                before = sum(engine.cpu_s() for engine in others)
+                engines[name].reset()
+                batch = engines[name].run(prompts, config.output_tokens, config.in_flight)
+                waited_s = sum(engine.cpu_s() for engine in others) - before
+                batch = dataclasses.replace(batch, waiting_cpu_s=waited_s)
+                (samples if turn >= 0 else warm).add(case, name, batch)
+        if turn < 0:
+            for name in warm.restored_nothing():
+                why = engines.pop(name).complaint()
+                _refused(report, name, f"it starts and restores nothing; its log: {why}")
+    return samples
+
+
+def _script(config: Config, turn: int) -> Iterator[tuple[Case, Prompts]]:
+    """The batches of one round."""
+    for size in config.sizes:
+        fresh = []
+        for number in range(config.misses):
+            rng = random.Random(f"{size} {turn} {number}")
+            fresh.append([_tokens(rng, size) for _ in range(config.requests)])
+            yield Case(size, 0.0), fresh[-1]
+        for number, hit in enumerate(config.hits):
+            known = int(hit * size)
+            rng = random.Random(f"{size} {turn} hit {hit}")
+            old = fresh[number % len(fresh)]
+            yield Case(size, hit), [one[:known] + _tokens(rng, size - known) for one in old]
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(BYTE_TOKENS) for _ in range(count)]
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def _notes(config: Config) -> list[str]:
+    shape = MODELS[config.model]
+    size, intensity = kv_bytes_per_token(shape), flops_per_token(shape) / kv_bytes_per_token(shape)
+    name, real = REAL
+    return [
+        "ratio: tokens/s of a batch to those of the same batch without offloading, median; low and "
+        "high bound it (95 %, by ranks). TTFT ratio and CPU ratio likewise; CPU time counts the "
+        "whole process tree until its transfers have ended.",
+        f"TTFT: from handing a request to vLLM, {config.in_flight} requests at a time. p99 is the "
+        "worst of less than 100 where rounds are few.",
+        "restored: prompt tokens that came from outside, by vLLM's own count; from disk: those of "
+        "ours that were read from the disk tier. hooks: share of the time that vLLM's threads "
+        "spent in our hooks.",
+        f"Model: {shape.layers} layers of {shape.hidden}, random weights, {size // 1024} KiB of KV "
+        f"cache per token, {intensity:,.0f} operations per byte of it ({name}: {real:,.0f}).",
+        f"{config.threads} threads compute, on {os.cpu_count()} cores: copies, disk and vLLM's "
+        "scheduler take their time from the model.",
+    ]
+
+
+def _observed(config: Config, samples: Samples) -> list[str]:
+    """How fast KV cache came into being, and how quiet the machine was."""
+    kv = kv_bytes_per_token(MODELS[config.model])
+    plain = [
+        batch
+        for case, systems in samples.batches.items()
+        for batch in systems.get(BASELINE, ())
+        if case.hit == 0.0
+    ]
+    everything = [
+        batch
+        for systems in samples.batches.values()
+        for found in systems.values()
+        for batch in found
+    ]
+    notes = []
+    if plain:
+        speed = median([throughput(batch) for batch in plain])
+        notes.append(
+            f"Computing took {1e6 / speed:.0f} us per token, which made {kv * speed / 1e6:.0f} "
+            "MB/s of KV cache."
+        )
+    foreign = [(batch.foreign_cpu_s - batch.waiting_cpu_s) / batch.seconds for batch in everything]
+    waiting = [batch.waiting_cpu_s / batch.seconds for batch in everything]
+    notes.append(
+        f"During a batch other processes took {median(foreign):.1%} of a core (median; most "
+        f"{max(foreign):.1%}), and the engines that waited {median(waiting):.1%}, all together "
+        "(vLLM's polling threads)."
+    )
+    return notes
+
+
+# -- command line --------------------------------------------------------------------------------
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(kind(part) for part in text.split(",") if part)
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench serve``."""
+    plain = Config()
+
+    @app.command("serve", help=__doc__)
+    def serve(
+        sizes: Annotated[str, typer.Option(help="Prompts, in tokens.")] = "1024",
+        hits: Annotated[str, typer.Option(help="Shares stored before.")] = "0.25,0.5,0.75,1",
+        rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
+        misses: Annotated[int, typer.Option(min=1, help="New batches per round.")] = plain.misses,
+        requests: Annotated[int, typer.Option(min=1, help="Per batch.")] = plain.requests,
+        in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
+        output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
+        systems: str = ",".join(SYSTEMS),
+        model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
+        threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
+        folder: Annotated[str, typer.Option(help="On the disk to use.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+    ) -> None:
+        config = Config(
+            _list_of(int)(sizes),
+            _list_of(float)(hits),
+            rounds,
+            misses,
+            requests,
+            in_flight,
+            output_tokens,
+            _list_of(str)(systems),
+            model,
+            threads,
+            folder,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that engines end on the way out
+        with progress_bar() as progress:
+            report = run(config, progress)
+        command = "python -m bench " + " ".join(sys.argv[1:])
+        deliver(
+            report,
+            command=command,
+            column="ratio",
+            more=("TTFT p50 ms", "tokens/s"),
+            as_json=as_json,
+            keep=keep,
+        )

@@ -1,0 +1,293 @@
+"""A real vLLM engine in a process of its own, for ``bench serve``.
+
+vLLM runs in that one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) and is stepped there. By
+default its CPU platform puts the worker into another process that polls for its next step, and
+gives servers with a connector another number of cores than those without: both would be measured
+instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from demo.vllm_cli import add_missing_version
+from tiers.host_copy_loop import copy_loop
+
+ROOT = Path(__file__).resolve().parents[1]
+START_DEADLINE_S = 300.0
+CALL_DEADLINE_S = 300.0
+SETTLE_S = 20.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BASE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request
+    "PYTHONPATH": str(ROOT),
+}
+COUNTED = ("vllm:prompt_tokens_by_source", "vllm:kvtiers_")
+"""Metrics whose growth a batch reports."""
+
+Prompts = Sequence[Sequence[int]]
+
+
+class EngineError(Exception):
+    """The engine did not start, or did not answer; the text is the first line of the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some requests, in flight together. ``seconds`` end with the last token; CPU time of the
+    engine and all that it started also covers what it did afterwards. ``foreign_cpu_s`` is what
+    other processes took meanwhile, ``waiting_cpu_s`` the other engines among them."""
+
+    seconds: float
+    ttft_s: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+    counters: dict[str, float]
+    cpu_s: float = 0.0
+    foreign_cpu_s: float = 0.0
+    waiting_cpu_s: float = 0.0
+
+    @property
+    def restored(self) -> float:
+        """Prompt tokens that came from outside, by vLLM's own count."""
+        return self._source("external_kv_transfer")
+
+    @property
+    def gpu_hits(self) -> float:
+        """Prompt tokens that vLLM's own prefix cache gave."""
+        return self._source("local_cache_hit")
+
+    def loaded_from(self, tier: str) -> float:
+        """Prompt tokens from one of our tiers."""
+        return self.counters.get(f'vllm:kvtiers_loaded_tokens{{tier="{tier}"}}', 0.0)
+
+    @property
+    def hook_s(self) -> float:
+        """Seconds in our hooks on vLLM's threads; published about once a second."""
+        hooks = "vllm:kvtiers_hook_seconds{"
+        return sum(value for name, value in self.counters.items() if name.startswith(hooks))
+
+    def _source(self, name: str) -> float:
+        return self.counters.get(f'vllm:prompt_tokens_by_source{{source="{name}"}}', 0.0)
+
+
+class Engine:
+    """The parent's end. Starting is split, so that several engines start side by side: construct
+    all, then ``wait`` for each. Every other method raises ``EngineError``."""
+
+    def __init__(self, arguments: dict[str, Any], env: dict[str, str], log: Path) -> None:
+        self.log = log
+        self._connection, theirs = Pipe()
+        code = "from bench.serve_engine import child; child()"
+        command = [sys.executable, "-c", code, str(theirs.fileno()), json.dumps(arguments)]
+        with log.open("wb") as log_file, theirs:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | BASE_ENV | env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until the engine has started."""
+        self._receive(START_DEADLINE_S)
+
+    def reset(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self._ask("reset")
+
+    def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
+        """Have these prompts answered, ``in_flight`` at a time, and let what they started end."""
+        before = self.cpu_s(), busy_s()
+        batch: Batch = self._ask("run", prompts, output_tokens, in_flight)
+        own = self.cpu_s() - before[0]
+        foreign = max(0.0, busy_s() - before[1] - own)
+        return replace(batch, cpu_s=own, foreign_cpu_s=foreign)
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far of the engine's process and all that it started."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:  # proc(5): pgrp; utime, stime
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def complaint(self) -> str:
+        """The first line of the log that names an error."""
+        text = re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
+        lines = re.findall(r"^\w*(?:Error|Exception): .*$", text, re.MULTILINE)
+        lines += re.findall(r"^.*\bERROR\b.*$", text, re.MULTILINE)
+        return lines[0] if lines else "it names no error"
+
+    def close(self) -> None:
+        """End the engine and everything that it started."""
+        with contextlib.suppress(EngineError):
+            self._ask("close")
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            self._connection.send((method, arguments))
+        except OSError as error:
+            raise EngineError(self._end()) from error
+        return self._receive(CALL_DEADLINE_S)
+
+    def _receive(self, deadline_s: float) -> Any:
+        try:
+            if not self._connection.poll(deadline_s):
+                raise EngineError(f"no answer in {deadline_s:.0f} s")
+            error, value = self._connection.recv()
+        except (EOFError, OSError):
+            raise EngineError(self._end()) from None
+        if error:
+            raise EngineError(error)
+        return value
+
+    def _end(self) -> str:
+        """What is known of an engine that ended without a word."""
+        code = self._process.wait()
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"the process ended with {code}: {lines[-1] if lines else 'no output'}"
+
+
+def busy_s() -> float:
+    """Seconds that all cores together were busy since the machine started, also for its host."""
+    with open("/proc/stat", encoding="ascii") as file:  # proc(5): user nice system idle iowait ...
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class _Host:
+    """The child's end: owns the engine."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        add_missing_version()
+        # What LMCache imports (numba) would keep vLLM's CPU worker from starting otherwise; see
+        # tiers/host_copy_loop.py. For all systems alike.
+        copy_loop()
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._names = 0
+
+    def reset(self) -> None:
+        end = time.monotonic() + SETTLE_S
+        while not self._llm.reset_prefix_cache():
+            if time.monotonic() > end:
+                raise TimeoutError("vLLM's prefix cache cannot be reset: blocks are still held")
+            self._engine.step()
+
+    def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        waiting = list(reversed(prompts))
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
+        flying = 0
+        before = self._counters()
+        began = time.perf_counter()
+        while waiting or flying:
+            while waiting and flying < in_flight:
+                self._names += 1
+                name = str(self._names)
+                sent[name] = time.perf_counter()
+                self._engine.add_request(name, {"prompt_token_ids": waiting.pop()}, sampling)
+                flying += 1
+            for output in self._engine.step():
+                now = time.perf_counter()
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, now)
+                flying -= bool(output.finished)
+        seconds = time.perf_counter() - began
+        self._settle()
+        after = self._counters()
+        return Batch(
+            seconds,
+            tuple(first[name] - sent[name] for name in sent),
+            sum(map(len, prompts)),
+            output_tokens * len(prompts),
+            {name: value - before.get(name, 0.0) for name, value in after.items()},
+        )
+
+    def _settle(self) -> None:
+        """Step until transfers have ended, as an idle server would, and all is counted."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        end = time.monotonic() + SETTLE_S
+        while scheduler.has_requests() and time.monotonic() < end:
+            self._engine.step()
+        self._engine.step()
+
+    def _counters(self) -> dict[str, float]:
+        found = {}
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith(COUNTED) and hasattr(metric, "value"):
+                own = {k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")}
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(own.items()))
+                found[f"{metric.name}{{{labels}}}" if labels else metric.name] = metric.value
+        return found
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def serve(connection: Connection, arguments: dict[str, Any]) -> None:
+    """Build the engine and answer until told to close, or until the parent is gone."""
+    try:
+        host = _Host(arguments)
+    except Exception as error:  # whatever it is, the parent's table shows it
+        traceback.print_exc()
+        connection.send((first_line(error), None))
+        return
+    connection.send(("", None))
+    method = ""
+    while method != "close":
+        try:
+            method, rest = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("", getattr(host, method)(*rest)))
+        except Exception as error:  # the parent decides
+            traceback.print_exc()
+            connection.send((first_line(error), None))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def child() -> None:
+    """What the engine's process runs; it ends with its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

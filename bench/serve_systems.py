@@ -1,0 +1,183 @@
+"""What ``bench serve`` compares, and the model that all of them serve.
+
+A system is a ``--kv-transfer-config`` and what else its engine must be told. Whether one runs on
+this machine is found out by starting it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo.tiny_model import VOCAB_SIZE, LlamaShape
+
+BLOCK_TOKENS = 32
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+BASELINE = "no offloading"
+
+MODELS = {
+    "small": LlamaShape(
+        layers=16,
+        hidden=512,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=1792,
+        max_positions=16_384,
+        dtype="float32",
+    ),
+    "tiny": LlamaShape(),
+}
+"""``small`` has the proportions of Llama 3.1 8B (four query heads per KV head, an MLP of 3.5 times
+the width) at an eighth of the width and half the layers. float32, because processors without
+AVX-512 multiply bfloat16 eight times slower."""
+REAL = ("Llama 3.1 8B", 2 * 8.03e9 / (2 * 32 * 8 * 128 * 2))
+"""A model in use and its arithmetic operations per byte of KV cache (two per weight and token; 32
+layers, 8 KV heads of 128 numbers in bfloat16: its ``config.json``)."""
+
+
+def kv_bytes_per_token(shape: LlamaShape) -> int:
+    """Bytes of KV cache that one token takes."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * NUMBER_BYTES[shape.dtype]
+
+
+def flops_per_token(shape: LlamaShape) -> float:
+    """Two per weight, without attention's own, which grows with the prompt."""
+    attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    return 2.0 * (shape.layers * layer + shape.hidden * VOCAB_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of the tiers. A host tier alone is ``host`` large. Above a disk it is ``small``, so
+    that hits must come from the disk; ``folder`` is on it."""
+
+    host: int
+    small: int
+    disk: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an engine needs beside what all have in common."""
+
+    connector: dict[str, Any] | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def _plain(_room: Room) -> Start:
+    return Start()
+
+
+def _ours(extra: dict[str, Any]) -> Start:
+    return Start(
+        {
+            "kv_connector": "OffloadConnector",
+            "kv_connector_module_path": "offload.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
+def _cpu(room: Room) -> Start:
+    return _ours({"cpu": {"capacity": room.host, "policy": "lru"}, "tiers": []})
+
+
+def _cpu_and_disk(room: Room) -> Start:
+    disk = {"type": "lmdb", "path": str(room.folder), "capacity": room.disk, "policy": "lru"}
+    return _ours({"cpu": {"capacity": room.small, "policy": "lru"}, "tiers": [disk]})
+
+
+def _native(extra: dict[str, Any]) -> Start:
+    return Start(
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
+def _vllm_cpu(room: Room) -> Start:
+    return _native({"cpu_bytes_to_use": room.host})
+
+
+def _vllm_tiering(room: Room) -> Start:
+    tiers = [{"type": "fs", "root_dir": str(room.folder)}]
+    return _native(
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": room.small,
+            "secondary_tiers": tiers,
+        }
+    )
+
+
+def _lmcache(room: Room) -> Start:
+    size_gb = room.host / (1 << 30)
+    env = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{size_gb:.3f}"}
+    return Start({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, env)
+
+
+def _lmcache_server(room: Room) -> Start:
+    size_gb = room.host / (1 << 30)
+    server = (
+        f"--l1-size-gb {size_gb:.3f} --eviction-policy LRU --supported-transfer-mode auto "
+        f"--http-port {_free_port()} "
+        "--disable-observability"  # it needs a package that LMCache does not ask for
+    )
+    extra = {
+        "lmcache.mp.port": _free_port(),
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.autostart.server_args": server,
+    }
+    return Start(
+        {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One contestant: what its rows are called, how it starts, and the package that it needs."""
+
+    name: str
+    start: Callable[[Room], Start]
+    package: str = ""
+
+    @property
+    def missing(self) -> str:
+        """Why it cannot even be tried."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return ""
+
+
+SYSTEMS = {
+    "none": System(BASELINE, _plain),
+    "cpu": System("kvtiers, CPU tier", _cpu),
+    "disk": System("kvtiers, disk tier", _cpu_and_disk),
+    "vllm": System("vLLM OffloadingConnector", _vllm_cpu),
+    "vllm-tiering": System("vLLM tiering, fs", _vllm_tiering),
+    "lmcache": System("LMCache in the engine", _lmcache, "lmcache"),
+    "lmcache-server": System("LMCache server", _lmcache_server, "lmcache"),
+}
+OURS = ("cpu", "disk")

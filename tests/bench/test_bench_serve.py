@@ -1,0 +1,123 @@
+"""``bench serve`` on real engines with a tiny model, and its verdicts on planted numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from bench import serve
+from bench.report import save
+from bench.serve_engine import Batch
+from bench.serve_numbers import Case, Samples, interval, verdicts
+from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System
+
+CPU, DISK = SYSTEMS["cpu"], SYSTEMS["disk"]
+SIZE = 96
+RESTORABLE = 64 / 96  # whole blocks of 32 tokens; the last token is always computed
+
+
+def _with(start: Start, **extra: Any) -> Start:
+    """The same with other ``kv_connector_extra_config`` entries."""
+    assert start.connector is not None
+    old = start.connector["kv_connector_extra_config"]
+    connector = start.connector | {"kv_connector_extra_config": old | extra}
+    return dataclasses.replace(start, connector=connector)
+
+
+def _broken(room: Room) -> Start:
+    return _with(CPU.start(room), cpu={"capacity": "a lot"})
+
+
+def _disk_always(room: Room) -> Start:
+    """A tiny model computes faster than a disk is read, which the connector would find out."""
+    return _with(DISK.start(room), break_even=False)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_real_engines_restore_what_the_rows_say_and_others_say_why_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SYSTEMS, "broken", System("broken", _broken))
+    monkeypatch.setitem(SYSTEMS, "disk", System(DISK.name, _disk_always))
+    config = serve.Config(
+        sizes=(SIZE,),
+        hits=(1.0,),
+        rounds=1,
+        misses=4,  # the first of them has left the CPU tier then
+        requests=4,
+        in_flight=2,
+        output_tokens=2,
+        systems=("none", "cpu", "disk", "broken"),
+        model="tiny",
+        threads=1,
+        folder=str(tmp_path),
+    )
+    report = serve.run(config, Progress(disable=True))
+    rows = {(row.case, row.series): row.values for row in report.rows}
+    miss, hit = str(Case(SIZE, 0.0)), str(Case(SIZE, 1.0))
+    for system in (BASELINE, CPU.name, DISK.name):
+        assert rows[miss, system]["restored"] == 0.0
+        restored = RESTORABLE if system != BASELINE else 0.0
+        assert rows[hit, system]["restored"] == pytest.approx(restored)
+        assert rows[hit, system]["TTFT p99 ms"] >= rows[hit, system]["TTFT p50 ms"] > 0.0
+        assert rows[hit, system]["ratio"] > 0.0
+    assert rows[hit, DISK.name]["from disk"] > 0.0
+    assert rows[hit, CPU.name]["from disk"] == 0.0
+    refused = [row.series for row in report.rows if row.case == "does not run here"]
+    assert len(refused) == 1
+    assert refused[0].startswith("broken: ")
+    assert not any(note.startswith(("INVALID", "NOT RESTORED")) for note in report.notes)
+    assert list(tmp_path.iterdir()) == []
+    save(report, "command", "ratio", tmp_path, more=("TTFT p50 ms",))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def _batch(seconds: float, restored: float = 0.0, gpu: float = 0.0) -> Batch:
+    sources = {"external_kv_transfer": restored, "local_cache_hit": gpu}
+    counters = {
+        f'vllm:prompt_tokens_by_source{{source="{name}"}}': value for name, value in sources.items()
+    }
+    return Batch(seconds, (seconds,), 100, 0, counters, cpu_s=seconds)
+
+
+def test_it_can_come_out_badly() -> None:
+    samples = Samples()
+    miss = Case(100, 0.0)
+    for noise in (1.0, 1.1, 0.9, 1.2, 1.0, 1.1, 0.95, 1.05):
+        samples.add(miss, BASELINE, _batch(noise))
+        samples.add(miss, CPU.name, _batch(noise / 0.97))
+        samples.add(miss, DISK.name, _batch(noise / 0.99))
+    assert [("MISSED" in note, "met" in note) for note in verdicts(samples)] == [
+        (True, False),
+        (False, True),
+    ]
+    rows = {row.series: row.values for row in samples.rows()}
+    assert rows[CPU.name]["ratio"] == pytest.approx(0.97)
+    assert rows[CPU.name]["CPU ratio"] == pytest.approx(1 / 0.97)
+    assert rows[DISK.name]["low"] == pytest.approx(0.99)
+
+
+def test_a_row_without_its_hits_is_named() -> None:
+    samples = Samples()
+    samples.add(Case(100, 0.5), CPU.name, _batch(1.0, restored=32.0))
+    assert verdicts(samples) == []
+    samples.add(Case(100, 0.5), CPU.name, _batch(1.0, restored=0.0))
+    assert [note.split(":")[0] for note in verdicts(samples)] == ["NOT RESTORED"]
+    samples.add(Case(100, 0.0), BASELINE, _batch(1.0, gpu=32.0))
+    samples.add(Case(100, 0.0), CPU.name, _batch(1.0, restored=32.0))
+    notes = verdicts(samples)
+    assert sum(note.startswith("INVALID") for note in notes) == 2
+
+
+def test_interval_of_the_median() -> None:
+    """Ranks from a table of the sign test's confidence limits (Conover, "Practical Nonparametric
+    Statistics", binomial with p = 1/2): for 10 values the 2nd and 9th, for 20 the 6th and 15th."""
+    assert interval([float(n) for n in range(1, 11)]) == (2.0, 9.0)
+    assert interval([float(n) for n in range(1, 21)]) == (6.0, 15.0)
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
