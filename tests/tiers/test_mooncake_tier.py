@@ -1,0 +1,288 @@
+"""The tier on a real Mooncake store: the contract, sharing, damage, and a master that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiers.mooncake_world import Master, free_port, skip_without_mooncake
+from tiers import mooncake_client
+from tiers.base import ReadOutcome, TierIoError, WriteOutcome
+from tiers.mooncake_client import HEADER_BYTES, MooncakeClient, MooncakeSettings
+from tiers.mooncake_tier import MooncakeTier
+from tiers.testing import (
+    OK,
+    TierContract,
+    assert_holds,
+    assert_misses,
+    fetch,
+    key_of,
+    payload_of,
+    put,
+)
+
+skip_without_mooncake()
+
+SIZE = 64 * 1024
+KEYS = [key_of(n) for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    made = Master(tmp_path_factory.mktemp("master") / "log")
+    made.start()
+    yield made
+    made.kill()
+
+
+def namespace_of(folder: Path) -> bytes:
+    """Tests share the master, each in a namespace of its own."""
+    return hashlib.blake2b(str(folder).encode(), digest_size=16).digest()
+
+
+@asynccontextmanager
+async def opened(settings: MooncakeSettings, folder: Path, **options: Any) -> AsyncIterator[Any]:
+    options = {"namespace": namespace_of(folder)} | options
+    tier = MooncakeTier(settings, **options)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.aclose()
+
+
+class OneClient:
+    """A store's client that many tiers use in turn: joining and leaving take a second each."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._registered: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        self._registered.add(address)
+        return int(self._store.register_buffer(address, nbytes))
+
+    def unregister_buffer(self, address: int) -> int:
+        self._registered.discard(address)
+        return int(self._store.unregister_buffer(address))
+
+    def close(self) -> None:
+        for address in list(self._registered):
+            self.unregister_buffer(address)
+
+
+@pytest.fixture(scope="module")
+def one_client(master: Master) -> Iterator[OneClient]:
+    store = mooncake_client._joined(master.settings())
+    yield OneClient(store)
+    store.close()
+
+
+@pytest.mark.usefixtures("_for_the_class")
+class TestContract(TierContract):
+    is_listed = False
+
+    @pytest.fixture
+    def _for_the_class(
+        self, master: Master, one_client: OneClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.master = master
+        monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: one_client)
+
+    def make_tier(self, folder: Path, capacity_bytes: int) -> MooncakeTier:
+        settings = self.master.settings(4 * capacity_bytes)
+        return MooncakeTier(settings, namespace=namespace_of(folder))
+
+
+async def test_what_one_has_stored_others_find(master: Master, tmp_path: Path) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path) as other,
+    ):
+        assert await put(one, KEYS[::2], SIZE) == [OK] * 20
+        assert await other.present(KEYS) == [n % 2 == 0 for n in range(40)]
+        assert await other.present([]) == []
+        await assert_holds(other, KEYS[::2], SIZE)
+        await assert_misses(other, KEYS[1::2], SIZE)
+        await other.delete(KEYS[:4])
+        assert (await one.present(KEYS))[:6] == [False] * 4 + [True, False]
+
+
+@pytest.mark.parametrize(
+    "different", [{"namespace": b"x" * 16}, {"rank": 1}, {"epoch": 3}], ids=lambda d: next(iter(d))
+)
+async def test_others_find_nothing(
+    master: Master, tmp_path: Path, different: dict[str, Any]
+) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path, **different) as other,
+    ):
+        await put(one, KEYS[:3], SIZE)
+        assert await other.present(KEYS[:3]) == [False] * 3
+        await assert_misses(other, KEYS[:3], SIZE)
+
+
+async def test_a_reset_parts_one_from_the_others(master: Master, tmp_path: Path) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path) as other,
+    ):
+        await put(one, KEYS[:3], SIZE)
+        await one.reset(99)
+        assert await one.present(KEYS[:3]) == [False] * 3
+        await assert_holds(other, KEYS[:3], SIZE)
+        new = payload_of(KEYS[0], SIZE, version=1)
+        assert await one.write(KEYS[:1], [new]) == [OK]
+        outcome, data = await fetch(other, KEYS[0], SIZE)
+        assert outcome is ReadOutcome.OK
+        assert np.array_equal(data, payload_of(KEYS[0], SIZE)), "of the weights it has"
+
+
+async def test_the_slab_is_used_where_it_lies(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy of ours: only the slab and the headers are ever registered."""
+    slab = np.zeros(32 * SIZE, np.uint8)
+    memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    registered: list[int] = []
+    register = MooncakeClient._register
+
+    def noted(self: Any, address: int, nbytes: int) -> None:
+        registered.append(nbytes)
+        register(self, address, nbytes)
+
+    monkeypatch.setattr(MooncakeClient, "_register", noted)
+    async with opened(master.settings(), tmp_path, memory=memory) as tier:
+        slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(32)]
+        for key, slot in zip(KEYS, slots[:16], strict=False):
+            slot[:] = payload_of(key, SIZE)
+        assert await tier.write(KEYS[:16], slots[:16]) == [OK] * 16
+        assert await tier.read(KEYS[:16], slots[16:]) == [ReadOutcome.OK] * 16
+        assert np.array_equal(slab[: 16 * SIZE], slab[16 * SIZE :])
+        assert len(registered) == 2
+        assert slab.nbytes in registered
+
+
+async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path) -> None:
+    async with opened(master.settings(), tmp_path) as tier:
+        await put(tier, KEYS[:2], SIZE)
+        store = tier._client._store
+        name = tier._client.name(KEYS[0], 0)
+        bad = bytearray(store.get(name))
+        bad[HEADER_BYTES + 777] ^= 4
+        assert store.remove(name, True) == 0
+        assert store.put(name, bytes(bad)) == 0
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT
+        assert await put(tier, KEYS[:1], SIZE) == [OK]
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT, "it stays as it is"
+        await tier.delete(KEYS[:1])
+        assert await put(tier, KEYS[:1], SIZE) == [OK]
+        await assert_holds(tier, KEYS[:2], SIZE)
+
+
+async def test_records_exchanged_are_not_taken_for_each_other(
+    master: Master, tmp_path: Path
+) -> None:
+    async with opened(master.settings(), tmp_path) as tier:
+        await put(tier, KEYS[:2], SIZE)
+        store = tier._client._store
+        names = [tier._client.name(key, 0) for key in KEYS[:2]]
+        one, two = (store.get(name) for name in names)
+        for name, data in zip(names, (two, one), strict=True):
+            assert store.remove(name, True) == 0
+            assert store.put(name, data) == 0
+        for key in KEYS[:2]:
+            assert (await fetch(tier, key, SIZE))[0] is ReadOutcome.CORRUPT
+
+
+async def test_the_store_makes_room_by_itself(master: Master, tmp_path: Path) -> None:
+    """Far more than the segments hold: what has gone is a miss, what is there is right."""
+    own = Master(tmp_path / "log")
+    own.start()
+    try:
+        async with opened(own.settings(32 << 20), tmp_path) as tier:
+            outcomes = set()
+            for n in range(96):
+                outcomes |= set(await put(tier, [key_of(1000 + n)], 1 << 20))
+            assert outcomes <= {OK, WriteOutcome.FULL, WriteOutcome.FAILED}
+            found = [(await fetch(tier, key_of(1000 + n), 1 << 20)) for n in range(96)]
+            for n, (outcome, data) in enumerate(found):
+                assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
+                if outcome is ReadOutcome.OK:
+                    assert np.array_equal(data, payload_of(key_of(1000 + n), 1 << 20))
+            assert any(outcome is ReadOutcome.OK for outcome, _ in found)
+    finally:
+        own.kill()
+
+
+async def test_no_master_is_said_at_once() -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    settings = MooncakeSettings(nobody, f"http://{nobody}/metadata", 16 << 20)
+    with pytest.raises(TierIoError, match=nobody):
+        await MooncakeTier(settings).open()
+
+
+async def test_a_master_killed_and_restarted_under_load(tmp_path: Path) -> None:
+    """No call hangs, none answers wrongly; when it is back, empty, the tier says so and works."""
+    master = Master(tmp_path / "log")
+    master.start()
+    failures, served, losses = [0], [0], [0]
+    stop = asyncio.Event()
+
+    async def load(tier: MooncakeTier, first: int) -> None:
+        number = first
+        while not stop.is_set():
+            number += 1
+            key = key_of(10_000 * first + number % 50)
+            try:
+                assert set(await put(tier, [key], SIZE)) <= {OK, WriteOutcome.FAILED}
+                await tier.present([key])
+                outcome, data = await fetch(tier, key, SIZE)
+            except TierIoError:
+                failures[0] += 1
+                await asyncio.sleep(0.01)
+                continue
+            if outcome is ReadOutcome.OK:
+                served[0] += 1
+                assert np.array_equal(data, payload_of(key, SIZE))
+
+    def lost() -> None:
+        losses[0] += 1
+
+    try:
+        async with opened(master.settings(), tmp_path) as tier:
+            tier.on_loss(lost)
+            loads = [asyncio.create_task(load(tier, n)) for n in (1, 2, 3)]
+            try:
+                await _until(lambda: served[0] > 20, loads)
+                master.kill()
+                await _until(lambda: failures[0] > 20, loads)
+                master.start()
+                before = served[0]
+                await _until(lambda: served[0] > before + 20, loads)
+                assert losses[0] > 0
+            finally:
+                stop.set()
+                await asyncio.gather(*loads)
+    finally:
+        master.kill()
+
+
+async def _until(is_so: Callable[[], bool], loads: list[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            for task in loads:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)

@@ -1,0 +1,270 @@
+"""Blocking calls to a Mooncake store: memory, keys and codes. Any thread may call, several at once.
+
+A record is one object of the store: our header (``record``), then the payload. The store takes both
+from where they lie and puts them back there (``..._multi_buffers``), so that the payload in a slot
+is never copied by us. Headers lie in a small memory of the client's own.
+
+The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import queue
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
+from tiers.record import HEADER_BYTES, Identity, seal, verify
+
+BATCH = 64
+"""Records in one call of the store."""
+HEADER_STEP = 128
+CONNECT_TIMEOUT_S = 2.0
+SETUP_BUFFER_BYTES = 16 << 20
+"""What the store keeps for copies of its own; we make none."""
+
+NO_ROOM = -200
+NO_SUCH_OBJECT = -704
+NOT_READY = -703
+MASTER_GONE = -900
+HEALTHY = 0
+
+
+@dataclass(frozen=True)
+class MooncakeSettings:
+    """``master`` is ``host:port``, ``metadata`` a URL or ``P2PHANDSHAKE``; ``segment_bytes`` of
+    this process's memory are given to the store; ``host`` is how others reach this machine
+    ("": find out); ``device`` are RDMA devices, with commas ("": all)."""
+
+    master: str
+    metadata: str
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    device: str = ""
+    host: str = ""
+
+
+def why_not() -> str:
+    """Why Mooncake cannot be used here; "" if it can. Loads its libraries."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:  # the package, or one of the system's libraries
+        return str(error)
+    return ""
+
+
+class MooncakeClient:
+    """A connection to a store. ``memory`` are addresses that records are mostly read into and
+    written from; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""
+
+    def __init__(
+        self, settings: MooncakeSettings, identity: Identity, memory: range | None, threads: int
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._memory = memory or range(0)
+        self._store = _joined(settings)
+        self._headers = np.zeros((threads * BATCH, HEADER_STEP), np.uint8)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for first in range(0, threads * BATCH, BATCH):
+            self._free.put(first)
+        try:
+            self._register(self._headers.ctypes.data, self._headers.nbytes)
+            if self._memory:
+                self._register(self._memory.start, len(self._memory))
+        except BaseException:
+            self._store.close()
+            raise
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the master answers, as far as the client knows."""
+        return bool(self._store.health_check() == HEALTHY)
+
+    def close(self) -> None:
+        """Leave the store; what lies in this process's segment is gone for everybody.
+
+        Without a master that takes Mooncake a quarter of a minute, in which no Python thread of
+        the process runs (it keeps the interpreter's lock, and its destructor does the same). The
+        end of the process leaves the store as well, so that is left to it then.
+        """
+        if _is_reachable(self._settings.master):
+            self._store.close()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+
+    # -- records -----------------------------------------------------------------------------
+
+    def name(self, key: Key, epoch: int) -> str:
+        """The object's name. With namespace, epoch and rank in it nobody meets others' records."""
+        namespace, rank = self._identity
+        return f"kvtiers/{namespace.hex()}/{epoch:x}/{rank}/{key.hex()}"
+
+    def present(self, keys: Sequence[Key], epoch: int) -> list[bool]:
+        """Which records are there."""
+        return [code == 1 for code in self._exist([self.name(key, epoch) for key in keys])]
+
+    def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
+        """Store different keys, at most ``BATCH``. Those that are there stay as they are."""
+        names = [self.name(key, epoch) for key in keys]
+        outcomes = [WriteOutcome.OK] * len(keys)
+        fresh = [n for n, code in enumerate(self._exist(names)) if code != 1]
+        if not fresh:
+            return outcomes
+        buffers = [data[n] for n in fresh]
+        with self._lent_headers() as headers, self._reachable(buffers) as places:
+            for row, n in zip(headers, fresh, strict=False):
+                sealed = seal(self._identity, keys[n], epoch, data[n], data[n].nbytes)
+                row[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
+            for place, buffer in zip(places, buffers, strict=True):
+                if place is not buffer:
+                    np.copyto(place, buffer)
+            codes = self._store.batch_put_from_multi_buffers(
+                [names[n] for n in fresh], *_parts(headers, places)
+            )
+        for n, code in zip(fresh, _checked(codes), strict=True):
+            if code != 0:
+                outcomes[n] = WriteOutcome.FULL if code == NO_ROOM else WriteOutcome.FAILED
+        return outcomes
+
+    def get(self, keys: Sequence[Key], epoch: int, into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Read at most ``BATCH`` records; each is verified where it will be used."""
+        names = [self.name(key, epoch) for key in keys]
+        with self._lent_headers() as headers, self._reachable(into) as places:
+            codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, places))
+            outcomes = []
+            for n, code in enumerate(_checked(codes)):
+                if code != HEADER_BYTES + into[n].nbytes:
+                    outcomes.append(self._failed(names[n], code, into[n].nbytes))
+                    continue
+                if places[n] is not into[n]:
+                    np.copyto(into[n], places[n])
+                header = headers[n, :HEADER_BYTES].tobytes()
+                good = verify(header, self._identity, keys[n], epoch, into[n])
+                outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
+        return outcomes
+
+    def remove(self, keys: Sequence[Key], epoch: int) -> None:
+        """Remove records, also those that somebody reads."""
+        names = [self.name(key, epoch) for key in keys]
+        for first in range(0, len(names), BATCH):
+            _checked(self._store.batch_remove(names[first : first + BATCH], True))
+
+    def _exist(self, names: list[str]) -> list[int]:
+        return _checked(self._store.batch_is_exist(names))
+
+    def _failed(self, name: str, code: int, payload_bytes: int) -> ReadOutcome:
+        """What it means that a record did not come."""
+        if code in (NO_SUCH_OBJECT, NOT_READY):
+            return ReadOutcome.MISS
+        size = self._store.get_size(name)
+        if size >= 0 and size != HEADER_BYTES + payload_bytes:
+            return ReadOutcome.CORRUPT
+        return ReadOutcome.MISS if size == NO_SUCH_OBJECT else ReadOutcome.BUSY
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def _register(self, address: int, nbytes: int) -> None:
+        code = self._store.register_buffer(address, nbytes)
+        if code != 0:
+            raise TierIoError(f"the store does not take {nbytes} bytes of memory (code {code})")
+
+    @contextmanager
+    def _lent_headers(self) -> Iterator[Any]:
+        """Room for the headers of one call."""
+        first = self._free.get()
+        try:
+            yield self._headers[first : first + BATCH]
+        finally:
+            self._free.put(first)
+
+    @contextmanager
+    def _reachable(self, buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+        """Memory that the store may use, as large as ``buffers``: these themselves where they lie
+        in what was registered at the start, else some that is registered for this call."""
+        outside = [buffer for buffer in buffers if buffer.ctypes.data not in self._memory]
+        if not outside:
+            yield list(buffers)
+            return
+        extra = np.empty(sum(buffer.nbytes for buffer in outside), np.uint8)
+        self._register(extra.ctypes.data, extra.nbytes)
+        try:
+            places, at = [], 0
+            for buffer in buffers:
+                if buffer.ctypes.data in self._memory:
+                    places.append(buffer)
+                    continue
+                places.append(extra[at : at + buffer.nbytes])
+                at += buffer.nbytes
+            yield places
+        finally:
+            self._store.unregister_buffer(extra.ctypes.data)
+
+
+def _joined(settings: MooncakeSettings) -> Any:
+    """A client of the store. Whether anybody answers is tried before: Mooncake would try for a
+    minute, and no Python thread of the process would run meanwhile."""
+    for address in (settings.master, urlsplit(settings.metadata).netloc):
+        if address and not _is_reachable(address):
+            raise TierIoError(f"nobody answers at {address}, where a Mooncake master should be")
+    try:
+        store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    except ImportError as error:
+        raise TierIoError(f"Mooncake cannot be used: {error}") from error
+    code = store.setup(
+        settings.host or _own_address(settings.master),
+        settings.metadata,
+        settings.segment_bytes,
+        SETUP_BUFFER_BYTES,
+        settings.protocol,
+        settings.device,
+        settings.master,
+    )
+    if code != 0:
+        store.close()
+        raise TierIoError(f"cannot join the Mooncake store at {settings.master} (code {code})")
+    return store
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether something takes connections at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _own_address(master: str) -> str:
+    """The address of this machine on the way to the master."""
+    host, _, port = master.rpartition(":")
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, int(port), type=2)
+        with socket.socket(family, kind) as way:
+            way.connect(address)  # of a datagram socket: nothing is sent
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise TierIoError(f"there is no way to the Mooncake master at {master}: {error}") from error
+
+
+def _parts(headers: Any, places: Sequence[Buffer]) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses and sizes of header and payload of each record."""
+    first = headers.ctypes.data
+    addresses = [[first + n * HEADER_STEP, p.ctypes.data] for n, p in enumerate(places)]
+    return addresses, [[HEADER_BYTES, place.nbytes] for place in places]
+
+
+def _checked(codes: list[int]) -> list[int]:
+    """The codes of a call. Raises ``TierIoError`` if the master did not answer."""
+    if MASTER_GONE in codes:
+        raise TierIoError("the Mooncake master does not answer")
+    return codes

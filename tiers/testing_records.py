@@ -1,0 +1,66 @@
+"""Records for tests of tiers: keys, the bytes that belong to them, and what a tier makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, StoredKey, Tier, WriteOutcome
+
+OK, FULL = WriteOutcome.OK, WriteOutcome.FULL
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def aligned(payload_bytes: int) -> Buffer:
+    """An uninitialised buffer whose address is a multiple of ``ALIGNMENT``."""
+    raw = np.empty(payload_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + payload_bytes]
+
+
+def payload_of(key: Key, payload_bytes: int, version: int = 0) -> Buffer:
+    """Bytes that belong to this key and version and to no other, in an aligned buffer."""
+    seed = int.from_bytes(key, "big") * 1000 + version
+    data = aligned(payload_bytes)
+    data[:] = np.random.default_rng(seed).integers(0, 256, payload_bytes, np.uint8)
+    return data
+
+
+def key_of(number: int) -> Key:
+    """A key of the length that vLLM uses: 32 bytes of hash and 4 of group."""
+    return number.to_bytes(32, "big") + bytes(4)
+
+
+async def all_keys(tier: Tier) -> list[StoredKey]:
+    """Everything that ``tier.keys`` reports, oldest first."""
+    batches = tier.keys()
+    return [stored async for batch in batches for stored in batch.pairs()]
+
+
+async def fetch(tier: Tier, key: Key, payload_bytes: int) -> tuple[ReadOutcome, Buffer]:
+    """Read one key into a fresh buffer."""
+    into = aligned(payload_bytes)
+    [outcome] = await tier.read([key], [into])
+    return outcome, into
+
+
+async def assert_holds(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> None:
+    """Every key reads as ``OK`` with its own bytes."""
+    into = [aligned(payload_bytes) for _ in keys]
+    outcomes = await tier.read(keys, into)
+    assert outcomes == [ReadOutcome.OK] * len(keys)
+    for key, data in zip(keys, into, strict=True):
+        assert np.array_equal(data, payload_of(key, payload_bytes)), key.hex()
+
+
+async def assert_misses(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> None:
+    """Every key reads as ``MISS``."""
+    into = [aligned(payload_bytes) for _ in keys]
+    assert await tier.read(keys, into) == [ReadOutcome.MISS] * len(keys)
+
+
+async def put(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> list[WriteOutcome]:
+    """Write each key with its own bytes."""
+    return await tier.write(keys, [payload_of(key, payload_bytes) for key in keys])
