@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.progress import Progress
 
@@ -71,6 +72,7 @@ class Bed:
         from offload.index import TierIndex
         from offload.layout import FULL, GroupLayout, ModelLayout
         from offload.planner import Planner
+        from offload.recovery import recover
         from offload.space import ByteSpace, SlotSpace
         from policies.base import EntryInfo
         from policies.registry import make_policy
@@ -84,10 +86,10 @@ class Bed:
         self.planner.gates.tiers[0].pace.pays = True
         self.side.attach(self.planner)
         before = _resident_bytes()
-        info = EntryInfo(0, size_bytes=4096)
-        for start in range(0, keys, 100_000):
-            batch = [os.urandom(32) + bytes(4) for _ in range(min(100_000, keys - start))]
-            lower.recover(batch, [info] * len(batch))
+        found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)
+        found = np.concatenate([found, np.zeros((keys, 4), np.uint8)], axis=1)
+        recover(lower, [found.view("V36")[:, 0]], {0: EntryInfo(0, size_bytes=4096)})
+        del found
         self.bytes_per_key = (_resident_bytes() - before) / keys
         self._names = 0
 

@@ -35,6 +35,7 @@ from bench.report import deliver
 from bench.scenario import Report, Row, median, progress_bar
 from offload.index import TierIndex
 from offload.keys import joined
+from offload.recovery import recover
 from offload.space import ByteSpace
 from policies.base import EntryInfo
 from policies.registry import make_policy
@@ -133,10 +134,8 @@ async def _restart(folder: str, records: int, end: str) -> None:
     laps.end("keys")
     columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))  # our own bytes
     laps.end("message")
-    keys = [key for column in columns for key in column.tolist()]
     index = TierIndex("disk", ByteSpace(info.capacity_bytes), make_policy("lru"))
-    entry = EntryInfo(size_bytes=ALIGNMENT)
-    assert not index.recover(keys, [entry] * len(keys)), "everything fits"
+    assert not recover(index, columns, {0: EntryInfo(size_bytes=ALIGNMENT)}), "everything fits"
     laps.end("scheduler's index")
     print(json.dumps(laps.found), flush=True)
     if end == "killed":

@@ -20,11 +20,12 @@ from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
-from offload.keys import GROUP_BYTES, group_suffix
+from offload.keys import group_suffix
 from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec, page_bytes
 from offload.load_task import io_bytes
 from offload.planner import Planner
 from offload.plans import JobResult, StepPlan
+from offload.recovery import recover
 from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
 from offload.space import ByteSpace, SlotSpace
 from policies.base import EntryInfo
@@ -387,14 +388,10 @@ async def _open_tier(tier: Tier, number: int, groups: Mapping[int, GroupInfo]) -
         info.name, ByteSpace(info.capacity_bytes), make_policy("lru"), low_watermark=0.95
     )
     infos = {
-        group_suffix(group): EntryInfo(group, size_bytes=info.footprints[number])
+        group: EntryInfo(group, size_bytes=info.footprints[number])
         for group, info in groups.items()
     }
-    found: list[bytes] = []
-    async for batch in tier.keys():
-        found += batch.keys
-    known = [key for key in found if key[-GROUP_BYTES:] in infos]
-    unknown = [key for key in found if key[-GROUP_BYTES:] not in infos]
-    unknown += index.recover(known, [infos[key[-GROUP_BYTES:]] for key in known])
-    await tier.delete(unknown)
+    batches = tier.keys()
+    columns = [batch.column async for batch in batches]
+    await tier.delete(recover(index, columns, infos))
     return index

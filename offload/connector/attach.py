@@ -13,9 +13,9 @@ from offload.demotion import DemotionQueue
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
-from offload.keys import GROUP_BYTES, group_suffix
 from offload.layout import ModelLayout
 from offload.planner import Planner
+from offload.recovery import held_by_all, recover
 from offload.shared import KNOWN_MOST, SharedLimits
 from offload.space import ByteSpace, SlotSpace
 from policies.admission import WriteBudget
@@ -135,23 +135,15 @@ def _recover(
     groups: Mapping[int, GroupInfo],
 ) -> None:
     """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
-    found = ranks[0].tiers[tier].key_list()
-    lost: set[bytes] = set()
-    if len(ranks) > 1:
-        held = [set(found), *(set(rank.tiers[tier].key_list()) for rank in ranks[1:])]
-        everywhere = set.intersection(*held)
-        lost = set.union(*held) - everywhere
-        found = [key for key in found if key in everywhere]
+    columns, lost = held_by_all([rank.tiers[tier].keys for rank in ranks])
     infos = {
-        group_suffix(group): EntryInfo(group, info.kind, 0, info.footprints[tier])
+        group: EntryInfo(group, info.kind, 0, info.footprints[tier])
         for group, info in groups.items()
     }
-    keys = [key for key in found if key[-GROUP_BYTES:] in infos]
-    if len(keys) < len(found):
-        lost.update(set(found).difference(keys))
-    rejected = planner.lower[tier].recover(keys, [infos[key[-GROUP_BYTES:]] for key in keys])
+    index = planner.lower[tier]
+    rejected = recover(index, columns, infos)
     planner.delete(tier, [*lost, *rejected])
-    logger.info("kvtiers: %s: %d chunks recovered", planner.lower[tier].name, len(keys))
+    logger.info("kvtiers: %s: %d chunks recovered", index.name, len(index))
 
 
 def _policy(tier: str, policy: PolicyConfig) -> EvictionPolicy:

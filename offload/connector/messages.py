@@ -52,10 +52,6 @@ class TierState:
     keys: tuple[KeyColumn, ...]
     shared: bool = False
 
-    def key_list(self) -> list[bytes]:
-        """All keys as objects of their own."""
-        return [key for column in self.keys for key in column.tolist()]
-
 
 @dataclass
 class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
