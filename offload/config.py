@@ -221,7 +221,7 @@ def check_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[P
         problems.append(Problem("$.cpu.capacity", what, fix))
     for index, tier in enumerate(config.tiers):
         needed = ranks * (slot_bytes + RECORD_OVERHEAD)
-        if tier.capacity < needed:
+        if tier.path and tier.capacity < needed:
             what = f"{format_size(tier.capacity)} holds no chunk: {chunk}"
             fix = f"Give at least {_at_least(needed)}."
             problems.append(Problem(f"$.tiers[{index}].capacity", what, fix))
@@ -246,15 +246,16 @@ def _tiers(raw: Any, problems: list[Problem]) -> tuple[TierConfig, ...]:
 def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
     tier_type = _tier_type(raw, where, problems)
     own = tier_type.fields if tier_type else ()
-    fields = (*TIER_FIELDS, *own)
+    common = tier_type.common if tier_type else TIER_FIELDS
+    fields = (*common, *own)
     if isinstance(raw, Mapping):
         raw = {name: value for name, value in raw.items() if name != "type"}
         if tier_type is None:
             raw = {name: value for name, value in raw.items() if name in _TIER_NAMES}
     found = read_table(raw, where, fields, problems, ELSEWHERE_TIER)
     options = {field.name: found.pop(field.name) for field in own}
-    found["path"] = found["path"] or ""
-    found["capacity"] = found["capacity"] or 0
+    found["path"] = found.get("path") or ""
+    found["capacity"] = found.get("capacity") or options.get("segment") or 0
     tier = TierConfig(type=tier_type.name if tier_type else "", **found, options=options)
     if tier.low_watermark >= tier.high_watermark:
         what = f"must be below high_watermark {tier.high_watermark:g} (got {tier.low_watermark:g})"

@@ -30,6 +30,7 @@ from offload.machine import MemoryLimit, is_relative, memory_limit
 from offload.sizes import GIB, format_size
 from policies.registry import PolicySpecError, make_admission, make_policy
 from tiers.folder import NETWORK_FILE_SYSTEMS, file_system_of
+from tiers.mooncake_client import why_not
 
 RESERVE_SHARE = 0.05
 RESERVE_MIN = 2 * GIB
@@ -224,6 +225,9 @@ def _check_space(
 
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
     problems += _only_in_lmdb(tier, where)
+    if tier.type == "mooncake" and (missing := why_not()):
+        fix = "Run: pip install 'kvtiers[mooncake]' (docs/guides/share.md names what else it needs)"
+        problems.append(Problem(f"{where}.type", f"needs the package mooncake: {missing}", fix))
     if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         fix = "Run: pip install zstandard"
         problems.append(Problem(f"{where}.compression", "needs the package zstandard", fix))

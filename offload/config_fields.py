@@ -219,6 +219,33 @@ def path() -> Kind:
     return Kind("absolute path", read, "/var/cache/kv")
 
 
+def address() -> Kind:
+    """``host:port``."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> str | None:
+        host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        if host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
+            return str(value)
+        what = f"must be host:port (got {show(value)})"
+        problems.append(Problem(where, what, 'For example "10.0.0.1:50051".'))
+        return None
+
+    return Kind("host:port", read, "10.0.0.1:50051")
+
+
+def text(example: str) -> Kind:
+    """A word without spaces."""
+
+    def read(value: Any, where: str, problems: list[Problem]) -> str | None:
+        if isinstance(value, str) and value.isprintable() and not set(value) & set(" \"'"):
+            return value
+        what = f"must be a text without spaces (got {show(value)})"
+        problems.append(Problem(where, what, f'For example "{example}".'))
+        return None
+
+    return Kind("text", read, example)
+
+
 def policy() -> Kind:
     """``"name"``, ``"module:Class"`` or ``{"name": ..., option: value}``."""
 

@@ -11,6 +11,7 @@ from offload.config_fields import (
     REQUIRED,
     Field,
     PolicyConfig,
+    address,
     anything,
     choice,
     count,
@@ -19,8 +20,8 @@ from offload.config_fields import (
     number,
     path,
     policy,
-    show,
     size,
+    text,
 )
 from policies.registry import DEFAULT_CPU_POLICY, DEFAULT_TIER_POLICY
 
@@ -255,7 +256,8 @@ class TierType:
 
     ``fields`` are its own options beside ``TIER_FIELDS``; ``needs_local_disk`` refuses network
     file systems; ``shared`` ones are written to by other engines as well, and so are others whose
-    option ``shared`` is set. ``summary`` is for the reference.
+    option ``shared`` is set; ``without`` names the ``TIER_FIELDS`` that mean nothing to it.
+    ``summary`` is for the reference.
     """
 
     name: str
@@ -263,6 +265,12 @@ class TierType:
     fields: tuple[Field, ...] = ()
     needs_local_disk: bool = False
     shared: bool = False
+    without: frozenset[str] = frozenset()
+
+    @property
+    def common(self) -> tuple[Field, ...]:
+        """Those of ``TIER_FIELDS`` that it takes."""
+        return tuple(field for field in TIER_FIELDS if field.name not in self.without)
 
 
 TIER_TYPES: dict[str, TierType] = {}
@@ -313,6 +321,61 @@ register_tier_type(
         ),
     )
 )
+register_tier_type(
+    TierType(
+        "mooncake",
+        "A [Mooncake](https://github.com/kvcache-ai/Mooncake) store that servers of many machines "
+        "share; needs the extra `mooncake`. It keeps its capacity itself. See the guide "
+        "[Sharing](../guides/share.md).",
+        (
+            Field("master", address(), REQUIRED, "Where `mooncake_master` listens."),
+            Field(
+                "metadata",
+                text("http://10.0.0.1:8080/metadata"),
+                "",
+                "URL of the metadata server, or `P2PHANDSHAKE` for none.",
+                "port 8080 of the master's machine",
+            ),
+            Field(
+                "segment",
+                size(least=0),
+                1 << 30,
+                "Memory that this server gives to the store, all ranks together, beside "
+                "`cpu.capacity`. What lies there is gone for everybody when the server stops; 0 "
+                "gives none.",
+                "`1GiB`",
+            ),
+            Field(
+                "protocol",
+                choice("tcp", "rdma"),
+                "tcp",
+                "How bytes travel. `rdma` was never run by the authors.",
+            ),
+            Field("device", text("mlx5_0,mlx5_1"), "", "RDMA devices to use.", "all"),
+            Field(
+                "host",
+                text("10.0.0.7"),
+                "",
+                "Address by which other servers reach this machine.",
+                "the one on the way to the master",
+            ),
+        ),
+        shared=True,
+        without=frozenset(
+            {
+                "path",
+                "capacity",
+                "high_watermark",
+                "low_watermark",
+                "reserve",
+                "recovery",
+                "encryption",
+                "compression",
+                "geometry",
+            }
+        ),
+    )
+)
 
 
 _CPU_NAMES = {field.name for field in CPU_FIELDS}
@@ -329,37 +392,3 @@ ELSEWHERE_TIER = {
     "pin": '"cpu"',
     **{field.name: "the top level" for field in TOP_FIELDS},
 }
-
-
-def reference() -> str:
-    """The tables of ``docs/reference/configuration.md``, generated from the fields above."""
-    parts = [
-        "## Top level\n",
-        _HEAD,
-        *map(_row, TOP_FIELDS),
-        "\n## `cpu`\n",
-        _HEAD,
-        *map(_row, CPU_FIELDS),
-        "\n## `tiers[i]`\n",
-        _HEAD,
-        f"| `type` | {' / '.join(f'`{name}`' for name in TIER_TYPES)} | required | Kind of tier. |",
-        *map(_row, TIER_FIELDS),
-    ]
-    for tier_type in TIER_TYPES.values():
-        parts.append(f"\n### Type `{tier_type.name}`\n\n{tier_type.summary}")
-        if tier_type.fields:
-            parts += ["", _HEAD, *map(_row, tier_type.fields)]
-    return "\n".join(parts) + "\n"
-
-
-_HEAD = "| option | value | default | meaning |\n|---|---|---|---|"
-
-
-def _row(field: Field) -> str:
-    if field.shown:
-        default = field.shown
-    elif field.default is REQUIRED:
-        default = "required"
-    else:
-        default = f"`{show(field.default)}`".replace('"', "")
-    return f"| `{field.name}` | {field.kind.label} | {default} | {field.doc} |"

@@ -11,6 +11,8 @@ from tiers.base import Tier
 from tiers.file_tier import FileTier
 from tiers.lmdb_store import LmdbOptions, Recovery
 from tiers.lmdb_tier import LmdbTier
+from tiers.mooncake_client import MooncakeSettings
+from tiers.mooncake_tier import MooncakeTier
 from tiers.reopening import ReopeningTier
 from tiers.shared_file_tier import SharedFileTier
 from tiers.shared_lmdb_tier import SharedLmdbTier
@@ -50,8 +52,9 @@ def tier_names(config: OffloadConfig) -> list[str]:
     return names + [f"{own[tier.path]}_translated" for tier in config.translated]
 
 
-def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
-    """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given."""
+def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:
+    """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given;
+    ``memory`` are the addresses that payloads are read into and written from."""
 
     def make_again(epoch: int) -> Tier:
         nonlocal spec
@@ -61,6 +64,8 @@ def make_tier(spec: TierSpec, record_bytes: int) -> Tier:
 
     if spec.make is not None:
         return spec.make()
+    if spec.config.type == "mooncake":
+        return _mooncake(spec, memory)
     tier = _MAKERS[spec.config.type](spec, record_bytes)
     return tier if spec.renew is None else ReopeningTier(tier, make_again, spec.keep_epoch)
 
@@ -94,6 +99,28 @@ def _file(spec: TierSpec, record_bytes: int) -> Tier:
         rank=spec.rank,
         epoch=spec.epoch,
         depth=spec.config.io_threads,
+    )
+
+
+def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
+    """It finds its master again by itself, so nobody has to open it again."""
+    options = spec.config.options
+    host = options["master"].rpartition(":")[0]
+    settings = MooncakeSettings(
+        options["master"],
+        options["metadata"] or f"http://{host}:8080/metadata",
+        spec.capacity_bytes,
+        options["protocol"],
+        options["device"],
+        options["host"],
+    )
+    return MooncakeTier(
+        settings,
+        namespace=spec.namespace,
+        rank=spec.rank,
+        epoch=spec.epoch,
+        memory=memory,
+        threads=spec.config.io_threads,
     )
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from offload.config import OffloadConfig, TierConfig
 from offload.config_tables import TIER_TYPES
@@ -78,7 +79,7 @@ class TierPlaces:
     def _foreign(self, number: int) -> list[ForeignStore]:
         """What others have left below a tier's path that may be read. Before anything is made."""
         config = self.config.tiers[number]
-        if self.geometry is None:
+        if self.geometry is None or not config.path:
             return []
         where = f"$.tiers[{number}]"
         return find_foreign(where, config.path, self.namespace, self.geometry, config.geometry)
@@ -97,6 +98,8 @@ class TierPlaces:
     def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
         config = self.config.tiers[number]
         wanted = {store.namespace for store in foreign}
+        if not config.path:
+            return self._store_spec(number, name)
         if config.shared:
             return self._shared_spec(number, name, wanted)
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
@@ -124,6 +127,12 @@ class TierPlaces:
             keep_epoch=partial(raise_epoch, home),
         )
         return replace(spec, renew=partial(self._renew, spec, place, spot))
+
+    def _store_spec(self, number: int, name: str) -> TierSpec:
+        """A tier that is a store of many machines: there is nothing to claim."""
+        config = self.config.tiers[number]
+        where, share = f"$.tiers[{number}]", config.capacity // self.shares
+        return TierSpec(where, name, config, Path(), share, self.identity, self.rank, 0)
 
     def _shared_spec(self, number: int, name: str, wanted: Collection[str]) -> TierSpec:
         """A tier whose folder others use as well. Its capacity is divided among ranks only: all

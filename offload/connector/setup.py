@@ -222,7 +222,8 @@ class Setup:
         empty = [
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
-        return [line for tier in empty for line in describe_neighbours(tier.path, self.namespace)]
+        folders = [tier.path for tier in empty if tier.path]
+        return [line for path in folders for line in describe_neighbours(path, self.namespace)]
 
     def identity_of(self, request: Request) -> bytes:
         """What vLLM's block hashes do not know of a request: its adapter's content."""

@@ -93,7 +93,8 @@ class WorkerSide:
         engine = _make_engine(groups, self._slab, registration.num_blocks, device)
         undo.callback(engine.close)
         smallest = min(io_bytes(group) for group in groups)
-        tiers = [make_tier(spec, smallest) for spec in specs]
+        memory = _addresses(self._slab)
+        tiers = [make_tier(spec, smallest, memory) for spec in specs]
         self._loop = OffloadLoop()
         undo.callback(self._stop_loop)
         staging = range(counts.staging)  # the first slots: they are pinned first
@@ -222,6 +223,11 @@ class WorkerSide:
         new = {name: value - self._sent.get(name, 0) for name, value in now.items()}
         self._sent |= now
         return {name: value for name, value in new.items() if value}
+
+
+def _addresses(slab: HostSlab) -> range:
+    first = slab.slot_address(0)
+    return range(first, first + slab.slot_stride * slab.slot_count)
 
 
 async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...]) -> TierState:

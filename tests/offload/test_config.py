@@ -27,13 +27,13 @@ from offload.config import (
     slot_counts,
 )
 from offload.config_fields import Field, PolicyConfig, choice
+from offload.config_reference import reference
 from offload.config_tables import (
     CPU_FIELDS,
     TIER_FIELDS,
     TIER_TYPES,
     TOP_FIELDS,
     TierType,
-    reference,
     register_tier_type,
 )
 from offload.errors import ConfigError
@@ -343,3 +343,31 @@ def test_the_reference_is_the_one_generated_from_the_code() -> None:
     if REWRITE:
         REFERENCE.write_text(head + marker + "\n" + reference())
     assert REFERENCE.read_text() == head + marker + "\n" + reference()
+
+
+STORE = {"type": "mooncake", "master": "10.0.0.1:50051"}
+
+
+def test_a_store_needs_only_its_master() -> None:
+    [tier] = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [STORE]}).tiers
+    assert (tier.path, tier.capacity, tier.shared) == ("", 1 << 30, True)
+    assert (tier.options["protocol"], tier.options["metadata"]) == ("tcp", "")
+    none = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [STORE | {"segment": 0}]})
+    assert none.tiers[0].capacity == 0
+
+
+def test_every_problem_of_a_store_is_found() -> None:
+    wrong = {
+        "type": "mooncake",
+        "path": "/x",
+        "protocol": "udp",
+        "segment": "some",
+        "device": "a b",
+        "recovery": "off",
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [wrong, STORE | {"master": "here"}]})
+    text = str(caught.value)
+    for place in ("path", "protocol", "segment", "device", "recovery", "master"):
+        assert f"$.tiers[0].{place}" in text, text
+    assert "$.tiers[1].master: must be host:port" in text
