@@ -174,7 +174,10 @@ def _geometries(folder: Path) -> Iterator[Geometry]:
 def _store_obstacles(store: ForeignStore, now: Geometry) -> list[Obstacle]:
     """Why the records of a replica cannot be read."""
     if not store.ranks:
-        why = f"{store.folder} does not say how its records are ordered"
+        why = (
+            f"{store.folder} does not say how its records are ordered. It was written before that "
+            "was kept, or imported: an engine with its flags says it at its next start"
+        )
         return [Obstacle("geometry", "not described", "described", why)]
     first = store.ranks[0]
     for other in store.ranks[1:]:

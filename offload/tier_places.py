@@ -105,8 +105,6 @@ class TierPlaces:
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         place = self._claim(config.path, known=wanted)
         try:
-            if self.geometry is not None:
-                write_geometry(place.folder, self.geometry)
             capacity = make_room(
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
             )
@@ -141,8 +139,6 @@ class TierPlaces:
         config = self.config.tiers[number]
         place = self._claim_shared(config.path)
         try:
-            if self.geometry is not None:
-                write_geometry(place.folder, self.geometry)
             capacity = config.capacity
             if TIER_TYPES[config.type].needs_local_disk:
                 capacity = make_room(
@@ -171,9 +167,20 @@ class TierPlaces:
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
     def _claim_shared(self, path: str) -> Place:
-        return open_shared_place(
+        place = open_shared_place(
             path, self.namespace, rank=self.rank, engine=self.engine, note=_note
         )
+        return self._described(place)
+
+    def _described(self, place: Place) -> Place:
+        """The place, when it says how the records are ordered that this rank keeps there."""
+        try:
+            if self.geometry is not None:
+                write_geometry(place.folder, self.geometry)
+        except BaseException:
+            place.close()
+            raise
+        return place
 
     def _renew(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
         """The tier's folder, claimed anew after its medium had failed, for what the tier was: its
@@ -206,7 +213,7 @@ class TierPlaces:
         if self.rank == 0 and not any(place.folder.iterdir()):
             for line in describe_neighbours(path, self.namespace, known):
                 logger.warning("kvtiers: %s", line)
-        return place
+        return self._described(place)
 
 
 def _check_room(

@@ -130,17 +130,20 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "file"])
+@pytest.mark.parametrize("kind", ["lmdb", "file", "shared", "shared_file"])
 @pytest.mark.parametrize(("stored", "now"), [(2, 1), (1, 2), (4, 2), (2, 4)])
 async def test_what_other_ranks_stored_is_read(
     tmp_path: Path, stored: int, now: int, kind: str
 ) -> None:
-    await write(tmp_path / "kv", stored, type=kind)
+    names = {"shared": "lmdb", "shared_file": "file"}
+    options = {"type": names.get(kind, kind)} | ({"shared": True} if kind in names else {})
+    await write(tmp_path / "kv", stored, **options)
     theirs = tmp_path / "kv" / namespace_of(stored).name
     before = state_of(theirs)
     for rank in range(now):
-        large = {"type": kind, "capacity": "640MiB"}
+        large = options | {"capacity": "640MiB"}
         specs = places(tmp_path / "kv", now, rank, "translate", **large).specs()
+        kind = options["type"]
         assert [spec.name for spec in specs] == [kind, f"{kind}_translated"]
         async with opened(specs, 0) as own, opened(specs, 1) as tier:
             found = await all_keys(tier)
