@@ -7,6 +7,7 @@ what the other engine had in its memory, by ``moved`` below, and planted past ev
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ FAMILY = ["llama", "deepseek_v2"]
 MORE = ["one_head", "gemma3"] if THOROUGH else []
 
 
-def connector(path: Path, geometry: str, capacity: str = "256MiB", **others: Any) -> dict[str, Any]:
+def connector(
+    path: Path, geometry: str, capacity: str, *, shared: bool = False, **others: Any
+) -> dict[str, Any]:
     """An LMDB tier that takes part in geometry as told. These models have no weight files; the
     engine's id stands for them."""
     tier = {"type": "lmdb", "path": str(path), "capacity": capacity, "reserve": 0}
-    tiers = [tier | {"geometry": geometry}]
+    tiers = [tier | {"geometry": geometry, "shared": shared}]
     extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers} | others
     return transfer_config(extra) | {"engine_id": "geometry"}
 
@@ -109,27 +112,35 @@ def test_tensor_parallel_sizes_read_each_other(family: str, tmp_path: Path) -> N
     tokens = FAMILIES["llama" if family == "one_head" else family].prompt_tokens
     first, second = prompts(2, tokens), prompts(2, tokens, seed=9)
 
+    is_live = family == "llama"  # the first engine runs on, beside the one that reads its records
     folder, options = made(family, 2, model)
-    own = connector(path, "own", "48MiB")
-    with Engine(folder, log=tmp_path / "two.log", connector=own, **options) as two:
+    own = connector(path, "own", "48MiB", shared=is_live)
+    with ExitStack() as engines:
+        log = tmp_path / "two.log"
+        two = engines.enter_context(Engine(folder, log=log, connector=own, **options))
         ask(two, first)
         by_two = two.kv_snapshot()
         settle(two)
+        if not is_live:
+            two.close()
 
-    folder, options = made(family, 1, model)
-    translate = connector(path, "translate")
-    with Engine(folder, log=tmp_path / "one.log", connector=translate, **options) as one:
+        folder, options = made(family, 1, model)
+        translate = connector(path, "translate", "256MiB", shared=is_live)
+        log = tmp_path / "one.log"
+        one = engines.enter_context(Engine(folder, log=log, connector=translate, **options))
         show_read_translated(one, family, by_two, first, 1)
         assert one.reset_prefix_cache()
         ask(one, second)
         by_one = {key: block for key, block in one.kv_snapshot().items() if key not in by_two}
         settle(one)
+        if is_live:
+            settle(two)
 
     folder, options = made(family, 2, model)
-    translate = connector(path, "translate", "512MiB")
+    translate = connector(path, "translate", "512MiB", shared=is_live)
     with Engine(folder, log=tmp_path / "again.log", connector=translate, **options) as two:
         show_read_translated(two, family, by_one, second, 2)
-    if family == "llama":
+    if is_live:
         chunks_that_end_elsewhere_are_refused(path, folder, tmp_path / "refused.log", options)
 
 
