@@ -44,6 +44,8 @@ from tiers.shared_folder import COMMON, SharedFolder
 
 PRESENT_AT_ONCE = 32
 """Keys that one thread looks for at a time."""
+QUESTION_THREADS = 4
+"""Apart from those that move payloads: a question takes no time behind them."""
 TOUCHES_AT_ONCE = 256
 
 T = TypeVar("T")
@@ -51,8 +53,7 @@ T = TypeVar("T")
 
 class SharedFileTier(Tier):
     """See the module. ``path`` is a folder that all who share see under their own paths. An odd
-    ``epoch`` says that this engine's weights are not those of the model's files. ``present``
-    answers within ``present_timeout_s``: what it has not found by then is not there."""
+    ``epoch`` says that this engine's weights are not those of the model's files."""
 
     def __init__(
         self,
@@ -63,7 +64,6 @@ class SharedFileTier(Tier):
         rank: int = 0,
         epoch: int = 0,
         depth: int = 16,
-        present_timeout_s: float = 1.0,
     ) -> None:
         self._path = Path(path)
         self._capacity_bytes = capacity_bytes
@@ -71,7 +71,6 @@ class SharedFileTier(Tier):
         check_identity(self._identity)
         self._given_epoch = epoch
         self._depth = depth
-        self._present_timeout_s = present_timeout_s
         self._folder: SharedFolder | None = None
         self._closing: asyncio.Future[None] | None = None
         self._counts: dict[str, int] = {}
@@ -85,11 +84,11 @@ class SharedFileTier(Tier):
         try:
             folder = await settled(opening)
             stored, _alive = await settled(in_thread(folder.scan))
-        except OSError as error:
-            raise TierIoError(f"cannot open the tier in {self._path}: {error}") from error
-        except asyncio.CancelledError:
-            if opening.done() and opening.exception() is None:
+        except (OSError, asyncio.CancelledError) as error:
+            if opening.exception() is None:
                 opening.result().close()
+            if isinstance(error, OSError):
+                raise TierIoError(f"cannot open the tier in {self._path}: {error}") from error
             raise
         self._pid = os.getpid()
         self._epochs_begun = self._resets = self._serial = 0
@@ -97,7 +96,8 @@ class SharedFileTier(Tier):
         self._filling: dict[Key, asyncio.Future[WriteOutcome]] = {}
         self._working: set[asyncio.Future[Any]] = set()
         self._threads = DaemonThreads("tier-file", self._depth)
-        names = ("written", "read_ok", "read_miss", "read_corrupt", "present_late")
+        self._questions = DaemonThreads("tier-ask", QUESTION_THREADS)
+        names = ("written", "read_ok", "read_miss", "read_corrupt")
         self._counts = dict.fromkeys(names, 0)
         self._closing = None
         self._folder = folder
@@ -110,8 +110,10 @@ class SharedFileTier(Tier):
     async def _renew(self, folder: SharedFolder) -> None:
         while True:
             await asyncio.sleep(TOUCH_S)
-            await asyncio.wait([self._threads.run(folder.renew)])
-            await asyncio.wait([self._threads.run(folder.remove_gone)])
+            for step in (folder.renew, folder.remove_gone):
+                done = self._threads.run(step)
+                await asyncio.wait([done])
+                done.exception()  # whoever reads or writes next is told
 
     # -- what it says of itself ------------------------------------------------------------
 
@@ -126,23 +128,18 @@ class SharedFileTier(Tier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these can be read now, as far as the file system said in time."""
+        """Which of these can be read now. Whoever asks bounds how long, and how many at a time: a
+        mount that hangs answers when it is back."""
         with self._open_folder() as folder:
-            found = [False] * len(keys)
-            if self._resets or not keys:
-                return found
-            looks = {}
-            for start in range(0, len(keys), PRESENT_AT_ONCE):
-                part = list(keys[start : start + PRESENT_AT_ONCE])
-                looks[self._threads.run(folder.are_there, part, folder.epoch)] = start
-            done, late = await asyncio.wait(looks, timeout=self._present_timeout_s)
-            for look in done:
-                answers = _result(look, self._path)
-                found[looks[look] : looks[look] + len(answers)] = answers
-            self._counts["present_late"] += len(late)
-            for look in late:  # nobody waits for these any more
-                look.cancel()
-            return found
+            if self._resets:
+                return [False] * len(keys)
+            epochs_begun, run = self._epochs_begun, self._questions.run
+            starts = range(0, len(keys), PRESENT_AT_ONCE)
+            parts = [list(keys[start : start + PRESENT_AT_ONCE]) for start in starts]
+            answers = await self._finish([run(folder.are_there, p, folder.epoch) for p in parts])
+            if epochs_begun != self._epochs_begun:
+                return [False] * len(keys)
+            return [is_there for answer in answers for is_there in answer]
 
     def stats(self) -> dict[str, Any]:
         return dict(self._counts)
@@ -256,7 +253,7 @@ class SharedFileTier(Tier):
     async def _close(self, folder: SharedFolder) -> None:
         while self._working:
             await asyncio.wait(list(self._working))
-        await in_thread(_end, self._threads.stop, folder.close)
+        await in_thread(_end, self._threads.stop, self._questions.stop, folder.close)
 
 
 def _end(*steps: Callable[[], None]) -> None:

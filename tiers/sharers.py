@@ -21,7 +21,7 @@ from tiers.folder import LOCK_NAME, LOCK_WAIT_S, FolderError
 
 SHARERS_MAX = 64
 OPENING_NAME = "opening.lock"
-OPENING_WAIT_S = 30.0
+OPENING_WAIT_S = 120.0
 """Longer than whoever comes first needs to check what it found."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.tiers.shared_world import make_tier, plant
-from tiers import record_files
+from tiers import record_files, shared_lmdb_tier
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.direct_io import DiskIo
 from tiers.testing import aligned, key_of, payload_of, put
@@ -73,6 +73,7 @@ async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
 async def main(kind: str, folder: str, *arguments: str) -> None:
     capacity_bytes, size, number, count = map(int, arguments[:4])
     plant(arguments[4])
+    shared_lmdb_tier.READ_USE_S = 1e6  # what is evicted is then the oldest of what was written
     rng = random.Random(number)
     io = HangingIo()
     record_files._write_all = io.write_all

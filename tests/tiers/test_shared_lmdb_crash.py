@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,14 @@ import pytest
 from tests.tiers import shared_world
 from tests.tiers.shared_child import BATCH
 from tests.tiers.shared_world import Child, bytes_of, children, watch
+from tests.tiers.test_lmdb_crash import loop_mount
 from tiers import shared_changes
 from tiers.base import ReadOutcome
 from tiers.shared_index import SharedIndex, State
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import fetch, key_of, payload_of
+
+__all__ = ["loop_mount"]
 
 SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
 SIZE = 40_000
@@ -64,21 +69,18 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
         watch(group, lambda: bool(half.said(".")), sample)
         half.kill()
         watch(group, lambda: all(child.said(".") for child in others), sample)
-        stored = {number for child in group for number in child.said("+")}
         wrong = [number for child in group for number in child.said("W")]
         assert not wrong, f"wrong bytes of {wrong}, seed {seed}"
         dead = {half.process.pid, victim.process.pid}
-        last = [number for child in others for number in child.said("+")[-BATCH:]]
-        asyncio.run(check(folder, capacity, stored, last, dead))
+        by_child = [child.said("+") for child in group]
+        asyncio.run(check(folder, capacity, by_child, dead))
         for child in others:
             child.leave()
-    asyncio.run(check(folder, capacity, stored, last, dead))
+    asyncio.run(check(folder, capacity, by_child, dead))
     sample()
 
 
-async def check(
-    folder: Path, capacity: int, stored: set[int], last: list[int], dead: set[int]
-) -> None:
+async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: set[int]) -> None:
     tier = shared_world.make_tier("lmdb", folder, capacity)
     assert isinstance(tier, SharedLmdbTier)
     await tier.open()
@@ -87,13 +89,17 @@ async def check(
         assert tier._store is not None
         index = tier._store.index
         state = index.state()
-        check_accounts(state, len(stored))
+        check_accounts(state, sum(map(len, by_child)))
         check_readers(index, dead)
-        expected = stored if capacity == ROOMY else set(last)
-        for number in sorted(expected):
-            outcome, data = await fetch(tier, key_of(number), SIZE)
-            assert outcome is ReadOutcome.OK, f"{number} is lost"
-            assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+        for stored in by_child:
+            there = await tier.present([key_of(number) for number in stored])
+            first = there.index(True) if True in there else len(stored)
+            assert capacity != ROOMY or not first, f"{stored[:first]} are lost"
+            assert all(there[first:]), "evicted, but not the oldest"
+            for number in stored[first:]:
+                outcome, data = await fetch(tier, key_of(number), SIZE)
+                assert outcome is ReadOutcome.OK, f"{number} is lost"
+                assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
     finally:
         await tier.aclose()
 
@@ -120,6 +126,43 @@ def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", TIGHT, 240, 1000 + seed)
+
+
+def test_a_pulled_plug(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
+    """A copy of the image under stopped writers is what it leaves on the disk."""
+    image, point = loop_mount
+    copy, second = tmp_path / "copy", tmp_path / "mnt2"
+    second.mkdir()
+    arguments = (ROOMY, SIZE, 10_000, "none")
+    with children(*(Child("lmdb", point / "tier", n, *arguments) for n in range(2))) as group:
+        watch(group, lambda: min(len(child.said("+")) for child in group) > 30, lambda: None)
+        for child in group:
+            child.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+        for child in group:
+            child.listen()
+        subprocess.run(["cp", "--sparse=always", str(image), str(copy)], check=True)
+        for child in group:
+            child.kill()
+    stored = {number for child in group for number in child.said("+")}
+    subprocess.run(["mount", "-o", "loop", str(copy), str(second)], check=True)
+    try:
+        asyncio.run(check_all(second / "tier", stored))
+    finally:
+        subprocess.run(["umount", str(second)], check=True)
+
+
+async def check_all(folder: Path, stored: set[int]) -> None:
+    tier = shared_world.make_tier("lmdb", folder, ROOMY)
+    assert isinstance(tier, SharedLmdbTier)
+    await tier.open()
+    tier.check()
+    assert tier.stats()["quarantined"] == tier.stats()["dropped_at_open"] == 0
+    for number in sorted(stored):
+        outcome, data = await fetch(tier, key_of(number), SIZE)
+        assert outcome is ReadOutcome.OK, f"{number} is lost"
+        assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+    await tier.aclose()
 
 
 def test_without_rollback_it_would_be_seen(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -180,6 +181,36 @@ async def test_records_of_changed_weights_of_one_that_did_not_share_are_not_comm
         assert await shared.present([key_of(1)]) == [False]
         shared.check()
         await shared.aclose()
+
+
+@pytest.mark.parametrize("at", ["reserve", "publish"])
+async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) -> None:
+    """It has changed tables and holds LMDB's lock; the others go on as if it had not begun."""
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    await put(tier, [key_of(1)], SIZE)
+    code = (
+        "import os, signal\n"
+        "    from tiers.shared_changes import Changes\n"
+        f"    real = Changes.{at}\n"
+        "    def killed(*arguments):\n"
+        "        real(*arguments)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    Changes.{at} = killed\n"
+        f"    await put(tier, [key_of(n) for n in range(5, 9)], {SIZE})"
+    )
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        await asyncio.to_thread(elsewhere, folder, code)
+    assert error.value.returncode == -signal.SIGKILL
+    tier.check()
+    assert await tier.present([key_of(n) for n in range(9)]) == [n == 1 for n in range(9)]
+    many = [key_of(n) for n in range(100, 160)]  # needs the place that was reserved, if any
+    assert await put(tier, many, SIZE) == [OK] * 60
+    await assert_holds(tier, many[-10:], SIZE)
+    tier.check()
+    assert tier._store is not None
+    assert tier._store.index.state().reserved == 0
+    await tier.aclose()
 
 
 async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
