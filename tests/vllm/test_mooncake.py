@@ -1,0 +1,136 @@
+"""Two real engines over a real Mooncake store: what one has computed the other restores, bit by
+bit; the master is killed and restarted under load, and no answer changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiers.mooncake_world import Master, skip_without_mooncake
+from tests.vllm.engine import Engine
+from tests.vllm.probes import check, totals
+from tests.vllm.restored import (
+    HASH,
+    Reference,
+    compare,
+    config,
+    loaded_tokens,
+    planted_faults_are_seen,
+    prompts,
+    settle,
+)
+
+skip_without_mooncake()
+
+BACK_S = 120.0
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    made = Master(tmp_path / "master.log")
+    made.start()
+    yield made
+    made.kill()
+
+
+def offload(master: Master, cpu: str) -> dict[str, Any]:
+    """A CPU tier over the store; what is loaded is not weighed against this tiny model's speed."""
+    tier = {
+        "type": "mooncake",
+        "master": master.address,
+        "metadata": master.metadata,
+        "segment": "128MiB",
+        "host": "127.0.0.1",
+    }
+    return config(None, cpu=cpu, tiers=[tier], break_even=False, lookup_timeout_s=1.0)
+
+
+def ask(engine: Engine, reference: Reference) -> float:
+    """Ask everything again, with vLLM's own cache empty, and compare; tokens from the store."""
+    assert engine.reset_prefix_cache()
+    before = loaded_tokens(engine, "mooncake")
+    answers = [engine.generate_one(prompt) for prompt in reference.prompts]
+    assert compare(engine, reference, answers) > 0
+    return loaded_tokens(engine, "mooncake") - before
+
+
+def under_load(engine: Engine, reference: Reference, round_: int) -> float:
+    """``ask`` while new prompts are computed and written."""
+    engine.generate([*reference.prompts, *prompts(3, seed=1000 + round_)], max_tokens=2)
+    return ask(engine, reference)
+
+
+def until_restored(engine: Engine, reference: Reference) -> None:
+    """Both breakers close again, and the store gives what it was given since."""
+    deadline = time.monotonic() + BACK_S
+    round_ = 100
+    while not under_load(engine, reference, round_):
+        round_ += 1
+        assert time.monotonic() < deadline, engine.call(totals)
+        settle(engine)
+
+
+def test_one_restores_what_the_other_has_computed(
+    llama: Path, tmp_path: Path, master: Master
+) -> None:
+    reference = Reference.record(llama, tmp_path / "plain.log", prompts(4))
+    wanted = 3 * (len(reference.prompts[0]) - 32)  # of each pair the second half is new
+    with (
+        Engine(llama, log=tmp_path / "1.log", connector=offload(master, "64MiB"), **HASH) as one,
+        Engine(llama, log=tmp_path / "2.log", connector=offload(master, "64MiB"), **HASH) as two,
+    ):
+        assert ask(one, reference) == 0
+        settle(one)
+        assert ask(two, reference) > wanted * 0.9, "the other's blocks were not restored"
+        settle(two)
+        assert two.call(totals)["load_failures"] == 0
+        planted_faults_are_seen(two, reference)
+        new_weights_part_them(one, two, reference)
+        for engine in (one, two):
+            engine.call(check)
+
+
+def new_weights_part_them(one: Engine, two: Engine, reference: Reference) -> None:
+    """An engine that was reset finds nothing of the others, nor they what it stores since."""
+    assert two.reset_prefix_cache(connector=True)
+    assert ask(two, reference) == 0
+    settle(two)
+    assert two.reset_prefix_cache()
+    found = one.call(totals)["found_chunks:mooncake"]
+    fresh = prompts(1, seed=77)
+    two.generate(fresh)
+    settle(two)
+    one.generate(fresh)
+    assert one.call(totals)["found_chunks:mooncake"] == found
+
+
+def test_the_master_is_killed_and_restarted_under_load(
+    llama: Path, tmp_path: Path, master: Master
+) -> None:
+    reference = Reference.record(llama, tmp_path / "plain.log", prompts(2))
+    small = offload(master, "1MiB")
+    with (
+        Engine(llama, log=tmp_path / "1.log", connector=small, **HASH) as one,
+        Engine(llama, log=tmp_path / "2.log", connector=small, **HASH) as two,
+    ):
+        ask(one, reference)
+        settle(one)
+        assert ask(two, reference) > 0
+        for engine in (one, two):
+            killing = threading.Timer(0.3, master.kill)
+            killing.start()
+            for round_ in range(3):
+                under_load(engine, reference, round_)
+            killing.join()
+            under_load(engine, reference, 3)
+            master.start()
+            until_restored(one, reference)
+            until_restored(two, reference)
+        for engine in (one, two):
+            settle(engine)
+            engine.call(check)
