@@ -168,6 +168,9 @@ def holder(claim: Path) -> Owner | None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _settled_owner(fd, claim)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(fd)
     return None

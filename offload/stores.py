@@ -91,7 +91,8 @@ class Home:
 
     def owners(self) -> list[Owner]:
         """Who uses any of its ranks now."""
-        return [owner for store in self.stores if (owner := store.owner()) is not None]
+        users = [owner for s in self.stores for owner in s.sharers() or [s.owner()]]
+        return [owner for owner in users if owner is not None]
 
 
 def model_of(fields: dict[str, Any]) -> str:

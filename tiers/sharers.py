@@ -28,7 +28,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @contextlib.contextmanager
 def opening(folder: Path) -> Iterator[None]:
-    """Only one process at a time opens or leaves the folder. Raises ``FolderError``."""
+    """Only one process at a time opens the folder. Raises ``FolderError``."""
     fd = _open(folder / OPENING_NAME)
     try:
         if not _lock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):

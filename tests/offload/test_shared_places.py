@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from offload import claims
 from offload.claims import live_owners
 from offload.errors import TierUnavailableError
 from offload.namespace_cleanup import remove_namespace
@@ -78,6 +80,22 @@ async def test_one_that_is_opened_again_keeps_its_weights(tmp_path: Path, kind: 
     release(spec)
 
 
+def test_a_file_system_without_locks_can_be_shared_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_fd: int, _kind: int) -> None:
+        raise OSError(errno.ENOSYS, "not here")
+
+    path = tmp_path / "tier"
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    [spec] = places(path, type="file", shared=True).specs()
+    assert live_owners(path) == []
+    make_tier(spec, 4096)
+    release(spec)
+    with pytest.raises(OSError, match="not here"):
+        places(path, type="file").specs()
+
+
 def test_replicas_share_and_capacity_is_divided_among_ranks(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     server = replace(places(path, shared=True), shares=4, ranks=2)
@@ -103,6 +121,7 @@ def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> No
         pids = {child.process.pid for child in group}
         if kind == "lmdb":  # the claims of a server are beside the folder; this one has no server
             assert {owner.pid for owner in store.sharers()} == pids
+            assert {owner.pid for owner in home.owners()} == pids
         shown = kvtiers("inspect", folder, "--json")
         assert shown.code == 0, shown.err
         assert '"records": 60' in shown.out
