@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from offload.config import OffloadConfig, default_config
 from offload.config_checks import load_config
-from offload.connector.identity import check_vllm_config
+from offload.connector.identity import check_vllm_config, startup_warnings
 from offload.connector.plugin import NAME
 from offload.connector.probe import PLAIN, FlagsError, Probe, probe
 from offload.connector.vllm_layout import layer_page_bytes, layout_input
@@ -99,7 +99,8 @@ def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
 
 
 def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], list[str]]:
-    """The offloading configuration with notes and problems. Another connector's is not read."""
+    """The offloading configuration with notes, what a server that starts warns of among them, and
+    problems. Another connector's is not read."""
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != NAME:
@@ -108,9 +109,10 @@ def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], l
     roles = [str(problem) for problem in check_vllm_config(vllm_config)]
     if not extra:
         config, notes = default_config()
-        return config, notes, roles
+        return config, [*notes, *startup_warnings(vllm_config, config)], roles
     try:
         loaded = load_config(extra)
     except ConfigError as error:
         return default_config()[0], [], [*roles, *(str(problem) for problem in error.problems)]
-    return loaded.config, [*loaded.notes, *map(str, loaded.warnings)], roles
+    warnings = startup_warnings(vllm_config, loaded.config)
+    return loaded.config, [*loaded.notes, *map(str, loaded.warnings), *warnings], roles

@@ -41,9 +41,10 @@ PLAIN = {
     "kv_connector": NAME,
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
-"""Our connector with nothing configured. Hash and block sizes depend on whether a connector is
-used, and which kinds it takes."""
+"""Our connector with nothing configured, as it should be used. Hash and block sizes depend on
+whether a connector is used, and which kinds it takes."""
 
 BYTES_TO_PLAN_WITH = 1 << 44
 """Memory to lay blocks out in where the user gives none: large enough for any context."""
