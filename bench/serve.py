@@ -52,13 +52,13 @@ class Config:
     """``sizes`` of prompts in tokens; ``hits``: shares of a prompt that were stored before;
     ``misses``: batches of new prompts per round; ``threads`` compute in each engine."""
 
-    sizes: tuple[int, ...] = (1024,)
+    sizes: tuple[int, ...] = (512,)
     hits: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    rounds: int = 5
+    rounds: int = 8
     misses: int = 4
-    requests: int = 8
-    in_flight: int = 4
-    output_tokens: int = 16
+    requests: int = 4
+    in_flight: int = 2
+    output_tokens: int = 8
     systems: tuple[str, ...] = tuple(SYSTEMS)
     model: str = "small"
     threads: int = os.cpu_count() or 1
@@ -214,8 +214,10 @@ def _notes(config: Config) -> list[str]:
         f"TTFT: from handing a request to vLLM, {config.in_flight} requests at a time. p99 is the "
         "worst of less than 100 where rounds are few.",
         "restored: prompt tokens that came from outside, by vLLM's own count; from disk: those of "
-        "ours that were read from the disk tier. hooks: share of the time that vLLM's threads "
-        "spent in our hooks.",
+        "ours that were read from the disk tier.",
+        "hooks: share of the time that vLLM's threads spent in our hooks; threads: CPU time of our "
+        "own threads, as a share of the same. Together they are about the most that offloading "
+        "can cost, and hardly change with the noise.",
         f"Model: {shape.layers} layers of {shape.hidden}, random weights, {size // 1024} KiB of KV "
         f"cache per token, {intensity:,.0f} operations per byte of it ({name}: {real:,.0f}).",
         f"{config.threads} threads compute, on {os.cpu_count()} cores: copies, disk and vLLM's "
@@ -268,7 +270,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command("serve", help=__doc__)
     def serve(
-        sizes: Annotated[str, typer.Option(help="Prompts, in tokens.")] = "1024",
+        sizes: Annotated[str, typer.Option(help="Prompts, in tokens.")] = "512",
         hits: Annotated[str, typer.Option(help="Shares stored before.")] = "0.25,0.5,0.75,1",
         rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
         misses: Annotated[int, typer.Option(min=1, help="New batches per round.")] = plain.misses,

@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import REGISTRY
 
 from demo.vllm_cli import add_missing_version
 from tiers.host_copy_loop import copy_loop
@@ -42,7 +45,8 @@ BASE_ENV = {
     "PYTHONPATH": str(ROOT),
 }
 COUNTED = ("vllm:prompt_tokens_by_source", "vllm:kvtiers_")
-"""Metrics whose growth a batch reports."""
+"""Counters whose growth a batch reports."""
+VLLM_LABELS = ("engine", "model_name")
 
 Prompts = Sequence[Sequence[int]]
 
@@ -55,7 +59,8 @@ class EngineError(Exception):
 class Batch:
     """Some requests, in flight together. ``seconds`` end with the last token; CPU time of the
     engine and all that it started also covers what it did afterwards. ``foreign_cpu_s`` is what
-    other processes took meanwhile, ``waiting_cpu_s`` the other engines among them."""
+    other processes took meanwhile, ``waiting_cpu_s`` the other engines among them; ``thread_cpu_s``
+    is what the threads of this project took."""
 
     seconds: float
     ttft_s: tuple[float, ...]
@@ -65,6 +70,7 @@ class Batch:
     cpu_s: float = 0.0
     foreign_cpu_s: float = 0.0
     waiting_cpu_s: float = 0.0
+    thread_cpu_s: float = 0.0
 
     @property
     def restored(self) -> float:
@@ -185,6 +191,17 @@ def busy_s() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
+def own_threads() -> dict[int, float]:
+    """CPU seconds so far of each of this project's threads in this process."""
+    found = {}
+    for thread in threading.enumerate():
+        if thread.name.startswith(("kvtiers-", "tier-")) and thread.ident is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                clock = time.pthread_getcpuclockid(thread.ident)
+                found[thread.ident] = time.clock_gettime(clock)
+    return found
+
+
 class _Host:
     """The child's end: owns the engine."""
 
@@ -214,7 +231,7 @@ class _Host:
         sent: dict[str, float] = {}
         first: dict[str, float] = {}
         flying = 0
-        before = self._counters()
+        before, own = self._counters(), own_threads()
         began = time.perf_counter()
         while waiting or flying:
             while waiting and flying < in_flight:
@@ -237,6 +254,7 @@ class _Host:
             sum(map(len, prompts)),
             output_tokens * len(prompts),
             {name: value - before.get(name, 0.0) for name, value in after.items()},
+            thread_cpu_s=sum(cpu - own.get(name, 0.0) for name, cpu in own_threads().items()),
         )
 
     def _settle(self) -> None:
@@ -248,12 +266,17 @@ class _Host:
         self._engine.step()
 
     def _counters(self) -> dict[str, float]:
+        """By name and labels; from the registry, because vLLM's own reader cuts off fractions."""
         found = {}
-        for metric in self._llm.get_metrics():
-            if metric.name.startswith(COUNTED) and hasattr(metric, "value"):
-                own = {k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")}
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(own.items()))
-                found[f"{metric.name}{{{labels}}}" if labels else metric.name] = metric.value
+        for metric in REGISTRY.collect():
+            if metric.type == "counter" and metric.name.startswith(COUNTED):
+                for sample in metric.samples:
+                    own = {k: v for k, v in sample.labels.items() if k not in VLLM_LABELS}
+                    labels = ",".join(f'{k}="{v}"' for k, v in sorted(own.items()))
+                    if sample.name.endswith("_total"):
+                        found[f"{metric.name}{{{labels}}}" if labels else metric.name] = (
+                            sample.value
+                        )
         return found
 
     def close(self) -> None:

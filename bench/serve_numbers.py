@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.scenario import Row, median, percentile
@@ -81,9 +81,7 @@ def _values(found: Sequence[Batch], plain: Sequence[Batch]) -> dict[str, float]:
         "restored": sum(batch.restored for batch in found) / prompts,
         "from disk": sum(batch.loaded_from("lmdb") for batch in found) / prompts,
     }
-    hook_s = sum(batch.hook_s for batch in found)
-    if hook_s:
-        values["hooks"] = hook_s / sum(batch.seconds for batch in found)
+    values |= _own_shares(found)
     if plain:
         ratios = ratios_of(throughput, found, plain)
         low, high = interval(ratios)
@@ -95,6 +93,16 @@ def _values(found: Sequence[Batch], plain: Sequence[Batch]) -> dict[str, float]:
             "CPU ratio": median(ratios_of(lambda b: b.cpu_s, found, plain)),
         }
     return values
+
+
+def _own_shares(found: Sequence[Batch]) -> dict[str, float]:
+    """What our hooks and threads took, as shares of the batches' time; nothing for others."""
+    seconds = sum(batch.seconds for batch in found)
+    shares = {
+        "hooks": sum(batch.hook_s for batch in found) / seconds,
+        "threads": sum(batch.thread_cpu_s for batch in found) / seconds,
+    }
+    return shares if shares["threads"] else {}
 
 
 def ratios_of(
@@ -132,11 +140,12 @@ def verdicts(samples: Samples) -> list[str]:
         for system, found in systems.items():
             notes += _untrue(case, system, found)
             if case.hit == 0.0 and system in ours and plain:
-                notes.append(_cost(case, system, ratios_of(throughput, found, plain)))
+                ratios = ratios_of(throughput, found, plain)
+                notes.append(_cost(case, system, ratios, _own_shares(found)))
     return notes
 
 
-def _cost(case: Case, system: str, ratios: list[float]) -> str:
+def _cost(case: Case, system: str, ratios: list[float], own: Mapping[str, float]) -> str:
     middle, (low, high) = median(ratios), interval(ratios)
     verdict = "met" if middle >= GOAL else "MISSED"
     if low < GOAL <= high:
@@ -144,6 +153,7 @@ def _cost(case: Case, system: str, ratios: list[float]) -> str:
     return (
         f"{case}, {system}: throughput {middle:.3f} of no offloading ({CONFIDENCE:.0%} interval "
         f"{low:.3f} to {high:.3f}, {len(ratios)} pairs); goal {GOAL}: {verdict}"
+        + "".join(f"; {name} {share:.2%} of the time" for name, share in own.items())
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, ExitStack
 import numpy as np
 
 from offload.config import OffloadConfig, check_capacity, slot_counts
+from offload.connector.cpus import threads_unbound
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, TierUnavailableError
 from offload.executor import Drained, Executor, ExecutorLimits
@@ -74,7 +75,7 @@ class WorkerSide:
         cannot be had, and ``TierUnavailableError`` for a tier that does not open. Whatever was
         set up by then is let go again.
         """
-        with ExitStack() as undo:
+        with ExitStack() as undo, threads_unbound():
             self._register(registration, device, specs, undo)
             undo.pop_all()
 

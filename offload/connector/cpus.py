@@ -1,0 +1,49 @@
+"""On which processors this project's threads of a worker may run.
+
+vLLM's CPU platform binds the OpenMP threads of a worker to cores and leaves other cores free, one
+of them for connectors. GNU's and Intel's OpenMP bind the main thread to the first of these cores,
+and threads that it starts inherit that: ours would all share the core of the model's first thread,
+for which all others wait at the end of every loop. See docs/decisions/0072.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+"""Environment variables by which OpenMP is told to bind threads to cores."""
+
+
+@contextlib.contextmanager
+def threads_unbound() -> Iterator[None]:
+    """Threads that are started inside may run wherever this worker's parent process may.
+
+    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: a mask
+    that somebody else has set is a wish of the user's.
+    """
+    own = wide = frozenset[int]()
+    parent = multiprocessing.parent_process()
+    if parent is not None and any(os.environ.get(name) for name in BINDING):
+        try:
+            own, wide = (frozenset(os.sched_getaffinity(pid or 0)) for pid in (0, parent.pid))
+            os.sched_setaffinity(0, wide)
+        except (OSError, AttributeError) as error:  # not Linux, or not allowed: slower, no more
+            logger.debug("threads stay on the processors %s: %s", sorted(own), error)
+            own = wide
+    if own != wide:
+        logger.info(
+            "kvtiers: OpenMP has bound this thread to processor %s; ours may use %s",
+            ",".join(map(str, sorted(own))),
+            ",".join(map(str, sorted(wide))),
+        )
+    try:
+        yield
+    finally:
+        if own != wide:
+            os.sched_setaffinity(0, own)
