@@ -66,6 +66,9 @@ def test_real_engines_restore_what_the_rows_say_and_others_say_why_not(
         assert rows[hit, system]["restored"] == pytest.approx(restored)
         assert rows[hit, system]["TTFT p99 ms"] >= rows[hit, system]["TTFT p50 ms"] > 0.0
         assert rows[hit, system]["ratio"] > 0.0
+    for system in (CPU, DISK):
+        assert rows[miss, system.name]["hooks"] > 0.0
+        assert rows[miss, system.name]["threads"] > 0.0
     assert rows[hit, DISK.name]["from disk"] > 0.0
     assert rows[hit, CPU.name]["from disk"] == 0.0
     refused = [row.series for row in report.rows if row.case == "does not run here"]
