@@ -10,6 +10,7 @@ everything else belongs to the event loop's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,8 @@ from tiers.base import (
 )
 from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads
+
+logger = logging.getLogger(__name__)
 
 
 class ForeignKey(NamedTuple):
@@ -77,11 +80,15 @@ class ForeignTier(Tier):
 
     def _look(self) -> dict[Key, tuple[int, int]]:
         """On the tier's thread."""
-        sources = list(self._open_sources())
-        self._sources = sources
+        self._sources = list(self._open_sources())
         rows: dict[Key, tuple[int, int, int]] = {}
-        for number, source in enumerate(sources):
-            for key, use_ns, size in source.keys():  # noqa: SIM118 - no mapping, but what it has
+        for number, source in enumerate(self._sources):
+            try:
+                held = source.keys()
+            except Exception as error:  # a broken store of others is no reason not to start
+                logger.warning("kvtiers: a store of others cannot be read: %r", error)
+                continue
+            for key, use_ns, size in held:
                 rows.setdefault(key, (use_ns, number, size))
         ordered = sorted(rows.items(), key=lambda row: row[1][0])
         return {key: (number, size) for key, (_, number, size) in ordered}

@@ -16,7 +16,7 @@ import pytest
 from demo.tiny_model import LlamaShape, make_llama
 from tests.models.families import FAMILIES
 from tests.vllm.engine import Engine, EngineError, transfer_config
-from tests.vllm.kinds import Blocks, Kind, ask, compare_outputs
+from tests.vllm.kinds import Blocks, Kind, ask, compare_outputs, group_of
 from tests.vllm.protocol import Prompt
 from tests.vllm.restored import loaded_tokens, prompts, settle
 
@@ -70,17 +70,15 @@ def pages(block: tuple[bytes, ...], layer: int, layers: int) -> list[bytes]:
     return [rank[layer * size : (layer + 1) * size] for rank in block]
 
 
-def layers_of(engine: Engine) -> int:
-    return len(engine.geometry["groups"][0]["layers"])
-
-
 def show_read_translated(
     engine: Engine, family: str, stored: Blocks, asked: list[Prompt], ranks: int
 ) -> None:
     """The engine has just started: everything comes from the other's records, bytes and answers are
     what they must be, and the comparison sees a wrong byte."""
-    layers = layers_of(engine)
-    right = {key: moved(family, block, layers, ranks) for key, block in stored.items()}
+    layers = [len(group["layers"]) for group in engine.geometry["groups"]]
+    right = {
+        key: moved(family, block, layers[group_of(key)], ranks) for key, block in stored.items()
+    }
     answers = ask(engine, asked)
     found = engine.kv_snapshot()
     common = found.keys() & right.keys()
