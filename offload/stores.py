@@ -53,6 +53,11 @@ class Store:
         found = holder(self.claim) if self.namespace else None
         return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
 
+    def owners(self) -> list[Owner]:
+        """Every process that uses it now."""
+        owner = self.owner()
+        return self.sharers() or ([owner] if owner is not None else [])
+
     def sharers(self) -> list[Owner]:
         """The processes that share it now."""
         claims = sharers(self.claim) if self.namespace else []
@@ -91,8 +96,7 @@ class Home:
 
     def owners(self) -> list[Owner]:
         """Who uses any of its ranks now."""
-        users = [owner for s in self.stores for owner in s.sharers() or [s.owner()]]
-        return [owner for owner in users if owner is not None]
+        return [owner for store in self.stores for owner in store.owners()]
 
 
 def model_of(fields: dict[str, Any]) -> str:
