@@ -169,15 +169,19 @@ class SharedWrites:
     def _submit(self, job: list[tuple[Put, Buffer, int]], own_epoch: int | None) -> None:
         puts, data, uses = (list(column) for column in zip(*job, strict=True))
         asking, store = self._asking, self._store
-        end = partial(self._end_write, puts)
+        places: list[Runs] = [put.runs for put in puts]
 
         def publish(_puts: Sequence[Change]) -> None:
             asking.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
 
+        def end(is_published: bool) -> None:
+            if not is_published:
+                asking.ask_then(lambda changes: changes.abandon(places))
+            self._end_write(puts, is_published)
+
         def fail(_puts: Sequence[Change]) -> None:
-            places: list[Runs] = [put.runs for put in puts]
             asking.ask_then(lambda changes: changes.abandon(places))
-            asking.post(end, True)  # with the outcomes that the job has set
+            asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
 
         self.threads.submit(WriteJob(puts, data, uses, store.codec, store.file, publish, fail))
 
