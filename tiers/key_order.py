@@ -37,7 +37,7 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
     """The keys of all these, least recently used first."""
     if not parts:
         return []
-    order = np.argsort(_joined([part.column("use") for part in parts]))
+    order = rising(_joined([part.column("use") for part in parts]))
     sizes = _joined([part.column("payload_bytes") for part in parts])
     if len({part.table.key_bytes for part in parts}) > 1:
         keys = [key for part in parts for key in part.keys().tolist()]
@@ -53,3 +53,30 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """One after the other; a single one as it is, for a copy of a million is worth avoiding."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def rising(numbers: _Numbers) -> _Numbers:
+    """What ``argsort`` returns; equal ones in any order.
+
+    Sorting numbers that carry their place in their low bits takes a fifth to a half of that: numpy
+    sorts with the vectors of most processors, and argsorts with those of few. What the places push
+    out, the low bits of numbers that lie far apart, is sorted afterwards, when only neighbours are
+    left to change places.
+    """
+    if not numbers.size:
+        return np.zeros(0, np.int64)
+    place_bits = numbers.size.bit_length()
+    least = int(numbers.min())
+    lost_bits = max(0, (int(numbers.max()) - least).bit_length() + place_bits - 64)
+    carrying = (numbers - least).view(np.uint64)
+    carrying >>= np.uint64(lost_bits)
+    carrying <<= np.uint64(place_bits)
+    carrying |= np.arange(numbers.size, dtype=np.uint64)
+    carrying.sort()
+    carrying &= np.uint64((1 << place_bits) - 1)
+    order = carrying.view(np.int64)
+    if lost_bits:
+        sorted_so_far = numbers[order]
+        if (sorted_so_far[1:] < sorted_so_far[:-1]).any():
+            order = order[np.argsort(sorted_so_far, kind="stable")]
+    return order

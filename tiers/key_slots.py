@@ -136,16 +136,21 @@ def _remainders_of(
 
 
 def remainders(words: _Words) -> _Words:
-    """Numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 - 1."""
+    """Numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 - 1.
+
+    Times a power of two is a turn of 61 bits: what is shifted out comes back at the other end.
+    """
     mask, bits = np.uint64(MODULUS), np.uint64(61)
     total = np.zeros(len(words), np.uint64)
     for position in range(words.shape[1]):
         word = words[:, position]
-        word = (word & mask) + (word >> bits)
-        word = (word & mask) + (word >> bits)
         turn = np.uint64(3 * position % 61)
-        total += (word << turn & mask) | word >> bits - turn
-        total = (total & mask) + (total >> bits)
-    total = (total & mask) + (total >> bits)
-    total[total == mask] = 0
+        turned = word << turn
+        turned &= mask
+        total += turned
+        total += word >> bits - turn
+        over = total >> bits
+        total &= mask
+        total += over
+    total %= mask
     return total

@@ -1,6 +1,8 @@
 """Memory for very many rows of equal length, numbered from 0.
 
 One private mapping: growing moves pages and no bytes, and what was never written takes no memory.
+Not in huge pages: they would be the faster to use, but a virtual machine that has none at hand
+takes several times longer to find them than to find as much memory in small pages.
 
 Owned by one thread at a time.
 """
@@ -13,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 BYTES_MIN = 1 << 16
-HUGE_FROM_BYTES = 4 << 20
-"""Smaller memory is left in small pages: one huge page could be most of it."""
 
 
 class Rows:
@@ -28,14 +28,6 @@ class Rows:
         self._bytes = max(BYTES_MIN, room * width)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.memory = mmap.mmap(-1, self._bytes, flags=flags)
-        self._ask_for_huge_pages()
-
-    def _ask_for_huge_pages(self) -> None:
-        if self._bytes >= HUGE_FROM_BYTES:
-            try:
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                return  # a kernel without them; small pages do as well
 
     def array(self) -> npt.NDArray[np.void]:
         """All rows, in place. Nobody may hold it when rows are added."""
@@ -47,6 +39,5 @@ class Rows:
         if stop * self.width > self._bytes:
             self._bytes = max(2 * self._bytes, stop * self.width)
             self.memory.resize(self._bytes)
-            self._ask_for_huge_pages()
         self.count = stop
         self.array()[start:] = rows
