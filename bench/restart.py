@@ -5,8 +5,9 @@ then opened again and again, each time in a process of its own, as at a real res
 time after a clean close, every second time after a process that ended without one. Wall time
 follows the machine's load; CPU time says what a step costs.
 
-Steps: the tier's ``open`` (walk over the index's file, checks, keys), ``keys``, the message from a
-worker to the scheduler (packed and unpacked), the scheduler's index with its LRU.
+Steps: the tier's ``open`` (walk over the index's file, checks, a table of keys), ``keys``, the
+message from a worker to the scheduler (packed and unpacked), the scheduler's index with its LRU.
+Bytes per record are what the process has grown by when the tier is open.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ from tiers.lmdb_index import Changes, pack_value
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.lmdb_tier import LmdbTier
 from tiers.record import TAG_BYTES, Identity, prefix
+from tiers.uses import DATED_FROM_NS
 
 PER_TRANSACTION = 2000
 ENDS = ("closed", "killed")
+RECORDS_PER_WRITE = 32
+WRITE_EVERY_NS = 10 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ def run(config: Config, progress: Progress) -> Report:
         notes=[
             "Medians; keys of 36 bytes in random order: the index's pages are two thirds full.",
             "The index's file is in the page cache, as it is when only the process was restarted.",
+            "Uses are times of writes of 32 records, ten seconds apart.",
         ],
     )
     samples: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
@@ -105,9 +110,15 @@ def _make(folder: Path, records: int) -> None:
         for number in range(start, min(records, start + PER_TRANSACTION)):
             key = rng.randbytes(32) + bytes(4)
             header = prefix(Identity(), key, 0, ALIGNMENT) + rng.randbytes(TAG_BYTES)
-            edits[key] = pack_value(1 + number, header, (Run(1 + number, 1),))
+            edits[key] = pack_value(_use_of(number), header, (Run(1 + number, 1),))
         store.index.apply(Changes(edits=edits))
     store.close()
+
+
+def _use_of(number: int) -> int:
+    """Times as they are: those of one batch follow each other by the nanosecond, batches do not."""
+    batch, within = divmod(number, RECORDS_PER_WRITE)
+    return DATED_FROM_NS + batch * WRITE_EVERY_NS + within
 
 
 def _in_child(folder: Path, records: int, end: str) -> dict[str, dict[str, float]]:
@@ -123,12 +134,14 @@ def child(folder: str, records: int, end: str) -> None:
 
 
 async def _restart(folder: str, records: int, end: str) -> None:
+    before = _resident_bytes()
     laps = _Laps()
     per_record, options = _options()
     tier = LmdbTier(folder, records * per_record + (64 << 20), options=options)
     info = await tier.open()
     assert info.record_count == records, info
     laps.end("open")
+    laps.found["open"]["bytes per record"] = (_resident_bytes() - before) / records
     batches = tier.keys()
     columns = joined([batch.column async for batch in batches])
     laps.end("keys")
@@ -141,6 +154,10 @@ async def _restart(folder: str, records: int, end: str) -> None:
     if end == "killed":
         os._exit(0)
     await tier.aclose()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Laps:

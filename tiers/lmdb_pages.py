@@ -159,7 +159,8 @@ class Nodes:
     """All nodes of some pages, page by page, in the order of their keys.
 
     ``counts`` has one number per page, the other arrays one per node: ``at``, its byte offset in
-    ``flat``; the 32 bits of ``low`` and ``high``; flags; length of the key.
+    ``flat``; the 32 bits of ``low`` and ``high``; flags; length of the key. These three are alike
+    in all nodes if they are the ``same``.
     """
 
     flat: npt.NDArray[np.uint8]
@@ -168,6 +169,7 @@ class Nodes:
     word: Numbers
     flags: Numbers
     key_bytes: Numbers
+    same: bool
 
     def keys(self, chosen: Numbers) -> list[bytes]:
         """The keys of some nodes."""
@@ -207,15 +209,22 @@ def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     offsets = pages.view(np.uint16)[:, HEAD_BYTES // 2 : HEAD_BYTES // 2 + widest][rows]
     is_node = np.arange(widest) < counts[:, None]
     lowest = np.where(is_node, offsets, _PAGE_BYTES_MAX).min(1)
-    inside = offsets[is_node].astype(np.int64)
-    fits = (inside + NODE_BYTES <= page_bytes) & (inside % 2 == 0)
-    require((lowest >= upper).all() and fits.all(), "a node lies outside its page")
-    at = inside + np.repeat(rows * page_bytes, counts)
+    inside = offsets[is_node]
+    last = int(inside.max())
+    fits = last + NODE_BYTES <= page_bytes and not (inside & 1).any()
+    require((lowest >= upper).all() and fits, "a node lies outside its page")
+    at = np.repeat(rows * page_bytes, counts)
+    at += inside
     flat = pages.reshape(-1)
-    fields = np.ndarray((flat.nbytes // 2 - 3,), np.int64, flat, strides=(2,))[at // 2]
+    fields = np.ndarray((flat.nbytes // 2 - 3,), np.int64, flat, strides=(2,))[at >> 1]
+    same = bool((fields == fields[0]).all())
+    if same:
+        fields = fields[:1]
     word, flags, key_bytes = fields & 0xFFFFFFFF, fields >> 32 & 0xFFFF, fields >> 48 & 0xFFFF
     size = NODE_BYTES + key_bytes
     if kind == LEAF:
         size += np.where(flags & BIG_DATA, 8, word)
-    require((inside + size <= page_bytes).all(), "a node reaches beyond its page")
-    return Nodes(flat, counts, at, word, flags, key_bytes)
+    size += last if same else inside
+    require((size <= page_bytes).all(), "a node reaches beyond its page")
+    word, flags, key_bytes = (np.broadcast_to(part, at.shape) for part in (word, flags, key_bytes))
+    return Nodes(flat, counts, at, word, flags, key_bytes, same)

@@ -246,10 +246,10 @@ class _Tables:
     def add(self, nodes: Nodes) -> None:
         """Take keys and values: they lie side by side, so each pair is one copy."""
         _require_plain(nodes)
-        shapes = nodes.key_bytes << 32 | nodes.word
-        same = (shapes == shapes[0]).all()
-        for shape in shapes[:1].tolist() if same else np.unique(shapes).tolist():
-            starts = (nodes.at if same else nodes.at[shapes == shape]) + NODE_BYTES
+        some = slice(1) if nodes.same else slice(None)
+        shapes = nodes.key_bytes[some] << 32 | nodes.word[some]
+        for shape in np.unique(shapes).tolist():
+            starts = (nodes.at if nodes.same else nodes.at[shapes == shape]) + NODE_BYTES
             table = self._by_shape.get(shape)
             if table is None:
                 table = self._by_shape[shape] = self._table(shape >> 32, shape & 0xFFFFFFFF)
@@ -264,4 +264,4 @@ class _Tables:
 
 
 def _require_plain(nodes: Nodes) -> None:
-    require(not nodes.flags.any(), "entries of another kind")
+    require(not nodes.flags[: 1 if nodes.same else None].any(), "entries of another kind")

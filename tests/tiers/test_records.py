@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tiers.extents import Run
+from tiers.key_order import rising
 from tiers.key_slots import MODULUS, KeySlots, remainders
 from tiers.lmdb_index import pack_value
 from tiers.record import Identity, prefix
@@ -115,3 +116,16 @@ def test_keys_that_crowd_are_found(step: int) -> None:
     assert slots.numbers().tolist() == list(range(1, count, 2))
     assert [slots.find(key) for key in keys[1::2]] == [40 * n for n in range(1, count, 2)]
     assert slots.find(bytes(36)) == slots.find(b"") == -1
+
+
+@pytest.mark.parametrize("bits", [1, 20, 40, 50, 60, 63])
+@pytest.mark.parametrize("count", [1, 2, 1000, 5000])
+def test_rising_is_an_argsort(bits: int, count: int) -> None:
+    """Times far apart and close together, and garbage with the highest bit set."""
+    rng = np.random.default_rng(SEED)
+    numbers = rng.integers(-(1 << bits), 1 << bits, count // 2 + 1)
+    numbers = rng.permutation(np.concatenate((numbers, numbers + 1)))
+    order = rising(numbers)
+    assert sorted(order.tolist()) == list(range(numbers.size))
+    assert numbers[order].tolist() == sorted(numbers.tolist())
+    assert rising(numbers[:0]).size == 0
