@@ -17,22 +17,22 @@ class RequestTracker:
     """One live request.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
-    need no more attention. ``lookup_start`` is where the last lookup began (tokens), ``found``
-    where its hit ends, ``refused`` whether there was no room for the load and ``shortened`` whether
-    it was cut to what is worth loading; ``record`` is what is
-    told of it; ``filtered_by`` is why ``no_load`` is set;
-    ``wait`` is what shared tiers were last asked for it;
-    ``told`` means that the client sent an object for us, ``wrong`` what was wrong in it, and
-    ``pinned_tokens`` how many of its tokens were pinned;
-    ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must not be
-    stored; ``sources`` are the tokens of the last load by tier; ``origin`` is what policies may
-    know of the request.
+    need no more attention, and no other is complete before ``ready_at`` tokens are computed;
+    ``has_answered`` means that its first output token was seen. ``lookup_start`` is where the last
+    lookup began (tokens), ``found`` where its hit ends, ``refused`` whether there was no room for
+    the load and ``shortened`` whether it was cut to what is worth loading; ``record`` is what is
+    told of it; ``filtered_by`` is why ``no_load`` is set; ``wait`` is what shared tiers were last
+    asked for it; ``told`` means that the client sent an object for us, ``wrong`` what was wrong in
+    it, and ``pinned_tokens`` how many of its tokens were pinned; ``failures`` counts loads that
+    failed; ``stale`` means that blocks computed so far must not be stored; ``sources`` are the
+    tokens of the last load by tier; ``origin`` is what policies may know of the request.
     """
 
     __slots__ = (
         "failures",
         "filtered_by",
         "found",
+        "has_answered",
         "identity",
         "keys",
         "loading",
@@ -42,6 +42,7 @@ class RequestTracker:
         "no_store",
         "origin",
         "pinned_tokens",
+        "ready_at",
         "record",
         "refused",
         "request",
@@ -59,6 +60,8 @@ class RequestTracker:
         self.origin: Origin = UNKNOWN
         self.keys: list[list[bytes]] = [[] for _ in range(groups)]
         self.next_chunk = [0] * groups
+        self.ready_at = 0
+        self.has_answered = False
         self.lookup_start = 0
         self.found = 0
         self.refused = False
@@ -86,5 +89,6 @@ class RequestTracker:
     def restart(self) -> None:
         """The request was preempted: its blocks are gone, everything is looked at again."""
         self.next_chunk = [0] * len(self.next_chunk)
+        self.ready_at = 0
         self.stale = False
         self.wait = None

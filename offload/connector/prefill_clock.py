@@ -17,12 +17,15 @@ class PrefillClock:
         self._observe = observe
         self._running: dict[str, tuple[float, int]] = {}
 
-    def scheduled(self, request: Request, now: float) -> None:
-        """The request is part of the step that begins at ``now`` (monotonic seconds)."""
+    def scheduled(self, request: Request, now: float) -> bool:
+        """The request is part of the step that begins at ``now`` (monotonic seconds). Answers
+        whether it has its first token and need not be told of again."""
         if request.num_output_tokens:
             self.ended(request, now)
-        elif request.request_id not in self._running:
+            return True
+        if request.request_id not in self._running:
             self._running[request.request_id] = (now, request.num_computed_tokens)
+        return False
 
     def ended(self, request: Request, now: float) -> None:
         """The request has its first token, or will never have one."""

@@ -7,6 +7,7 @@ workers have said what they have (``attach``) everything is a miss.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -212,9 +213,14 @@ class SchedulerSide:
         self.planner.fence(self._tables.rewritten(output))
         self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
-            if tracker is not None and request is not None:
-                self._clock.scheduled(request, now)
+            tracker = self._trackers.get(request_id)
+            if tracker is None:
+                continue
+            # Most requests of most steps decode in the midst of a chunk: nothing to do for them.
+            request = self._requests[request_id]
+            if not tracker.has_answered:
+                tracker.has_answered = self._clock.scheduled(request, now)
+            if request.num_computed_tokens + scheduled >= tracker.ready_at:
                 self._store_scheduled(output, tracker, request, scheduled)
 
     def _computed(self, tokens: int, seconds: float) -> None:
@@ -226,16 +232,18 @@ class SchedulerSide:
     ) -> None:
         # Known tokens only: what is sampled or drafted in this step may still be rejected.
         limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        if self._has_ready(tracker, limit):
+        if limit >= tracker.ready_at:
             state = output.kv_connector_block_state
             table = state.get_block_ids(request.request_id) if state is not None else None
             if table is not None:
                 self._store_ready(tracker, request, limit, table)
-
-    def _has_ready(self, tracker: RequestTracker, limit: int) -> bool:
-        return any(
-            limit // group.chunk_tokens > done and group.kind != STATE
-            for group, done in zip(self.layout.groups, tracker.next_chunk, strict=True)
+        tracker.ready_at = min(
+            (
+                (done + 1) * group.chunk_tokens
+                for group, done in zip(self.layout.groups, tracker.next_chunk, strict=True)
+                if group.kind != STATE
+            ),
+            default=sys.maxsize,
         )
 
     def _store_ready(
