@@ -23,7 +23,9 @@ class Sources:
     disk: int
 
 
-def read_sources(server: VllmServer, before: Metrics, prompt_tokens: int) -> Sources:
+def read_sources(
+    server: VllmServer, before: Metrics, prompt_tokens: int, lower: str = "lmdb"
+) -> Sources:
     """The difference that one request of ``prompt_tokens`` made to the metrics.
 
     Metrics are published a moment after the answer, so this waits until all tokens of the prompt
@@ -40,7 +42,7 @@ def read_sources(server: VllmServer, before: Metrics, prompt_tokens: int) -> Sou
         computed = grown(BY_SOURCE, 'source="local_compute"')
         gpu = grown(BY_SOURCE, 'source="local_cache_hit"')
         external = grown(BY_SOURCE, 'source="external_kv_transfer"')
-        cpu, disk = grown(LOADED, 'tier="cpu"'), grown(LOADED, 'tier="lmdb"')
+        cpu, disk = grown(LOADED, 'tier="cpu"'), grown(LOADED, f'tier="{lower}"')
         if computed + gpu + external == prompt_tokens and cpu + disk >= external:
             return Sources(computed, gpu, cpu, disk)
         if time.monotonic() > end:
@@ -51,14 +53,14 @@ def read_sources(server: VllmServer, before: Metrics, prompt_tokens: int) -> Sou
         server.nudge()
 
 
-def wait_until_on_disk(server: VllmServer) -> None:
+def wait_until_on_disk(server: VllmServer, lower: str = "lmdb") -> None:
     """Wait until every chunk that reached the CPU tier has reached the disk tier too."""
     end = time.monotonic() + SETTLE_DEADLINE_S
     while True:
         now = server.metrics()
-        cpu, disk = (now.get(f'{STORED}{{tier="{tier}"}}', 0) for tier in ("cpu", "lmdb"))
+        cpu, disk = (now.get(f'{STORED}{{tier="{tier}"}}', 0) for tier in ("cpu", lower))
         if 0 < cpu <= disk:
             return
         if time.monotonic() > end:
-            raise ServerError(f"{cpu} chunks reached the CPU tier, but only {disk} the disk")
+            raise ServerError(f"{cpu} chunks reached the CPU tier, but only {disk} the tier below")
         server.nudge()

@@ -72,6 +72,17 @@ repair_transformers() {
         || fail "transformers cannot be imported in $VENV (see the error above)"
 }
 
+# As good as it goes: without it the tests that need it are skipped, and the demo says what is
+# missing. Not part of the stamp, because only few need it.
+install_mooncake() {
+    "$VENV/bin/python" -c "import mooncake.store" >/dev/null 2>&1 && return
+    say "installing Mooncake"
+    pip_install -e ".[mooncake]" -c requirements/cpu.txt >"$VENV/install-mooncake.log" 2>&1 \
+        || say "that failed; the log is $VENV/install-mooncake.log"
+    "$VENV/bin/python" -c "import mooncake.store" 2>/dev/null \
+        || say "Mooncake needs libraries: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+}
+
 setup() {
     local variant=$1 stamp
     case "$variant" in

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from offload import config_checks
 from offload.config import parse_config
 from offload.config_checks import check_machine, load_config, reserve_bytes
 from offload.errors import ConfigError
@@ -349,3 +350,10 @@ def test_the_ranks_of_one_server_are_relatives() -> None:
         assert asked.stdout.strip() == "True"
     finally:
         sleeper.communicate(b"\n", timeout=60)
+
+
+def test_a_store_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_checks, "why_not", lambda: "libibverbs.so.1: cannot open")
+    table = {"type": "mooncake", "master": "10.0.0.1:50051"}
+    with pytest.raises(ConfigError, match=r"libibverbs.*kvtiers\[mooncake\]"):
+        load_config({"cpu": {"capacity": "16MiB"}, "tiers": [table]})

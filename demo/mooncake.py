@@ -1,0 +1,121 @@
+"""A real Mooncake master, started and killed as a process of its own; used by the demo and by the
+tests."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+START_S = 30.0
+LOG_CHARS = 2_000
+NEEDS = (
+    "Mooncake cannot be used here: {}. Run: pip install 'kvtiers[mooncake]'; on Debian also: "
+    "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+)
+
+
+class MasterError(Exception):
+    """The master did not start; the text carries the end of its log."""
+
+
+def why_not() -> str:
+    """Why Mooncake cannot be used here, and what to do about it; "" if it can."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        return NEEDS.format(error)
+    return ""
+
+
+class Master:
+    """``mooncake_master`` with its metadata server, on ports of its own that it keeps."""
+
+    def __init__(self, log: Path) -> None:
+        self.port, self.http, self.metrics = (free_port() for _ in range(3))
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def metadata(self) -> str:
+        """The URL of its metadata server."""
+        return f"http://127.0.0.1:{self.http}/metadata"
+
+    def tier(self, segment: str = "256MiB") -> dict[str, Any]:
+        """An entry of ``tiers`` in the connector's configuration."""
+        return {
+            "type": "mooncake",
+            "master": self.address,
+            "metadata": self.metadata,
+            "segment": segment,
+            "host": "127.0.0.1",
+        }
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it answers. Raises ``MasterError``."""
+        command = [
+            sys.executable,
+            "-m",
+            "mooncake.cli",
+            f"--rpc_port={self.port}",
+            "--rpc_address=127.0.0.1",
+            "--enable_http_metadata_server=true",
+            "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={self.http}",
+            f"--metrics_port={self.metrics}",
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        end = time.monotonic() + START_S
+        while not (_answers(self.port) and _answers(self.http)):
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise MasterError(f"the master does not start: {self._log_text()}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _log_text(self) -> str:
+        return self.log.read_text(errors="replace")[-LOG_CHARS:]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
