@@ -135,6 +135,27 @@ class TranslatedSource:
             return ReadOutcome.CORRUPT, _NOTHING
         return ReadOutcome.OK, payload
 
+    def have(self, keys: Sequence[Key]) -> list[bool]:
+        """Which chunks every rank has, now, whose part is needed."""
+        found = [key[-GROUP_BYTES:] in self._plans for key in keys]
+        try:
+            for at, key in enumerate(keys):
+                if found[at]:
+                    plan = self._plans[key[-GROUP_BYTES:]]
+                    found[at] = all(self._has(rank, key, plan) for rank in plan.ranks)
+        except StoreChangedError:
+            return [False] * len(keys)
+        return found
+
+    def _has(self, rank: int, key: Key, plan: GroupPlan) -> bool:
+        store = self._stores[rank]
+        found = store.find(key)
+        return (
+            found is not None
+            and store.epoch == self._epoch
+            and found.payload_bytes == padded(plan.record_bytes)
+        )
+
     def close(self) -> None:
         """Idempotent."""
         for store in self._stores.values():

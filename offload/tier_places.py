@@ -33,7 +33,7 @@ from offload.namespace_folders import (
 )
 from offload.sizes import MIB, format_size
 from offload.tier_factory import TierSpec, tier_names
-from tiers.foreign_tier import ForeignTier
+from tiers.foreign_tier import AskedForeignTier, ForeignTier
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class TierPlaces:
                 logger.info("kvtiers: blocks in %s are read translated", store.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
         opened = open_sources(foreign, self.geometry, key_file)
-        make = partial(ForeignTier, opened)
+        # Those who share a folder go on writing while this server runs.
+        make = partial(AskedForeignTier if own.config.shared else ForeignTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
     def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:

@@ -1,8 +1,9 @@
 """A tier that others have written and that is only read: what they keep in another form.
 
 ``open_sources`` finds what is there when the tier is opened; each source knows how to turn a record
-of its own into a payload as this side has it. Nothing is ever written, deleted or touched: what
-a source loses is a miss here, and what comes later is not seen before the next start.
+of its own into a payload as this side has it. Nothing is ever written, deleted or touched there:
+what a source loses is a miss here. ``ForeignTier`` lists what it finds at its start and knows of
+nothing that comes later; ``AskedForeignTier`` is for those who go on writing.
 
 Ownership: the sources belong to one thread of the tier's own, which does all that blocks;
 everything else belongs to the event loop's thread.
@@ -31,6 +32,8 @@ from tiers.daemon_threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
+BAD_MOST = 65_536
+
 
 class ForeignKey(NamedTuple):
     """A record that can be had: its last use in ns since 1970 (0 if unknown), and the length of its
@@ -51,6 +54,10 @@ class Source(Protocol):
 
     def read(self, key: Key, into: Buffer) -> ReadOutcome:
         """Fill ``into`` with a payload, verified. ``MISS`` for what is not there any more."""
+        ...
+
+    def have(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of these keys ``read`` would find now."""
         ...
 
     def close(self) -> None:
@@ -106,9 +113,12 @@ class ForeignTier(Tier):
         self._check_open()
         found = [self._found.get(key) for key in keys]
         outcomes: list[ReadOutcome] = await self._run(_read_all, self._sources, keys, found, into)
-        self._counts["reads"] += len(keys)
-        self._counts["misses"] += outcomes.count(ReadOutcome.MISS)
+        self._count(outcomes)
         return outcomes
+
+    def _count(self, outcomes: Sequence[ReadOutcome]) -> None:
+        self._counts["reads"] += len(outcomes)
+        self._counts["misses"] += outcomes.count(ReadOutcome.MISS)
 
     async def delete(self, keys: Sequence[Key]) -> None:
         """Forget them here; they stay where they are."""
@@ -155,6 +165,71 @@ class ForeignTier(Tier):
     def _check_open(self) -> None:
         if self._is_closed or self._threads is None:
             raise TierClosedError("the tier is not open")
+
+
+class AskedForeignTier(ForeignTier):
+    """The same where the others go on writing: what they have is asked each time, never listed.
+
+    ``delete`` remembers up to ``BAD_MOST`` damaged records, which would be found there again.
+    """
+
+    def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
+        super().__init__(open_sources)
+        self._is_over = False
+        self._bad: dict[Key, None] = {}
+
+    async def open(self) -> TierInfo:
+        self._threads = DaemonThreads("tier-foreign", 1)
+        self._sources = await self._run(lambda: list(self._open_sources()))
+        return TierInfo("foreign", 0, 0, 0, persistent=True, shared=True)
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        self._check_open()
+        if self._is_over:
+            return [False] * len(keys)
+        found: list[bool] = await self._run(_any_have, self._sources, keys)
+        return [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        self._check_open()
+        sources = () if self._is_over else self._sources
+        outcomes: list[ReadOutcome] = await self._run(_read_any, sources, keys, into)
+        self._count(outcomes)
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        self._check_open()
+        self._bad.update(dict.fromkeys(keys))
+        while len(self._bad) > BAD_MOST:
+            del self._bad[next(iter(self._bad))]
+
+    async def reset(self, epoch: int) -> None:
+        self._check_open()
+        self._is_over = True
+
+
+def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
+    """On the tier's thread."""
+    found = [False] * len(keys)
+    for source in sources:
+        here = source.have(keys)
+        found = [a or b for a, b in zip(found, here, strict=True)]
+    return found
+
+
+def _read_any(
+    sources: Sequence[Source], keys: Sequence[Key], into: Sequence[Buffer]
+) -> list[ReadOutcome]:
+    """On the tier's thread. The first source that has a key is believed."""
+    outcomes = []
+    for key, data in zip(keys, into, strict=True):
+        outcome = ReadOutcome.MISS
+        for source in sources:
+            outcome = source.read(key, data)
+            if outcome is not ReadOutcome.MISS:
+                break
+        outcomes.append(outcome)
+    return outcomes
 
 
 def _read_all(

@@ -46,9 +46,11 @@ async def test_what_other_ranks_stored_is_read(
         kind = options["type"]
         assert [spec.name for spec in specs] == [kind, f"{kind}_translated"]
         async with opened(specs, 0) as own, opened(specs, 1) as tier:
-            found = await all_keys(tier)
             size = payload(geometry_of(now, rank), KEYS[0]).nbytes
-            assert sorted(found) == [(key, size) for key in KEYS]
+            if options.get("shared"):
+                assert await tier.present([*KEYS, b"z" * 36]) == [True] * len(KEYS) + [False]
+            else:
+                assert sorted(await all_keys(tier)) == [(key, size) for key in KEYS]
             for key in KEYS:
                 assert await read(tier, key, now, rank) is ReadOutcome.OK
             assert await read(own, KEYS[0], now, rank) is ReadOutcome.MISS
@@ -128,7 +130,8 @@ from pathlib import Path
 from tests.offload.foreign_world import KEYS, opened, places, payload, geometry_of
 async def main():
     path = Path(sys.argv[1])
-    specs = [places(path, 2, rank).specs() for rank in range(2)]
+    shared = bool(int(sys.argv[2]))
+    specs = [places(path, 2, rank, shared=shared).specs() for rank in range(2)]
     async with opened(specs[0], 0) as one, opened(specs[1], 0) as two:
         print("ready", flush=True)
         for line in sys.stdin:
@@ -136,7 +139,8 @@ async def main():
             for rank, tier in enumerate((one, two)):
                 if what == "evict":
                     await tier.delete(KEYS[:3])
-                    await tier.write([b"z" * 36], [payload(geometry_of(2, rank), KEYS[5])])
+                    new = bytes([6]) * 32 + KEYS[0][-4:]
+                    await tier.write([new], [payload(geometry_of(2, rank), new)])
                 elif what == "reset":
                     await tier.reset(1)
             print("done", flush=True)
@@ -145,8 +149,8 @@ asyncio.run(main())
 
 
 @contextmanager
-def live_owner(path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", OWNER, str(path)]
+def live_owner(path: Path, shared: bool) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", OWNER, str(path), str(int(shared))]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield owner
@@ -155,10 +159,12 @@ def live_owner(path: Path) -> Iterator[subprocess.Popen[str]]:
         owner.communicate()
 
 
-async def test_a_live_owner_evicts_resets_and_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_live_owner_evicts_resets_and_is_killed(tmp_path: Path, shared: bool) -> None:
     """What it removes is a miss; nothing that is read is ever wrong (see ``read``)."""
-    await write(tmp_path / "kv", 2)
-    with live_owner(tmp_path / "kv") as owner:
+    await write(tmp_path / "kv", 2, shared=shared)
+    new = bytes([6]) * 32 + KEYS[0][-4:]
+    with live_owner(tmp_path / "kv", shared) as owner:
         assert owner.stdin is not None
         assert owner.stdout is not None
 
@@ -168,12 +174,16 @@ async def test_a_live_owner_evicts_resets_and_is_killed(tmp_path: Path) -> None:
             assert owner.stdout.readline() == "done\n"
 
         assert owner.stdout.readline() == "ready\n"
-        specs = places(tmp_path / "kv", 1, how="translate", capacity="640MiB").specs()
+        large = {"capacity": "640MiB", "shared": shared}
+        specs = places(tmp_path / "kv", 1, how="translate", **large).specs()
         async with opened(specs, 1) as tier:
             assert [await read(tier, key, 1) for key in KEYS] == [ReadOutcome.OK] * 6
             order("evict")
             found = [await read(tier, key, 1) for key in KEYS]
             assert found == [ReadOutcome.MISS] * 3 + [ReadOutcome.OK] * 3
+            if shared:
+                assert await tier.present([new, *KEYS]) == [True] + [False] * 3 + [True] * 3
+                assert await read(tier, new, 1) is ReadOutcome.OK
             order("reset")
             assert [await read(tier, key, 1) for key in KEYS] == [ReadOutcome.MISS] * 6
             os.kill(owner.pid, signal.SIGKILL)

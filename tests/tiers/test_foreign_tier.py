@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
 from tiers.base import Buffer, ReadOutcome, TierIoError
-from tiers.foreign_tier import ForeignKey, ForeignTier
+from tiers.foreign_tier import AskedForeignTier, ForeignKey, ForeignTier
 from tiers.testing import aligned, all_keys, fetch
 
 SIZE = 4096
@@ -46,13 +46,17 @@ class Shelf:
         into[:] = self.byte
         return ReadOutcome.OK
 
+    def have(self, keys: Sequence[bytes]) -> list[bool]:
+        self.threads.add(threading.get_ident())
+        return [key in self.held for key in keys]
+
     def close(self) -> None:
         self.closed += 1
 
 
 @asynccontextmanager
-async def over(*shelves: Shelf) -> AsyncIterator[ForeignTier]:
-    tier = ForeignTier(lambda: shelves)
+async def over(*shelves: Shelf, asked: bool = False) -> AsyncIterator[ForeignTier]:
+    tier = (AskedForeignTier if asked else ForeignTier)(lambda: shelves)
     try:
         await tier.open()
         yield tier
@@ -77,6 +81,28 @@ async def test_the_first_source_is_asked_and_uses_are_in_order() -> None:
         assert tier.stats() == {"records": 3, "reads": 6, "misses": 2, "write_attempts": 0}
     assert late.threads == early.threads
     assert threading.get_ident() not in late.threads
+
+
+async def test_one_that_is_asked_knows_what_came_later() -> None:
+    first, second = Shelf(1, b"a"), Shelf(2, b"b")
+    async with over(first, second, asked=True) as tier:
+        assert await all_keys(tier) == []
+        assert await tier.present([b"a", b"b", b"c"]) == [True, True, False]
+        second.held.append(b"c")
+        assert await tier.present([b"c"]) == [True]
+        for key, byte in ((b"a", 1), (b"c", 2)):
+            outcome, payload = await fetch(tier, key, SIZE)
+            assert outcome is ReadOutcome.OK
+            assert (payload == byte).all()
+        first.held.remove(b"a")
+        assert (await fetch(tier, b"a", SIZE))[0] is ReadOutcome.MISS
+        await tier.delete([b"b"])  # it was damaged, and still lies there
+        assert await tier.present([b"b", b"c"]) == [False, True]
+        await tier.reset(1)
+        assert await tier.present([b"b", b"c"]) == [False, False]
+        assert (await fetch(tier, b"c", SIZE))[0] is ReadOutcome.MISS
+        assert tier.stats() == {"records": 0, "reads": 4, "misses": 2, "write_attempts": 0}
+    assert first.threads == second.threads
 
 
 async def test_a_broken_source_costs_its_records_only() -> None:
