@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiers.mooncake_world import Master, free_port, skip_without_mooncake
+from demo.mooncake import free_port
+from tests.tiers.mooncake_world import Master, skip_without_mooncake
 from tiers import mooncake_client
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake_client import HEADER_BYTES, MooncakeClient, MooncakeSettings
