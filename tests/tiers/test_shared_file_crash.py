@@ -109,9 +109,11 @@ def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "seen", "capacity"),
-    [("no-cap", "bytes, seed", TIGHT), ("no-sweep", "files of the dead", ROOMY)],
+    ("fault", "seen", "capacity", "count"),
+    [("no-cap", "bytes, seed", TIGHT, 90), ("no-sweep", "files of the dead", ROOMY, 24)],
 )
-def test_a_planted_fault_is_seen(tmp_path: Path, fault: str, seen: str, capacity: int) -> None:
+def test_a_planted_fault_is_seen(
+    tmp_path: Path, fault: str, seen: str, capacity: int, count: int
+) -> None:
     with pytest.raises(AssertionError, match=seen):
-        run_world(tmp_path / "tier", capacity, 90, 1, fault)
+        run_world(tmp_path / "tier", capacity, count, 1, fault)
