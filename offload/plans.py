@@ -6,6 +6,7 @@ jobs of one plan are posted in this order: deletes, stores, demotes, loads.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,20 +15,57 @@ from typing import Any, NamedTuple
 from offload.columns import Columns, Packed
 from offload.keys import pack_keys, unpack_keys
 
+PROTOCOL = pickle.HIGHEST_PROTOCOL
 STAGED = -1
 """Slot of a load item that only passes through a staging buffer of the worker."""
 IN_SLAB = -1
 """Tier of a load item whose bytes are in its slot already, or are being read into it."""
 
 
-@dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy chunks of one group from GPU blocks into slots: ``blocks[i]`` goes to ``slots[i]``."""
+    """Copy chunks of one group from GPU blocks into slots: ``blocks[i]`` goes to ``slots[i]``.
 
-    job: int
-    group: int
-    blocks: tuple[tuple[int, ...], ...]
-    slots: tuple[int, ...]
+    Travels as ``LoadJob`` does.
+    """
+
+    __slots__ = ("_rows", "group", "job")
+
+    def __init__(
+        self, job: int, group: int, blocks: Sequence[tuple[int, ...]], slots: Sequence[int]
+    ) -> None:
+        self.job = job
+        self.group = group
+        self._rows: tuple[Sequence[tuple[int, ...]], Sequence[int]] | bytes = blocks, slots
+
+    @property
+    def blocks(self) -> Sequence[tuple[int, ...]]:
+        """GPU blocks of each chunk."""
+        return self._thawed()[0]
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk."""
+        return self._thawed()[1]
+
+    def _thawed(self) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+        if isinstance(self._rows, bytes):
+            self._rows = pickle.loads(self._rows)
+        assert not isinstance(self._rows, bytes)
+        return self._rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = self._rows
+        frozen = rows if isinstance(rows, bytes) else pickle.dumps(rows, PROTOCOL)
+        return _frozen_store, (self.job, self.group, frozen)
+
+    def __repr__(self) -> str:
+        return f"StoreJob({self.job}, {self.group}, {self.blocks}, {self.slots})"
+
+
+def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
+    found = StoreJob(job, group, (), ())
+    found._rows = rows
+    return found
 
 
 class LoadItem(NamedTuple):
@@ -50,18 +88,19 @@ class LoadJob:
     """Restore chunks for one request. Good only if every item is.
 
     A probe is a load without a request, whose items name no blocks: it only reads. The items are
-    made when somebody first asks for them, which is the worker's loop, not vLLM's threads.
+    made when somebody first asks for them, which is the worker's loop, not vLLM's threads; until
+    then what came from another process stays the bytes that it came as.
     """
 
     __slots__ = ("_chunks", "_items", "job", "request")
 
     def __init__(
-        self, job: int, request: str, chunks: Iterable[LoadItem] | Columns | Packed
+        self, job: int, request: str, chunks: Iterable[LoadItem] | Columns | bytes
     ) -> None:
         self.job = job
         self.request = request
         self._items: tuple[LoadItem, ...] | None = None
-        if not isinstance(chunks, Columns | Packed):
+        if not isinstance(chunks, Columns | bytes):
             self._items = tuple(chunks)
             chunks = Columns(*zip(*self._items, strict=True)) if self._items else Columns(*[()] * 5)
         self._chunks = chunks
@@ -71,17 +110,23 @@ class LoadJob:
         """What to restore."""
         if self._items is None:
             chunks = self._chunks
-            columns = chunks.unpack() if isinstance(chunks, Packed) else chunks
+            columns = chunks if isinstance(chunks, Columns) else _thawed(chunks)
             self._items = tuple(map(_load_item, columns.rows()))
         return self._items
 
     def __reduce__(self) -> tuple[Any, ...]:
         chunks = self._chunks
-        packed = chunks.pack() if isinstance(chunks, Columns) else chunks
-        return LoadJob, (self.job, self.request, packed)
+        if isinstance(chunks, Columns):
+            chunks = pickle.dumps(chunks.pack(), PROTOCOL)
+        return LoadJob, (self.job, self.request, chunks)
 
     def __repr__(self) -> str:
         return f"LoadJob({self.job}, {self.request!r}, {self.items})"
+
+
+def _thawed(chunks: bytes) -> Columns:
+    packed: Packed = pickle.loads(chunks)
+    return packed.unpack()
 
 
 _load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields

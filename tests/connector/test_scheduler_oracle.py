@@ -23,6 +23,7 @@ from offload.layout import WINDOW, GroupLayout
 from offload.load_task import LoadTask
 from offload.planner import Planner
 from offload.plans import JobResult
+from offload.tracker import RequestTracker
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 
@@ -120,7 +121,7 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
         store(self, tracker, request, limit + 1, table, **more)
 
     patch.setattr(SchedulerSide, "_store_ready", early)
-    patch.setattr(SchedulerSide, "_has_ready", lambda self, tracker, limit: True)
+    patch.setattr(RequestTracker, "ready_at", property(lambda _: 0, lambda _, ready_at: None))
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.columns import Columns
-from offload.plans import LoadItem, LoadJob
+from offload.plans import LoadItem, LoadJob, StoreJob
 
 NUMBER = st.integers(-1, 2**40)
 
@@ -47,3 +47,12 @@ def test_a_load_is_unpacked_by_whoever_reads_it() -> None:
     again = pickle.loads(pickle.dumps(found))
     assert again.items == items
     assert pickle.loads(pickle.dumps(LoadJob(1, "", ()))).items == ()
+
+
+def test_a_store_is_unpacked_by_whoever_reads_it() -> None:
+    found = pickle.loads(pickle.dumps(StoreJob(7, 1, ((2, 3), (4, 5)), (8, 9))))
+    assert isinstance(found._rows, bytes)
+    again = pickle.loads(pickle.dumps(found))
+    for job in (found, again):
+        assert (job.job, job.group, job.blocks, job.slots) == (7, 1, ((2, 3), (4, 5)), (8, 9))
+    assert repr(found) == "StoreJob(7, 1, ((2, 3), (4, 5)), (8, 9))"
