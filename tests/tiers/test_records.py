@@ -9,7 +9,7 @@ import pytest
 
 from tiers.extents import Run
 from tiers.key_order import rising
-from tiers.key_slots import MODULUS, KeySlots, remainders
+from tiers.key_slots import AT_ONCE, MODULUS, KeySlots, remainders
 from tiers.lmdb_index import pack_value
 from tiers.record import Identity, prefix
 from tiers.record_table import tables_of
@@ -129,3 +129,16 @@ def test_rising_is_an_argsort(bits: int, count: int) -> None:
     assert sorted(order.tolist()) == list(range(numbers.size))
     assert numbers[order].tolist() == sorted(numbers.tolist())
     assert rising(numbers[:0]).size == 0
+
+
+def test_tables_of_several_parts_lose_no_key() -> None:
+    """Entries that crowd go on from one part of the making to the next."""
+    rng = random.Random(SEED)
+    keys = [rng.randbytes(36) for _ in range(10 * AT_ONCE)]
+    rows = Rows(36)
+    rows.extend(np.frombuffer(b"".join(keys), "V36"))
+    for numbers in (None, np.arange(0, len(keys), 2)):
+        slots = KeySlots(rows, 36, numbers)
+        chosen = range(len(keys)) if numbers is None else numbers.tolist()
+        assert [slots.find(keys[n]) for n in chosen] == [36 * n for n in chosen]
+        assert slots.numbers().tolist() == list(chosen)
