@@ -14,24 +14,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload.chunks import GroupInfo, Wanted
-from offload.config import OffloadConfig, check_capacity, parse_config, slot_counts
-from offload.errors import ConfigError, Problem, TierUnavailableError
+from offload.chunks import Wanted
+from offload.config import OffloadConfig, check_capacity, slot_counts
+from offload.errors import ConfigError, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.keys import group_suffix
-from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec, page_bytes
+from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
 from offload.load_task import io_bytes
+from offload.manager_setup import group_caches, group_infos, in_process_settings, open_tier
 from offload.planner import Planner
 from offload.plans import JobResult, StepPlan
-from offload.recovery import recover
-from offload.registry import GroupCaches, LayerTensors, Registration, register_kv_caches
-from offload.space import ByteSpace, SlotSpace
-from policies.base import EntryInfo
+from offload.registry import LayerTensors, Registration, register_kv_caches
+from offload.shared import SharedLimits
+from offload.space import SlotSpace
+from offload.tier_epochs import draw_epoch
+from policies.base import AdmissionPolicy
 from policies.guarded import contained
 from policies.registry import make_admission, make_policy
-from tiers.base import Tier, TierError
+from tiers.base import Tier
 from tiers.copy import CopyEngine
 from tiers.host_copy import HostCopyEngine
 from tiers.slab import HostSlab
@@ -96,9 +98,9 @@ class OffloadManager:
         tiers: Sequence[Tier],
     ) -> OffloadManager:
         """``open``; ``undo`` is told how to let go of each step."""
-        settings = _settings(config)
+        settings = in_process_settings(config)
         registration = register_kv_caches(
-            kv_cache_config.num_blocks, _group_caches(kv_cache_config, kv_caches, settings)
+            kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
         )
         slot_bytes = max(io_bytes(group) for group in registration.groups)
         problems = check_capacity(settings, slot_bytes, 1)
@@ -111,27 +113,25 @@ class OffloadManager:
         undo.callback(slab.close)
         engine = _make_engine(registration, slab, device)
         undo.callback(engine.close)
-        groups = _group_infos(kv_cache_config, registration, settings, tiers)
+        groups = group_infos(kv_cache_config, registration, settings, tiers)
         cpu = TierIndex(
             "cpu",
             SlotSpace(slots - staging, staging),
             contained(make_policy(settings.cpu.policy.spec), "cpu"),
         )
-        lower = []
+        opened = []
         for number, tier in enumerate(tiers):
             undo.push_async_callback(tier.aclose)
-            lower.append(await _open_tier(tier, number, groups))
+            opened.append(await open_tier(tier, number, groups))
+        lower = [index for index, _ in opened]
         executor = Executor(
             slab,
             engine,
             registration.groups,
             tiers,
             staging=range(staging),
-            limits=ExecutorLimits(
-                settings.load_timeout_s, settings.fence_timeout_s, settings.tier_timeout_s
-            ),
+            limits=_limits(settings),
         )
-        admission = settings.cpu.admission
         planner = Planner(
             groups,
             cpu,
@@ -141,7 +141,9 @@ class OffloadManager:
                 [index.name for index in lower],
                 GateLimits(settings.breaker_failures, break_even=False),  # callers decide
             ),
-            admission=None if admission.name == "all" else make_admission(admission.spec),
+            admission=_admission(settings),
+            shared=[number for number, (_, is_shared) in enumerate(opened) if is_shared],
+            shared_limits=SharedLimits(settings.lookup_timeout_s, settings.remember_s),
         )
         manager = cls(planner, executor, slab, registration)
         executor.start(manager._results.set)
@@ -157,7 +159,8 @@ class OffloadManager:
     # -- use ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
-        """How many of ``keys``, from the first on without a gap, some tier can give now."""
+        """How many of ``keys``, from the first on without a gap, some tier is known to give now.
+        ``restore`` also asks shared tiers what nobody here knows."""
         suffix = group_suffix(group)
         present = self.planner.present
         for count, key in enumerate(keys):
@@ -191,6 +194,8 @@ class OffloadManager:
         of the blocks after them is undefined.
         """
         chunks = self._wanted(keys, block_ids, group)
+        if self.planner.shared.tiers:
+            await self._ask([chunk.key for chunk in chunks])
         hit = self.lookup(keys, group)
         if not hit:
             self._pump()  # time passes: a tier that is shut out may be due for a probe
@@ -209,6 +214,18 @@ class OffloadManager:
             return 0
         bad = result.result().bad
         return next((n for n, chunk in enumerate(chunks) if chunk.key in bad), hit)
+
+    async def _ask(self, keys: Sequence[bytes]) -> None:
+        """Let shared tiers say which of these they hold, for at most ``lookup_timeout_s``."""
+        shared, loop = self.planner.shared, asyncio.get_running_loop()
+        self.planner.tick(loop.time())
+        wait = shared.ask([k for k in keys if not self.planner.present(k)], None, loop.time())
+        self._pump()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(shared.limits.lookup_timeout_s):
+                while shared.is_waiting(wait, loop.time()):
+                    self._moved.clear()
+                    await self._moved.wait()
 
     async def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until everything accepted so far has reached, or failed to reach, every tier.
@@ -229,7 +246,9 @@ class OffloadManager:
         """
         self._epoch += 1
         errors = self._executor.stats.tier_errors
-        self.planner.reset(dict.fromkeys(range(len(self.planner.lower)), self._epoch))
+        shared = self.planner.shared.tiers
+        tiers = range(len(self.planner.lower))
+        self.planner.reset({n: draw_epoch() if n in shared else self._epoch for n in tiers})
         self._pump()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._executor.settle(), timeout_s)
@@ -314,49 +333,13 @@ async def _finish(work: Awaitable[T]) -> T:
         raise
 
 
-def _group_caches(
-    kv_cache_config: KvCacheConfig,
-    kv_caches: Mapping[str, LayerTensors],
-    config: OffloadConfig,
-) -> list[GroupCaches]:
-    groups = []
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        missing = [name for name in group.layer_names if name not in kv_caches]
-        if missing:
-            raise ValueError(f"group {number}: no KV cache was given for layers {missing}")
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        pages = {
-            name: page_bytes(specs.get(name, group.kv_cache_spec)) for name in group.layer_names
-        }
-        layers = {name: kv_caches[name] for name in group.layer_names}
-        groups.append(GroupCaches(number, config.chunk_blocks, layers, pages))
-    return groups
+def _admission(config: OffloadConfig) -> AdmissionPolicy | None:
+    chosen = config.cpu.admission
+    return None if chosen.name == "all" else make_admission(chosen.spec)
 
 
-def _group_infos(
-    kv_cache_config: KvCacheConfig,
-    registration: Registration,
-    config: OffloadConfig,
-    tiers: Sequence[Tier],
-) -> dict[int, GroupInfo]:
-    return {
-        group.group: GroupInfo(
-            "full",
-            kv_cache_config.kv_cache_groups[group.group].kv_cache_spec.block_size
-            * config.chunk_blocks,
-            tuple(tier.footprint_bytes(io_bytes(group)) for tier in tiers),
-        )
-        for group in registration.groups
-    }
-
-
-def _settings(config: Mapping[str, Any] | OffloadConfig | None) -> OffloadConfig:
-    settings = config if isinstance(config, OffloadConfig) else parse_config(config)
-    if settings.tiers:
-        what = "an in-process manager makes no tiers itself"
-        fix = "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)])."
-        raise ConfigError([Problem("$.tiers", what, fix)])
-    return settings
+def _limits(config: OffloadConfig) -> ExecutorLimits:
+    return ExecutorLimits(config.load_timeout_s, config.fence_timeout_s, config.tier_timeout_s)
 
 
 def _make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
@@ -376,22 +359,3 @@ def _make_engine(registration: Registration, slab: HostSlab, device: torch.devic
             registration.groups, slab, device=device.index, num_blocks=registration.num_blocks
         )
     return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
-
-
-async def _open_tier(tier: Tier, number: int, groups: Mapping[int, GroupInfo]) -> TierIndex:
-    """Open a tier and enter what it holds."""
-    try:
-        info = await tier.open()
-    except TierError as error:
-        raise TierUnavailableError(f"kvtiers: tier {number}: {error}") from error
-    index = TierIndex(
-        info.name, ByteSpace(info.capacity_bytes), make_policy("lru"), low_watermark=0.95
-    )
-    infos = {
-        group: EntryInfo(group, size_bytes=info.footprints[number])
-        for group, info in groups.items()
-    }
-    batches = tier.keys()
-    columns = [batch.column async for batch in batches]
-    await tier.delete(recover(index, columns, infos))
-    return index

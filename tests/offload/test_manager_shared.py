@@ -1,0 +1,36 @@
+"""The in-process API over a tier that others share."""
+
+from __future__ import annotations
+
+from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
+from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
+from tiers.wrappers import HoldingTier
+
+NAMES = keys(6)
+
+
+async def test_one_restores_what_another_has_stored() -> None:
+    memory = SharedMemory(1 << 22)
+    one, other = kv_caches(), kv_caches()
+    async with await open_manager(one, [SharedMemoryTier(memory)]) as first:
+        compute(one, NAMES, range(6))
+        assert await first.offload(NAMES, range(6)) == 6
+        await first.flush()
+        async with await open_manager(other, [SharedMemoryTier(memory)]) as second:
+            assert second.lookup(NAMES) == 0, "nobody has asked yet"
+            assert await second.restore(NAMES, range(10, 16)) == 6
+            assert wrong_blocks(other, NAMES, range(10, 16)) == []
+            await second.reset()
+            assert await second.restore(NAMES, range(10, 16)) == 0
+            assert len(memory.records) == 6, "a reset and evictions delete nothing of others"
+        await first.reset()
+        assert await first.restore(NAMES, range(10, 16)) == 0
+
+
+async def test_a_tier_that_does_not_answer_is_not_waited_for() -> None:
+    memory = SharedMemory(1 << 22)
+    held = HoldingTier(SharedMemoryTier(memory), methods={"present"})
+    async with await open_manager(kv_caches(), [held]) as manager:
+        assert await manager.restore(NAMES, range(6)) == 0
+        assert held.met == 1
+        held.release()
