@@ -1,0 +1,66 @@
+"""Questions to shared tiers on one rank: answered whatever the tier does, and failures are seen."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from offload import asker
+from offload.asker import IN_FLIGHT, Asker
+from offload.plans import Answer, Observed, Question
+from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
+from tiers.testing import key_of, put
+from tiers.wrappers import FailingTier, HoldingTier
+
+KEYS = [key_of(n) for n in range(4)]
+QUESTION = Question(1, 0, KEYS)
+
+
+class Writer:
+    """The part of a tier's writer that is asked."""
+
+    def __init__(self, is_behind: bool = False) -> None:
+        self.is_behind = is_behind
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        return not self.is_behind
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Observed]:
+    monkeypatch.setattr(asker, "LATE_S", 0.01)
+    return []
+
+
+async def held() -> SharedMemoryTier:
+    tier = SharedMemoryTier(SharedMemory(1 << 20))
+    await tier.open()
+    await put(tier, KEYS[::2], 100)
+    return tier
+
+
+async def test_what_the_tier_says_is_the_answer(seen: list[Observed]) -> None:
+    asked = Asker([await held()], [Writer()], lambda _tier, what: seen.append(what))  # type: ignore[list-item]
+    assert await asked.ask(QUESTION) == Answer(b"\1\0\1\0")
+    assert seen == []
+
+
+async def test_a_tier_of_an_epoch_that_is_over_is_not_asked(seen: list[Observed]) -> None:
+    asked = Asker([await held()], [Writer(is_behind=True)], lambda *_: None)  # type: ignore[list-item]
+    assert await asked.ask(QUESTION) == Answer(None)
+
+
+async def test_failures_and_lateness_are_seen_and_answered(seen: list[Observed]) -> None:
+    failing = FailingTier(await held(), methods={"present"})
+    slow = HoldingTier(await held(), methods={"present"})
+    tiers = [failing, slow]
+    asked = Asker(tiers, [Writer(), Writer()], lambda _tier, what: seen.append(what))  # type: ignore[list-item]
+    assert await asked.ask(QUESTION) == Answer(None)
+    assert seen == [Observed(reads_failed=1)]
+    asking = [asyncio.create_task(asked.ask(Question(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)]
+    while len(seen) < 3:  # noqa: ASYNC110  # there is no event: the watch reports by a call
+        await asyncio.sleep(0)
+    assert slow.met == IN_FLIGHT, "the others wait for their turn"
+    slow.release()
+    assert set(await asyncio.gather(*asking)) == {Answer(b"\1\0\1\0")}
