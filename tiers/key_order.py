@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from tiers.base import KeyColumn, StoredKeys, stored_keys
 from tiers.record_table import RecordTable
+from tiers.rows import Rows
 
+AT_ONCE = 1 << 13
 _Numbers = npt.NDArray[np.int64]
 
 
@@ -47,7 +49,16 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
         sizes = np.broadcast_to(sizes[0], sizes.shape)  # no memory for a million equal numbers
     else:
         sizes = sizes[order]
-    return [StoredKeys(_joined([part.keys() for part in parts])[order], sizes)]
+    return [StoredKeys(_taken(_joined([part.keys() for part in parts]), order), sizes)]
+
+
+def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
+    """``column[order]``, in parts that stay in the processor's cache and in memory that is not
+    asked for in huge pages (``rows``), which takes half the time."""
+    taken = Rows(column.itemsize, order.size)
+    for start in range(0, order.size, AT_ONCE):
+        taken.extend(column[order[start : start + AT_ONCE]])
+    return taken.array()
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
