@@ -1,8 +1,12 @@
 """Two real engines over a real Mooncake store: what one has computed the other restores, bit by
-bit; the master is killed and restarted under load, and no answer changes."""
+bit; the master is killed and restarted under load, and no answer changes.
+
+``KVTIERS_MOONCAKE_RANKS=1`` also starts engines of two ranks.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +28,7 @@ from tests.vllm.restored import (
     prompts,
     settle,
 )
+from tiers.mooncake_tier import MooncakeTier
 
 skip_without_mooncake()
 
@@ -38,16 +43,10 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.kill()
 
 
-def offload(master: Master, cpu: str) -> dict[str, Any]:
+def offload(master: Master, cpu: str, segment: str = "128MiB") -> dict[str, Any]:
     """A CPU tier over the store; what is loaded is not weighed against this tiny model's speed."""
-    tier = {
-        "type": "mooncake",
-        "master": master.address,
-        "metadata": master.metadata,
-        "segment": "128MiB",
-        "host": "127.0.0.1",
-    }
-    return config(None, cpu=cpu, tiers=[tier], break_even=False, lookup_timeout_s=1.0)
+    tiers = [master.tier(segment)]
+    return config(None, cpu=cpu, tiers=tiers, break_even=False, lookup_timeout_s=1.0)
 
 
 def ask(engine: Engine, reference: Reference) -> float:
@@ -134,3 +133,32 @@ def test_the_master_is_killed_and_restarted_under_load(
         for engine in (one, two):
             settle(engine)
             engine.call(check)
+
+
+@pytest.mark.skipif(not os.environ.get("KVTIERS_MOONCAKE_RANKS"), reason="takes minutes")
+async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
+    llama: Path, tmp_path: Path, master: Master
+) -> None:
+    """The engines give no memory; a client of its own does. A chunk without one rank's part is a
+    miss."""
+    ranks = {"tensor_parallel_size": 2} | HASH
+    reference = Reference.record(llama, tmp_path / "plain.log", prompts(2), **ranks)
+    connector = offload(master, "64MiB", segment="0")
+    memory = MooncakeTier(master.settings(128 << 20))
+    await memory.open()
+    try:
+        with Engine(llama, log=tmp_path / "1.log", connector=connector, **ranks) as one:
+            assert ask(one, reference) == 0
+            settle(one)
+        with Engine(llama, log=tmp_path / "2.log", connector=connector, **ranks) as two:
+            assert ask(two, reference) > 0, "the first engine's blocks were not restored"
+        client = memory._client
+        assert client is not None
+        assert client._store.remove_by_regex("^kvtiers/.*/0/1/", True) > 0, "of rank 1"
+        with Engine(llama, log=tmp_path / "3.log", connector=connector, **ranks) as three:
+            assert ask(three, reference) == 0
+            assert three.call(totals)["load_failures"] == 0
+            settle(three)
+            three.call(check)
+    finally:
+        await memory.aclose()
