@@ -190,7 +190,7 @@ class CommitThread:
         changes, named = _merge(batch, self._index.epoch)
         try:
             if changes.edits or changes.clear_to_epoch is not None:
-                self._index.apply(changes)
+                (self._index.apply if puts else self._index.apply_in_parts)(changes)
         except lmdb.MapFullError:
             self.counters.map_full += 1
             if not puts:

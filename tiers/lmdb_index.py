@@ -36,7 +36,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run, Runs
-from tiers.lmdb_pages import UnsoundError
+from tiers.lmdb_pages import DamagedError, UnsoundError
 from tiers.lmdb_walk import walk
 from tiers.record import Identity
 from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES, RecordTable, tables_of
@@ -261,6 +261,19 @@ class LmdbIndex:
         if changes.clear_to_epoch is not None:
             self.epoch = changes.clear_to_epoch
 
+    def apply_in_parts(self, changes: Changes) -> None:
+        """As ``apply``, for edits that need not be made at once and add no keys: where the map has
+        no room for copies of all the pages they touch, in several transactions."""
+        try:
+            self.apply(changes)
+        except lmdb.MapFullError:
+            edits = list(changes.edits.items())
+            half = (len(edits) + 1) // 2
+            if changes.clear_to_epoch is not None or half == len(edits):
+                raise
+            self.apply_in_parts(Changes(edits=dict(edits[:half])))
+            self.apply_in_parts(Changes(edits=dict(edits[half:])))
+
     def note_limits(self, limits: Limits) -> None:
         """Keep what this index was opened with, for those who look at it from outside."""
         with self._env.begin(db=self._meta) as txn:
@@ -301,6 +314,8 @@ def check_file(folder: Path) -> list[RecordTable] | None:
         raise IndexUnusableError(f"it has {found.st_size} bytes, which is no whole index")
     try:
         return walk(path, RECORDS_NAME)
+    except DamagedError as error:
+        raise IndexUnusableError(f"it is damaged: {error}") from error
     except UnsoundError as error:
         logger.info("%s: %s; asking LMDB's verifier", path, error)
     try:

@@ -58,6 +58,10 @@ class UnsoundError(Exception):
     """The file is not what LMDB leaves behind, or of a kind that is not understood here."""
 
 
+class DamagedError(UnsoundError):
+    """Damage that LMDB's verifier does not look for, and that LMDB would make worse."""
+
+
 def require(is_true: Any, what: str) -> None:
     """Raise ``UnsoundError`` unless it is so."""
     if not is_true:
@@ -224,6 +228,11 @@ def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     size = NODE_BYTES + key_bytes
     if kind == LEAF:
         size += np.where(flags & BIG_DATA, 8, word)
+    taken = size + (size & 1)
+    firsts = np.cumsum(counts) - counts
+    filled = counts * taken if same else np.add.reduceat(taken, firsts)
+    if (filled != page_bytes - upper).any():  # a deletion would move others by a wrong distance
+        raise DamagedError("nodes that overlap, or leave gaps")
     size += last if same else inside
     require((size <= page_bytes).all(), "a node reaches beyond its page")
     word, flags, key_bytes = (np.broadcast_to(part, at.shape) for part in (word, flags, key_bytes))

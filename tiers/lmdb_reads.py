@@ -13,6 +13,7 @@ from tiers.io_threads import IoThreads, Together
 from tiers.lmdb_contents import LmdbContents
 from tiers.lmdb_index import payload_bytes_of, runs_of
 from tiers.lmdb_store import LmdbOptions, LmdbStore, job_bytes
+from tiers.record_table import USE_BYTES
 from tiers.transfer import ReadItem, ReadJob
 
 
@@ -91,12 +92,15 @@ class LmdbReads:
             contents.places.unpin(item.runs)
             if job.epoch != contents.epoch:
                 item.outcome = ReadOutcome.MISS
-            elif (
-                item.outcome is ReadOutcome.CORRUPT and contents.records.get(item.key) == item.value
-            ):
+            elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):
                 damaged.append(item.key)
             self._counts[f"read_{item.outcome.value}"] += 1
             if item.outcome is ReadOutcome.OK:
                 self._counts["read_bytes"] += item.into.nbytes
             Call.settle(item.waiters, item.outcome)
         contents.forget(damaged)  # so that a good copy can be written again
+
+    def _is_still_there(self, item: ReadItem) -> bool:
+        """The same record, even if it was touched meanwhile."""
+        value = self._contents.records.get(item.key)
+        return value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]

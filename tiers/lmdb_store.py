@@ -134,10 +134,7 @@ class LmdbStore:
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
         self._capacity_bytes = capacity_bytes
-        self._index_bytes = index_bytes(capacity_bytes, options.record_bytes)
-        self.pages_max = payload_capacity_bytes(capacity_bytes, options.record_bytes) // ALIGNMENT
-        self.pages_max += 1
-        self.records_max = self._index_bytes // RECORD_INDEX_BYTES
+        payload_capacity_bytes(capacity_bytes, options.record_bytes)  # or a ValueError
         self.quarantined: Path | None = None
         self.quarantine_reason = ""
         self.codec = make_codec(self._identity, options)
@@ -168,6 +165,7 @@ class LmdbStore:
 
     def _open_files(self) -> None:
         is_new = not index_exists(self._folder)
+        self._divide_capacity()
         file_id = secrets.token_hex(_ID_BYTES)
         path = self._folder / PAYLOAD_NAME
         with contextlib.ExitStack() as undo:
@@ -188,6 +186,21 @@ class LmdbStore:
             self.index.note_limits(Limits(self._capacity_bytes, self._options.record_bytes))
             undo.pop_all()
 
+    def _divide_capacity(self) -> None:
+        """Among index and payloads. An index made for a larger capacity keeps its size."""
+        self._index_bytes = index_bytes(self._capacity_bytes, self._options.record_bytes)
+        path = self._folder / lmdb_index.DATA_NAME
+        if os.path.lexists(path):
+            size = path.lstat().st_size // ALIGNMENT * ALIGNMENT
+            self._index_bytes = max(self._index_bytes, size)
+        self.pages_max = (self._capacity_bytes - self._index_bytes) // ALIGNMENT
+        if self.pages_max < 2:
+            raise IndexUnusableError(
+                f"an index of {self._index_bytes} bytes leaves no room for records in a capacity "
+                f"of {self._capacity_bytes}"
+            )
+        self.records_max = self._index_bytes // RECORD_INDEX_BYTES
+
     def _open_payload(self, path: Path, undo: contextlib.ExitStack) -> None:
         options = self._options
         depth = options.io_threads
@@ -205,7 +218,7 @@ class LmdbStore:
         if found.bad and self._options.recovery is Recovery.STRICT:
             raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
         if found.bad:
-            self.index.apply(Changes(edits=dict.fromkeys(found.bad)))
+            self.index.apply_in_parts(Changes(edits=dict.fromkeys(found.bad)))
         if self.file.size_bytes > self.pages_max * ALIGNMENT:
             self.file.truncate(self.pages_max * ALIGNMENT)
         self.file_pages = max(limit, 1)

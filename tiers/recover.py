@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run
-from tiers.record import ENCRYPTED, MAGIC, VERSION, Identity
+from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 from tiers.record_table import RecordTable
 from tiers.records import Records
 
@@ -173,6 +173,8 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
         good &= (starts >= 1) & (starts < expected.file_pages)
         good &= starts + pages <= expected.file_pages
         total += pages
+    stored, payload = fields["stored_bytes"], fields["payload_bytes"]
+    good &= np.where(fields["flags"] & COMPRESSED, stored < payload, stored == payload)
     # As signed numbers: a length near 2**64 is no length of this many pages either.
     good &= total.view(np.int64) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT)
     return good

@@ -54,7 +54,7 @@ class WriteJob:
 
     def _move(self, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=True)
-        rooms = _Rooms(self.codec, scratch, self.data)
+        rooms = _Rooms(self.codec, scratch, [] if self.codec.is_plain else self.data)
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
             room = rooms.take(data.nbytes)
             header, stored = self.codec.encode(put.key, put.epoch, data, room)
@@ -130,12 +130,10 @@ class ReadJob:
 
 
 class _Rooms:
-    """Memory for what is encoded: one part per record of a job, none if all are plain."""
+    """Memory for what is encoded: one part for each of these payloads."""
 
     def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
-        total = 0
-        if not codec.is_plain:
-            total = sum(codec.room_bytes(data.nbytes) for data in payloads)
+        total = sum(codec.room_bytes(data.nbytes) for data in payloads)
         self._codec = codec
         self._left = scratch.codec(total) if total else scratch.data[:0]
 

@@ -213,6 +213,23 @@ async def test_compressed_records_take_less_space(tmp_path: Path) -> None:
     await tier.aclose()
 
 
+async def test_compressed_records_are_read_after_compression_was_turned_off(
+    tmp_path: Path,
+) -> None:
+    tier = tier_at(tmp_path, compress=True)
+    await tier.open()
+    payloads = [bfloat16_like(50_000), bfloat16_like(70_001), payload_of(key_of(2), 9000)]
+    keys = [key_of(n) for n in range(3)]
+    assert await tier.write(keys, payloads) == [WriteOutcome.OK] * 3
+    await tier.aclose()
+    tier = tier_at(tmp_path)
+    await tier.open()
+    into = [aligned(payload.nbytes) for payload in payloads]
+    assert await tier.read(keys, into) == [ReadOutcome.OK] * 3
+    assert all(map(np.array_equal, into, payloads))
+    await tier.aclose()
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [

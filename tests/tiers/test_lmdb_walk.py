@@ -15,6 +15,7 @@ import pytest
 from lmdb.verify import VerifyError, verify
 
 from tiers import lmdb_pages, lmdb_walk
+from tiers.lmdb_index import IndexUnusableError, check_file
 from tiers.lmdb_pages import UnsoundError
 from tiers.lmdb_tier import LmdbTier
 from tiers.lmdb_walk import walk
@@ -187,3 +188,34 @@ async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> No
     assert [stored.key for stored in await all_keys(tier)] == keys[3:] + keys[:3]
     await assert_holds(tier, keys, 12_000)
     await tier.aclose()
+
+
+@pytest.mark.parametrize("bit", range(3, 7))
+@pytest.mark.parametrize("lengths", [[108], [108, 108, 120]])
+def test_nodes_that_overlap_are_damage_even_if_the_verifier_sees_none(
+    tmp_path: Path, bit: int, lengths: list[int]
+) -> None:
+    """One flipped bit in the length of a key: still in order, still inside the page. LMDB would
+    move all other nodes by the wrong distance when it deletes this one."""
+    rng = random.Random(SEED)
+    with lmdb.open(str(tmp_path), map_size=1 << 20, max_dbs=2) as env:
+        records = env.open_db(NAME)
+        with env.begin(write=True, db=records) as txn:
+            for _ in range(300):
+                txn.put(rng.randbytes(36), rng.randbytes(rng.choice(lengths)))
+    path = tmp_path / "data.mdb"
+    raw = bytearray(path.read_bytes())
+    unseen = 0
+    for start in range(2 * PAGE, len(raw), PAGE):
+        flags, lower = struct.unpack_from("=HH", raw, start + 10)
+        if flags != lmdb_pages.LEAF or lower < 16 + 2 * 3:
+            continue
+        at = start + struct.unpack_from("=H", raw, start + 16 + 2)[0] + 6
+        raw[at] ^= 1 << bit
+        path.write_bytes(raw)
+        if is_sound(tmp_path):
+            unseen += 1
+            with pytest.raises(IndexUnusableError, match="overlap"):
+                check_file(tmp_path)
+        raw[at] ^= 1 << bit
+    assert unseen > 3, "the verifier lets them pass"

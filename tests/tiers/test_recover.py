@@ -8,7 +8,7 @@ import pytest
 
 from tiers.extents import Run, gaps
 from tiers.lmdb_index import pack_value
-from tiers.record import Identity, prefix
+from tiers.record import COMPRESSED, ENCRYPTED, Identity, prefix
 from tiers.record_table import tables_of
 from tiers.recover import Expected, recover
 
@@ -53,3 +53,15 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
     assert found.free == gaps(PAGES, used)
     assert dict(found.records.items()) == {key: values[key] for key in by_use}
     found.records.check()
+
+
+@pytest.mark.parametrize("flags", [0, COMPRESSED, ENCRYPTED, COMPRESSED | ENCRYPTED])
+@pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 4097, 1 << 62, (1 << 64) - 1])
+def test_a_length_that_the_stored_one_contradicts(flags: int, payload_bytes: int) -> None:
+    """Else one flipped bit would be the whole capacity for whoever counts the lengths."""
+    key_ids = frozenset([bytes(4)] if flags & ENCRYPTED else [])
+    header = prefix(Identity(), b"key", 3, payload_bytes, stored_bytes=4096, flags=flags)
+    value = pack_value(1, header + bytes(16), (Run(1, 1),))
+    found = recover(tables_of([(b"key", value)]), Expected(Identity(), 3, PAGES, key_ids))
+    is_good = payload_bytes > 4096 if flags & COMPRESSED else payload_bytes == 4096
+    assert (len(found.records), found.bad) == ((1, []) if is_good else (0, [b"key"]))
