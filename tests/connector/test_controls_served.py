@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from offload.connector import scheduler_side
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 from tests.connector.test_requests_told import _request
@@ -68,6 +71,12 @@ def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
     size = world.connector._scheduler.layout.alignment_tokens
     report = serve(world, "b", PROMPT, max_load_tokens=2 * size + 1)
     assert report["loaded_tokens"] == {"cpu": 2 * size}
+    for most, tokens in ((2 * size - 1, size), (2 * size, 2 * size)):
+        world.forget_locally()
+        report = serve(world, "c", PROMPT, max_load_tokens=most)
+        assert report["loaded_tokens"] == {"cpu": tokens}
+    world.forget_locally()
+    assert serve(world, "d", PROMPT, max_load_tokens=0)["loaded_tokens"] == {}
 
 
 def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: World) -> None:
@@ -98,6 +107,34 @@ def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> No
         world.change_weights()
         assert world.connector._scheduler._endings.pins.used()["cpu"] == 0
         world.drain()
+        world.check_idle()
+
+
+def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the server's clock has it, also if nobody asks for anything pinned any more."""
+    ahead = 0.0
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: time.monotonic() + ahead
+    monkeypatch.setattr(scheduler_side, "time", clock)
+    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+        pins = world.connector._scheduler._endings.pins
+        serve(world, "a", PROMPT, pin_s=600)
+        assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
+        ahead = 590.0
+        serve(world, "b", [200, *range(1, 40)])
+        assert pins.used()["cpu"] == 6
+        ahead = 602.0
+        serve(world, "c", [201, *range(1, 40)])
+        assert pins.used()["cpu"] == 0
+        world.check_idle()
+
+
+def test_the_hint_pinned_says_of_how_many_tokens(tmp_path: Path) -> None:
+    """Of the first ones, and never of more than the prompt has."""
+    with World(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
+        assert serve(world, "a", PROMPT, pin_s=600, pinned=10)["pinned_tokens"] == 8
+        other = [7, *PROMPT[1:62]]  # with its answer it has 64 and more
+        assert serve(world, "b", other, pin_s=600, pinned=10_000)["pinned_tokens"] == 60
         world.check_idle()
 
 

@@ -123,12 +123,25 @@ def test_thousands_of_names_are_described_briefly() -> None:
 class Bed:
     """A planner with a disk, of which every job ends well."""
 
-    def __init__(self, slots: int = 8, disk_chunks: int = 100, admission: Any = None) -> None:
+    def __init__(
+        self,
+        slots: int = 8,
+        disk_chunks: int = 100,
+        admission: Any = None,
+        cpu_admission: Any = None,
+    ) -> None:
         cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
         self.disk = TierIndex("lmdb", ByteSpace(disk_chunks * 10), LruPolicy())
         self.queue = DemotionQueue(0, self.disk, admissions=admission or ())
         groups = {GROUP: GroupInfo("full", 16, (10,))}
-        self.planner = Planner(groups, cpu, [self.disk], demotions=[self.queue], max_load_chunks=4)
+        self.planner = Planner(
+            groups,
+            cpu,
+            [self.disk],
+            demotions=[self.queue],
+            max_load_chunks=4,
+            admission=cpu_admission,
+        )
 
     def store(self, numbers: range, **told: Any) -> None:
         origin = self.origin(**told)
@@ -197,6 +210,10 @@ def test_low_priority_does_not_displace_on_the_disk() -> None:
     assert bed.disk.evictions == 0
     bed.store(range(4, 6))
     assert KEYS[4] in bed.disk
+    bed.store(range(6, 8), priority="low")
+    assert KEYS[6] in bed.planner.cpu
+    assert KEYS[4] in bed.disk, "the disk was full of what others had stored"
+    assert KEYS[6] not in bed.disk
 
 
 def test_low_priority_may_use_half_of_the_load_budget() -> None:
@@ -216,6 +233,11 @@ def test_high_priority_passes_admission_but_not_the_write_budget() -> None:
     assert bed.queue.refused == 2
     bed.store(range(2, 4), priority="high")
     assert KEYS[2] in bed.disk
+    bed = Bed(cpu_admission=SecondUse())
+    bed.store(range(1))
+    assert KEYS[0] not in bed.planner.cpu
+    bed.store(range(1, 2), priority="high")
+    assert KEYS[1] in bed.planner.cpu
     bed = Bed(admission=[WriteBudget(1e-9, burst_bytes=15)])
     bed.store(range(2), priority="high")
     assert len(bed.disk) == 1
