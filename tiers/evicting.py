@@ -94,6 +94,10 @@ class EvictingTier(TierWrapper):
         self._evicting: asyncio.Task[None] | None = None
         self._counts: Counter[str] = Counter()
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether a record is kept; from any thread, true of a moment ago."""
+        return key in self._sizes
+
     async def open(self) -> TierInfo:
         info = await self.inner.open()
         self._capacity_bytes = info.capacity_bytes
