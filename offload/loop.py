@@ -26,9 +26,13 @@ class OffloadLoop:
         finally:
             self.loop.close()
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop and do not wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait for its result; raises ``TimeoutError``."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future = self.start(coroutine)
         try:
             return future.result(timeout_s)
         except TimeoutError:

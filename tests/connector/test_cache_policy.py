@@ -84,3 +84,15 @@ def test_chunks_in_use_stay() -> None:
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(AttributeError, match="no policy 'nonsense'"):
         manager_of("nonsense")
+
+
+def test_what_was_offered_again_is_not_evicted_for_the_rest() -> None:
+    manager = manager_of("kvtiers_lru")
+    keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(CHUNKS + 1)]
+    for key in keys[:-1]:
+        assert request(manager, key.hex(), [key]) == []
+    context = ReqContext("r")
+    manager.on_new_request(context)
+    stored = manager.prepare_store([keys[0], keys[-1]], context)
+    assert stored is not None
+    assert list(stored.evicted_keys) == [keys[1]], "the first is older, but was offered"

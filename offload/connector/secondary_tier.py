@@ -1,0 +1,223 @@
+"""Our LMDB tier below vLLM's own CPU tier, for whoever stays with vLLM's tiering.
+
+    "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 10737418240,
+        "secondary_tiers": [{
+            "type": "LmdbSecondaryTier",
+            "module_path": "offload.connector.secondary_tier",
+            "path": "/var/cache/kv",
+            "capacity": "100GiB"
+        }]
+    }
+
+vLLM calls it on its scheduler's thread; everything that waits runs on a loop of our own. What the
+tier evicts, verifies and survives is as under our own connector. What lies above, lookups key by
+key and a prefix that must fit the CPU tier, is vLLM's.
+
+Ownership: vLLM's thread owns ``_open``; the loop owns the tier; jobs come back through a queue.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import logging
+import queue
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from offload.errors import TierUnavailableError
+from offload.loop import OffloadLoop
+from offload.sizes import parse_size
+from policies.base import EntryInfo, RemoveCause
+from policies.guarded import contained
+from policies.registry import make_policy
+from tiers.base import Buffer, ReadOutcome, TierError, WriteOutcome
+from tiers.evicting import EvictingTier
+from tiers.lmdb_store import LmdbOptions
+from tiers.lmdb_tier import LmdbTier
+from tiers.record import NAMESPACE_BYTES
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 300.0
+CLOSE_TIMEOUT_S = 60.0
+
+
+class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untyped here
+    """A ``secondary_tiers`` entry of vLLM's ``TieringOffloadingSpec``.
+
+    ``capacity`` is a size such as ``"100GiB"``; ``policy`` names an eviction policy. Each model and
+    geometry, as vLLM's own file tier tells them apart, has a folder of its own below ``path``. One
+    server at a time may use it. Raises ``TierUnavailableError``.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str,
+        capacity: str | int,
+        policy: str = "lru",
+        io_threads: int = 8,
+        locality: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        del locality  # a local disk; vLLM only publishes it
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._open: set[concurrent.futures.Future[None]] = set()
+        folder, namespace = _place(Path(path), offloading_spec, self._rows.shape[1])
+        options = LmdbOptions(
+            namespace=namespace, record_bytes=self._rows.shape[1], io_threads=io_threads
+        )
+        self._tier = EvictingTier(
+            LmdbTier(folder, parse_size(capacity), options=options),
+            contained(make_policy(policy), tier_type),
+            describe=_describe,
+            causes=(RemoveCause.EVICTED, RemoveCause.DROPPED),
+        )
+        self._loop = OffloadLoop("kvtiers-secondary")
+        try:
+            self._loop.call(self._start(), OPEN_TIMEOUT_S)
+        except (TierError, TimeoutError) as error:
+            self._loop.stop()
+            raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
+
+    async def _start(self) -> None:
+        info = await self._tier.open()
+        self._epoch = info.epoch
+        if info.epoch % 2:  # weights changed in place: only the last server had them (0013)
+            await self._new_epoch()
+
+    async def _new_epoch(self) -> None:
+        self._epoch += 1
+        await self._tier.reset(self._epoch)
+
+    # -- vLLM's thread -----------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if key in self._tier else LookupResult.MISS
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store(job_metadata))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._load(job_metadata))
+
+    def _submit(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
+        self._open.add(self._loop.start(self._run(job, work)))
+
+    async def _run(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
+        """Every job is answered, whatever happens."""
+        try:
+            result = await work
+        except Exception as error:  # vLLM asserts on jobs that never end
+            logger.warning("kvtiers: %s: job %d failed: %s", self.tier_type, job.job_id, error)
+            result = JobResult(job.job_id, success=False, successful_keys=())
+        self._done.put(result)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._open = {future for future in self._open if not future.done()}
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+        return found
+
+    def has_pending_work(self) -> bool:
+        return bool(self._open)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        held = [key for key in keys if key in self._tier]
+        if held:
+            self._open.add(self._loop.start(self._touch(held)))
+
+    def drain_jobs(self) -> None:
+        """vLLM resets its caches: wait for every transfer, and forget what is stored. Other weights
+        may follow, whose blocks have the same hashes; vLLM's own tiers keep the old ones."""
+        concurrent.futures.wait(self._open)
+        step = 1 if self._epoch % 2 == 0 else 2
+        self._epoch += step - 1
+        self._loop.call(self._new_epoch(), OPEN_TIMEOUT_S)
+
+    def shutdown(self) -> None:
+        """Finish what is under way, within a minute."""
+        concurrent.futures.wait(self._open, CLOSE_TIMEOUT_S)
+        try:
+            self._loop.call(self._tier.aclose(), CLOSE_TIMEOUT_S)
+        except (TierError, TimeoutError) as error:
+            logger.warning("kvtiers: %s was not closed: %s", self.tier_type, error)
+        self._loop.stop()
+
+    # -- our loop ----------------------------------------------------------------------------
+
+    async def _store(self, job: TransferJob) -> JobResult:
+        started = time.perf_counter()
+        keys, rows = list(job.keys), self._rows_of(job)
+        written = await self._tier.write(keys, rows)
+        is_good = all(outcome is WriteOutcome.OK for outcome in written)
+        return self._result(job, is_good, keys, started)
+
+    async def _load(self, job: TransferJob) -> JobResult:
+        started = time.perf_counter()
+        keys, rows = list(job.keys), self._rows_of(job)
+        outcomes = await self._tier.read(keys, rows)
+        good = [key for key, got in zip(keys, outcomes, strict=True) if got is ReadOutcome.OK]
+        return self._result(job, len(good) == len(keys), good, started)
+
+    async def _touch(self, keys: Sequence[OffloadKey]) -> None:
+        with contextlib.suppress(TierError):  # whoever reads or writes next is told
+            await self._tier.touch(keys)
+
+    def _rows_of(self, job: TransferJob) -> list[Buffer]:
+        return [self._rows[int(chunk)] for chunk in job.chunk_ids]
+
+    def _result(
+        self, job: TransferJob, is_good: bool, good: Sequence[OffloadKey], started: float
+    ) -> JobResult:
+        return JobResult(
+            job.job_id,
+            success=is_good,
+            successful_keys=None if is_good else good,
+            transfer_time=time.perf_counter() - started,
+            transfer_bytes=len(good) * self._rows.shape[1],
+        )
+
+
+def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
+    return EntryInfo(get_offload_group_idx(OffloadKey(key)), size_bytes=payload_bytes)
+
+
+def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
+    """The folder, and the namespace of its records: what vLLM's file tier tells apart by a path,
+    and the bytes of a chunk."""
+    mapper = FileMapper.from_offloading_spec(str(root), spec, spec.blocks_per_chunk)
+    fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+    folder = root / f"vllm-{digest.hex()[:16]}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder, digest[:NAMESPACE_BYTES]
