@@ -6,20 +6,25 @@ jobs of one plan are posted in this order: deletes, stores, demotes, loads.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from offload.columns import Columns, Packed
 from offload.keys import pack_keys, unpack_keys
 
-PROTOCOL = pickle.HIGHEST_PROTOCOL
 STAGED = -1
 """Slot of a load item that only passes through a staging buffer of the worker."""
 IN_SLAB = -1
 """Tier of a load item whose bytes are in its slot already, or are being read into it."""
+
+
+_pack = msgspec.msgpack.encode
+_ROWS = msgspec.msgpack.Decoder(tuple[tuple[tuple[int, ...], ...], tuple[int, ...]])
+_PACKED = msgspec.msgpack.Decoder(Packed)
 
 
 class StoreJob:
@@ -49,13 +54,13 @@ class StoreJob:
 
     def _thawed(self) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
         if isinstance(self._rows, bytes):
-            self._rows = pickle.loads(self._rows)
+            self._rows = _ROWS.decode(self._rows)
         assert not isinstance(self._rows, bytes)
         return self._rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = self._rows
-        frozen = rows if isinstance(rows, bytes) else pickle.dumps(rows, PROTOCOL)
+        frozen = rows if isinstance(rows, bytes) else _pack(rows)
         return _frozen_store, (self.job, self.group, frozen)
 
     def __repr__(self) -> str:
@@ -117,7 +122,7 @@ class LoadJob:
     def __reduce__(self) -> tuple[Any, ...]:
         chunks = self._chunks
         if isinstance(chunks, Columns):
-            chunks = pickle.dumps(chunks.pack(), PROTOCOL)
+            chunks = _pack(chunks.pack())
         return LoadJob, (self.job, self.request, chunks)
 
     def __repr__(self) -> str:
@@ -125,8 +130,7 @@ class LoadJob:
 
 
 def _thawed(chunks: bytes) -> Columns:
-    packed: Packed = pickle.loads(chunks)
-    return packed.unpack()
+    return _PACKED.decode(chunks).unpack()
 
 
 _load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields

@@ -93,6 +93,6 @@ def __getattr__(name: str) -> type[TierCachePolicy]:
     spec = name.removeprefix(PREFIX)
     try:
         make_policy(spec)
-    except Exception as error:
+    except Exception as error:  # a policy's own constructor may raise anything
         raise AttributeError(f"module {__name__!r} has no policy {spec!r}: {error}") from error
     return type(name, (TierCachePolicy,), {"spec": spec})
