@@ -6,7 +6,8 @@ Several engines (data-parallel replicas) are summed, except states, of which the
 
 from __future__ import annotations
 
-import urllib.error
+import http.client
+import math
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -134,7 +135,8 @@ def metrics_url(text: str) -> str:
     """``host:port`` or any address of a server as that of its metrics. Raises ``ValueError``."""
     address = text if "://" in text else f"http://{text}"
     parts = urllib.parse.urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    is_plain = address.isprintable() and " " not in address
+    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
         raise ValueError(f'is not the address of a server (got "{text}")')
     _ = parts.port  # raises ValueError for one that is no number
     path = parts.path if parts.path.strip("/") else "/metrics"
@@ -146,7 +148,9 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except http.client.HTTPException as error:  # another protocol, or a page that breaks off
+        raise PageError(f"{url} answers, but not as a web server does: {error!r}") from error
+    except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise PageError(f"{url} does not answer: {reason}") from error
 
@@ -160,6 +164,8 @@ def parse(text: str, at_s: float) -> Page:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if math.isnan(sample.value):
+                    continue
                 if sample.name.startswith("vllm:"):
                     by_tier = samples.setdefault(sample.name, {})
                     by_tier.setdefault(sample.labels.get("tier", ""), []).append(sample.value)

@@ -31,6 +31,10 @@ LIVE = (
     "in use by pid {pids}: not removed. To empty the tiers of a running server call its "
     "POST /reset_prefix_cache?reset_external=true; to remove the files stop it first"
 )
+LIVE_SHARED = (
+    "shared by pid {pids}: not removed. A reset would not empty it, and would leave that server on "
+    "its own until it restarts. To remove the files stop all of them first"
+)
 
 
 @app.command()
@@ -147,6 +151,7 @@ def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) 
             print(f"removed {size} in {len(done)} of {len(removals)} namespaces")
         for removal in kept:
             pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
-            line = LIVE.format(pids=pids)
+            is_shared = any(store.sharers() for store in removal.home.stores)
+            line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids)
             print(f"{removal.home.name or removal.home.folder}: {line}", file=sys.stderr)
     raise SystemExit(1 if kept else 0)

@@ -58,6 +58,8 @@ def export(
     home = _choose(problems, homes, namespace, model)
     if file.is_dir() or not file.parent.is_dir():
         problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
+    elif file.exists() and not file.is_file():
+        problems.add(str(file), "is no regular file", "Name a file that may be written anew.")
     elif file.exists() and not overwrite:
         problems.add(str(file), "exists", "Name another file, or give --overwrite.")
     problems.refuse("export")

@@ -20,6 +20,7 @@ app = make_app()
 File = Annotated[Path, typer.Argument(help="The file of record_requests in the configuration.")]
 FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
 LINE_MOST = 1 << 16
+NUMBERS = ("time", "prompt_tokens", "gpu_tokens", "wanted_tokens")
 
 
 @app.command()
@@ -62,7 +63,8 @@ def why(
         return
     screen().print(_table(chosen))
     for name, count in Counter(record["reason"] for record in chosen).most_common():
-        screen().print(f"{count:>6}  {name}: {meanings[name]}")
+        meaning = meanings.get(name, "this version of kvtiers does not know this reason")
+        screen().print(f"{count:>6}  {name}: {meaning}", markup=False)
 
 
 def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
@@ -71,17 +73,28 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MOST]
         found = [json.loads(line) for line in whole]
-        if not all(isinstance(record["request"] + record["reason"], str) for record in found):
+        if not all(map(_is_record, found)):
             raise TypeError
     except FileNotFoundError:
         problems.add(str(file), "does not exist", FIX)
     except OSError as error:
         problems.add(str(file), f"cannot be read: {error.strerror}", FIX)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError):
         problems.add(str(file), "is not a file of record_requests", FIX)
     else:
         return found
     return []
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it has what every record of a server has. Reasons may be those of a newer version."""
+    if not isinstance(record, dict) or not isinstance(record.get("loaded_tokens"), dict):
+        return False
+    numbers = [record.get(name) for name in NUMBERS] + list(record["loaded_tokens"].values())
+    texts = record.get("request"), record.get("reason")
+    return all(isinstance(number, int | float) for number in numbers) and all(
+        isinstance(text, str) for text in texts
+    )
 
 
 def _look_elsewhere(records: list[dict[str, Any]], store: Path) -> None:
@@ -114,7 +127,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
             str(record["gpu_tokens"]),
             escape(", ".join(f"{tokens} {tier}" for tier, tokens in loaded.items())),
             str(record["wanted_tokens"] - sum(loaded.values())),
-            record["reason"],
+            escape(record["reason"]),
             escape(_where(record)),
         )
     return table

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.namespace import Namespace
+from offload.namespace_folders import open_shared_place
 from tests.cli.world import (
     FIELDS,
     OTHER,
@@ -194,3 +195,13 @@ def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
     grow_old(bare, range(2))
     assert clear(bare, "--unused-for", "1d").code == 0
     assert set(records_of(bare)) == {key_of(2), key_of(3)}
+
+
+def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
+    make_store(tmp_path, range(2))
+    with open_shared_place(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
+        result = kvtiers("clear", tmp_path, "--all", "--yes")
+    assert result.code == 1
+    assert f"shared by pid {os.getpid()}: not removed" in result.err
+    assert "POST" not in result.err
+    assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0

@@ -4,6 +4,7 @@ refused, record by record."""
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +302,15 @@ def test_choosing_a_namespace(tmp_path: Path) -> None:
     assert "exists. Name another file, or give --overwrite." in again.err
     export(tmp_path / "a", tmp_path / "f", "--namespace", NAME[:6], "--overwrite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", range(1))
+    os.mkfifo(tmp_path / "pipe")
+    result = kvtiers("export", tmp_path / "a", tmp_path / "pipe", "--overwrite")
+    assert result.code == 2
+    assert "is no regular file" in result.err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,7 +165,42 @@ def test_no_server() -> None:
     assert "\n" not in result.err.strip()
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "host:port", ""])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\nshort",
+    ],
+)
+def test_what_is_no_web_server(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def once() -> None:
+            peer = listener.accept()[0]
+            with peer:
+                peer.recv(4096)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        result = kvtiers("top", address, "--once", "--interval", "0")
+        thread.join()
+    assert result.code == 1
+    assert f"http://{address}/metrics answers, but not as a web server does" in result.err
+
+
+def test_numbers_that_are_none_are_as_missing() -> None:
+    page = (
+        'vllm:kvtiers_resident_chunks{tier="cpu"} 3\nvllm:kvtiers_breaker_state{tier="cpu"} NaN\n'
+    )
+    with serving([page]) as address:
+        found = kvtiers("top", address, "--json", "--interval", "0").json
+    assert found["tiers"][0]["breaker"] is None
+    assert found["tiers"][0]["resident_chunks"] == 3
+
+
+@pytest.mark.parametrize("url", ["local host:1", "ftp://x", "http://", "host:port", ""])
 def test_what_is_no_address(url: str) -> None:
     result = kvtiers("top", url, "--once")
     assert result.code == 2

@@ -65,3 +65,28 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     with file.open("a") as half:
         half.write(json.dumps({"request": "half"})[:-3])
     assert len(kvtiers("why", file, "--json").json["requests"]) == 2
+
+
+def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
+    file = recorded(tmp_path, 1)
+    file.write_text(file.read_text().replace("never_stored", "[from] the future"))
+    result = kvtiers("why", file)
+    assert result.code == 0
+    assert "[from] the future: this version" in result.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"request": "r", "reason": "evicted"},
+        {"request": "r", "reason": "evicted", "loaded_tokens": {"cpu": None}},
+        ["request", "reason"],
+        None,
+    ],
+)
+def test_other_lines_of_json_are_no_records(tmp_path: Path, line: object) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    result = kvtiers("why", file)
+    assert result.code == 2
+    assert "is not a file of record_requests" in result.err
