@@ -166,6 +166,7 @@ class Planner:
     def tick(self, now: float) -> None:
         """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
         self._now = self.stats.now = now
+        self._uses.step()
         self._loads.tick(now)
         self.shared.tick(now)
 
@@ -179,6 +180,7 @@ class Planner:
         return bool(
             len(self._ledger)
             or len(self._stores)
+            or len(self._uses)
             or len(self._loads)
             or len(self.shared)
             or any(map(self._deletions.waiting, self._ready_for_deletions()))
@@ -189,7 +191,6 @@ class Planner:
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
-        self._uses.step()
         demotes = []
         ready = self._ready_for_deletions()
         for queue in self._demotions if demote else ():

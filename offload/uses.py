@@ -64,6 +64,10 @@ class Uses:
         for use in ready:
             self._note(use)
 
+    def __len__(self) -> int:
+        """Parts that were put off."""
+        return len(self._behind)
+
     def clear(self) -> None:
         """All chunks are forgotten."""
         self._waiting.clear()
@@ -80,7 +84,8 @@ class Uses:
 
     def _note(self, use: _Use) -> None:
         """Part by part, the tail first, as policies take it: the head of a prefix ends up younger
-        than its tail. Hints come after the last part."""
+        than its tail. Until the last part it is not, for a few steps: as it was not while the
+        request ran, whose use no policy hears of before its end. Hints come after the last part."""
         end = len(use.keys)
         while end > AT_ONCE and all(index.policy.takes_parts for index in self._tiers):
             self._behind.append((use.keys[end - AT_ONCE : end], None))
