@@ -81,6 +81,7 @@ class LmdbReads:
     def _end(self, whole: Together) -> None:
         for job in whole.jobs:
             self._end_job(job)
+        whole.jobs = []  # which know it: views of the slab would be left to the garbage collector
         self._contents.tell_waiting()
 
     def _end_job(self, job: ReadJob) -> None:

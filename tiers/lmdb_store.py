@@ -41,6 +41,8 @@ from tiers.record import NO_NAMESPACE, Identity
 from tiers.recover import Expected, Recovered, recover
 
 PAYLOAD_NAME = "payload.data"
+SMALL_FILES_BYTES = 4 * ALIGNMENT
+"""What the owner's lock and LMDB's table of readers take on the disk, with something to spare."""
 JOB_BYTES_MIN = 256 << 10
 _MAGIC = b"KVTPAYL1"
 _ID_BYTES = 16
@@ -104,11 +106,12 @@ def index_bytes(capacity_bytes: int, record_bytes: int) -> int:
 
 
 def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) -> int:
-    """What is left of a capacity for records: all but the index and page 0.
+    """What is left of a capacity for records: all but the index, page 0 and small files.
 
     Raises ``ValueError`` if that is nothing.
     """
     left = capacity_bytes - index_bytes(capacity_bytes, record_bytes) - ALIGNMENT
+    left -= SMALL_FILES_BYTES
     if left < ALIGNMENT:
         raise ValueError(
             f"a capacity of {capacity_bytes} bytes leaves no room for records: the index takes "
@@ -193,7 +196,8 @@ class LmdbStore:
         if os.path.lexists(path):
             size = path.lstat().st_size // ALIGNMENT * ALIGNMENT
             self._index_bytes = max(self._index_bytes, size)
-        self.pages_max = (self._capacity_bytes - self._index_bytes) // ALIGNMENT
+        left = self._capacity_bytes - self._index_bytes - SMALL_FILES_BYTES
+        self.pages_max = left // ALIGNMENT
         if self.pages_max < 2:
             raise IndexUnusableError(
                 f"an index of {self._index_bytes} bytes leaves no room for records in a capacity "
