@@ -43,7 +43,7 @@ class SharedLimits:
 
 @dataclass(slots=True)
 class Wait:
-    """What a request has asked, when, and in which step; whether it has gone on without."""
+    """What a request has asked, when, and in which step; whether it has gone on since."""
 
     numbers: frozenset[int]
     since: float
@@ -173,14 +173,20 @@ class SharedTiers:
 
     def is_waiting(self, wait: Wait, now: float) -> bool:
         """Whether a request should go on waiting for what it has asked."""
-        if wait.is_over or wait.numbers.isdisjoint(self._open):
+        if wait.is_over:
             return False
-        deadline = wait.since + self.limits.lookup_timeout_s
-        if now < deadline or self.steps < wait.step + STEPS_LEAST:
-            return True
+        if not wait.numbers.isdisjoint(self._open):
+            deadline = wait.since + self.limits.lookup_timeout_s
+            if now < deadline or self.steps < wait.step + STEPS_LEAST:
+                return True
+            self.timeouts += 1
         wait.is_over = True
-        self.timeouts += 1
         return False
+
+    def is_stale(self, wait: Wait, now: float) -> bool:
+        """Whether to ask again, since what the tiers have said may be forgotten. Never before the
+        request has gone on once: in an engine of long steps it would wait for ever."""
+        return wait.is_over and now > wait.since + self.limits.remember_s
 
     def is_unanswered(self, tier: int, key: bytes) -> bool:
         """Whether the tier was asked about this chunk and has not answered yet."""

@@ -73,7 +73,7 @@ class Lookups:
             return False
         now = time.monotonic()
         wait: Wait | None = tracker.wait
-        if wait is None or now > wait.since + shared.limits.remember_s:
+        if wait is None or shared.is_stale(wait, now):
             wanted = self._coordinator.wanted(tracker.keys, start, _limits(tracker, request).start)
             held = present_in(*self._planner.holders_for(tracker.origin))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
