@@ -45,7 +45,8 @@ from tiers.shared_folder import COMMON, SharedFolder
 PRESENT_AT_ONCE = 32
 """Keys that one thread looks for at a time."""
 QUESTION_THREADS = 4
-"""Apart from those that move payloads: a question takes no time behind them."""
+"""Apart from those that move payloads: a question takes no time behind them. Nor does a read behind
+those that store, which wait for each other while one of them scans the folder."""
 TOUCHES_AT_ONCE = 256
 
 T = TypeVar("T")
@@ -91,11 +92,12 @@ class SharedFileTier(Tier):
                 raise TierIoError(f"cannot open the tier in {self._path}: {error}") from error
             raise
         self._pid = os.getpid()
-        self._epochs_begun = self._resets = self._serial = 0
+        self._epochs_begun = self._epochs_reached = self._serial = 0
         self._last_use_ns = max((one.use_ns for one in stored), default=0)
         self._filling: dict[Key, asyncio.Future[WriteOutcome]] = {}
         self._working: set[asyncio.Future[Any]] = set()
         self._threads = DaemonThreads("tier-file", self._depth)
+        self._storing = DaemonThreads("tier-file-store", self._depth)
         self._questions = DaemonThreads("tier-ask", QUESTION_THREADS)
         names = ("written", "read_ok", "read_miss", "read_corrupt")
         self._counts = dict.fromkeys(names, 0)
@@ -131,7 +133,7 @@ class SharedFileTier(Tier):
         """Which of these can be read now. Whoever asks bounds how long, and how many at a time: a
         mount that hangs answers when it is back."""
         with self._open_folder() as folder:
-            if self._resets:
+            if self._is_resetting:
                 return [False] * len(keys)
             epochs_begun, run = self._epochs_begun, self._questions.run
             starts = range(0, len(keys), PRESENT_AT_ONCE)
@@ -143,6 +145,11 @@ class SharedFileTier(Tier):
 
     def stats(self) -> dict[str, Any]:
         return dict(self._counts)
+
+    @property
+    def _is_resetting(self) -> bool:
+        """Until a reset is done, also one that failed, nothing is stored or found."""
+        return self._epochs_reached < self._epochs_begun
 
     @contextmanager
     def _open_folder(self) -> Iterator[SharedFolder]:
@@ -172,7 +179,7 @@ class SharedFileTier(Tier):
             for key, data in zip(keys, buffers, strict=True):
                 check_key(key)
                 check_payload(data.nbytes)
-            if self._resets:
+            if self._is_resetting:
                 return [WriteOutcome.FAILED] * len(keys)
             epochs_begun = self._epochs_begun
             asked = []
@@ -180,7 +187,7 @@ class SharedFileTier(Tier):
                 if key not in self._filling:
                     self._serial += 1
                     use = (self._next_use_ns(), self._serial)
-                    storing = self._threads.run(folder.store, key, folder.epoch, data, *use)
+                    storing = self._storing.run(folder.store, key, folder.epoch, data, *use)
                     self._filling[key] = storing
                     storing.add_done_callback(self._end_of(key))
                 asked.append(self._filling[key])
@@ -203,7 +210,7 @@ class SharedFileTier(Tier):
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         with self._open_folder() as folder:
-            if self._resets:
+            if self._is_resetting:
                 return [ReadOutcome.MISS] * len(keys)
             epochs_begun = self._epochs_begun
             pairs = zip(keys, into, strict=True)
@@ -233,10 +240,10 @@ class SharedFileTier(Tier):
         """The number of the epoch that begins is drawn, whatever the caller's is."""
         with self._open_folder() as folder:
             self._epochs_begun += 1
-            self._resets += 1  # until it is done nothing is stored or found
+            begun = self._epochs_begun
             self._filling = {}
             await self._finish([self._threads.run(folder.begin_own)])
-            self._resets -= 1
+            self._epochs_reached = max(self._epochs_reached, begun)
             assert folder.epoch != COMMON, "it has weights of its own now"
             self._threads.run(folder.remove_gone)
 
@@ -253,7 +260,10 @@ class SharedFileTier(Tier):
     async def _close(self, folder: SharedFolder) -> None:
         while self._working:
             await asyncio.wait(list(self._working))
-        await in_thread(_end, self._threads.stop, self._questions.stop, folder.close)
+        await in_thread(_end, *self._stops(), folder.close)
+
+    def _stops(self) -> list[Callable[[], None]]:
+        return [pool.stop for pool in (self._threads, self._storing, self._questions)]
 
 
 def _end(*steps: Callable[[], None]) -> None:

@@ -114,7 +114,7 @@ class SharedLmdbTier(Tier):
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._own_epoch = store.own_epoch
-        self._epochs_begun = self._resets = 0
+        self._epochs_begun = self._epochs_reached = 0
         self._touched: dict[Key, None] = {}
         self._touch_timer: asyncio.TimerHandle | None = None
         self._reads_queued = self._active = 0
@@ -171,6 +171,11 @@ class SharedLmdbTier(Tier):
                 "Close the tier and open it again"
             ) from failure
 
+    @property
+    def _is_resetting(self) -> bool:
+        """Until a reset is done, also one that failed, nothing is stored or found."""
+        return self._epochs_reached < self._epochs_begun
+
     @contextmanager
     def _working(self) -> Iterator[SharedStore]:
         """Around every public call: checks, and lets ``aclose`` wait for those inside."""
@@ -204,7 +209,7 @@ class SharedLmdbTier(Tier):
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these can be read now, by this process, whoever stored them."""
         with self._working() as store:
-            if self._resets:
+            if self._is_resetting:
                 return [False] * len(keys)
             _epoch, values = await self._lookup(store.index.find, keys, self._own_epoch)
             return [value is not None for value in values]
@@ -229,7 +234,7 @@ class SharedLmdbTier(Tier):
             for key, data in zip(keys, buffers, strict=True):
                 check_key(key)
                 check_payload(data.nbytes)
-            if self._resets:
+            if self._is_resetting:
                 return [WriteOutcome.FAILED] * len(keys)
             return await self._writes.write(keys, buffers, self._own_epoch)
 
@@ -240,7 +245,7 @@ class SharedLmdbTier(Tier):
             if self._reads_queued and self._reads_queued + len(keys) > self._options.queue_records:
                 self._counts["read_busy"] += len(keys)
                 return [ReadOutcome.BUSY] * len(keys)
-            if self._resets:
+            if self._is_resetting:
                 return [ReadOutcome.MISS] * len(keys)
             epochs_begun = self._epochs_begun
             jobs = self._read_jobs(store, keys, into)
@@ -340,11 +345,11 @@ class SharedLmdbTier(Tier):
         with self._working():
             before = self._own_epoch
             self._epochs_begun += 1
+            number = self._epochs_begun
             self._writes.end_epoch()
-            self._resets += 1  # until it is done nothing is stored or found
             begun = await settled(self._asking.ask(lambda changes: changes.begin_epoch(before)))
             self._check_index()
             if begun is None:
                 raise TierIoError(f"an epoch cannot be begun in {self._folder}")
             self._own_epoch = begun
-            self._resets -= 1
+            self._epochs_reached = max(self._epochs_reached, number)

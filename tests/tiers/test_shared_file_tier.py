@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from tiers.file_tier import FileTier
 from tiers.live_engines import LiveEngines, engine_name
 from tiers.record_files import record_name
 from tiers.shared_file_tier import SharedFileTier
+from tiers.shared_folder import SharedFolder
 from tiers.testing import assert_holds, assert_misses, fetch, key_of, put
 
 
@@ -134,6 +136,53 @@ async def test_a_question_that_hangs_holds_up_nobody_else(
     gate.set()
     assert await asking == [True] * 80
     await tier.aclose()
+
+
+async def test_reads_do_not_wait_for_a_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a million files on a slow server it takes minutes, and all who store wait for it."""
+    gate = threading.Event()
+    tier = SharedFileTier(tmp_path / "tier", 4 << 20, depth=2)
+    await tier.open()
+    await put(tier, [key_of(0)], SIZE)
+    real = SharedFolder.scan
+
+    def scan(folder: SharedFolder) -> Any:
+        gate.wait(20)
+        return real(folder)
+
+    monkeypatch.setattr(SharedFolder, "scan", scan)
+    storing = asyncio.create_task(put(tier, [key_of(n) for n in range(1, 9)], SIZE))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await assert_holds(tier, [key_of(0)], SIZE)
+    assert not storing.done()
+    gate.set()
+    assert await storing == [OK] * 8
+    await tier.aclose()
+
+
+async def test_a_reset_that_failed_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SharedFileTier(tmp_path / "tier", 4 << 20)
+    await tier.open()
+    await put(tier, [key_of(0)], SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedFolder, "_retire", _fails)
+        with pytest.raises(TierIoError):
+            await tier.reset(1)
+    await assert_misses(tier, [key_of(0)], SIZE)
+    assert await put(tier, [key_of(0)], SIZE) == [WriteOutcome.FAILED]
+    await tier.reset(1)
+    assert await put(tier, [key_of(0)], SIZE) == [OK]
+    await assert_holds(tier, [key_of(0)], SIZE)
+    await tier.aclose()
+
+
+def _fails(*_arguments: object, **_options: object) -> None:
+    raise OSError(errno.EIO, "planted")
 
 
 async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_path: Path) -> None:

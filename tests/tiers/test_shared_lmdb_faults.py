@@ -9,11 +9,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.direct_io import DiskIo
+from tiers.shared_changes import Changes
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import aligned, assert_holds, assert_misses, key_of, payload_of, put
 
@@ -127,6 +129,26 @@ class HangingIo(DiskIo):
             self.reached.set()
             self.gate.wait(60)
         return super().pwritev(fd, views, offset)
+
+
+async def test_a_reset_that_failed_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_changes: object, _own_epoch: object) -> int:
+        raise lmdb.MapFullError("planted")
+
+    tier = await opened(tmp_path / "tier", DiskIo())
+    await put(tier, KEYS[:1], SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "begin_epoch", full)
+        with pytest.raises(TierIoError, match="cannot be begun"):
+            await tier.reset(1)
+    await assert_misses(tier, KEYS[:1], SIZE)
+    assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.FAILED]
+    await tier.reset(1)
+    assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.OK]
+    await assert_holds(tier, KEYS[:1], SIZE)
+    await tier.aclose()
 
 
 async def test_a_reset_overtakes_writes_that_hang(tmp_path: Path) -> None:
