@@ -36,6 +36,9 @@ NO_SUCH_OBJECT = -704
 NOT_READY = -703
 MASTER_GONE = -900
 HEALTHY = 0
+ABSENT = (NO_SUCH_OBJECT, NOT_READY)
+GIVEN_UP_MOST = 1 << 30
+"""Bytes of memory that may be set aside because transfers into it were given up."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class MooncakeClient:
         self._settings = settings
         self._identity = identity
         self._memory = memory or range(0)
+        # Over RDMA a transfer that Mooncake has given up may still end: its memory is never reused.
+        self.reads_apart = settings.protocol == "rdma"
+        self._given_up: list[Buffer] = []
         self._store = _joined(settings)
         self._headers = np.zeros((threads * BATCH, HEADER_STEP), np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -138,8 +144,11 @@ class MooncakeClient:
     def get(self, keys: Sequence[Key], epoch: int, into: Sequence[Buffer]) -> list[ReadOutcome]:
         """Read at most ``BATCH`` records; each is verified where it will be used."""
         names = [self.name(key, epoch) for key in keys]
-        with self._lent_headers() as headers, self._reachable(into) as places:
+        apart = self.reads_apart
+        with self._lent_headers() as headers, self._reachable(into, apart=apart) as places:
             codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, places))
+            if apart and any(code < 0 and code not in ABSENT for code in codes):
+                self._give_up(places)
             outcomes = []
             for n, code in enumerate(_checked(codes)):
                 if code != HEADER_BYTES + into[n].nbytes:
@@ -163,7 +172,7 @@ class MooncakeClient:
 
     def _failed(self, name: str, code: int, payload_bytes: int) -> ReadOutcome:
         """What it means that a record did not come."""
-        if code in (NO_SUCH_OBJECT, NOT_READY):
+        if code in ABSENT:
             return ReadOutcome.MISS
         size = self._store.get_size(name)
         if size >= 0 and size != HEADER_BYTES + payload_bytes:
@@ -186,11 +195,21 @@ class MooncakeClient:
         finally:
             self._free.put(first)
 
+    def _give_up(self, places: Sequence[Buffer]) -> None:
+        """Keep memory that somebody may still write into, as long as the process lives."""
+        self._given_up += places
+        if sum(place.nbytes for place in self._given_up) > GIVEN_UP_MOST:
+            raise TierIoError("too many transfers were given up; restart the server to go on")
+
     @contextmanager
-    def _reachable(self, buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+    def _reachable(
+        self, buffers: Sequence[Buffer], *, apart: bool = False
+    ) -> Iterator[list[Buffer]]:
         """Memory that the store may use, as large as ``buffers``: these themselves where they lie
-        in what was registered at the start, else some that is registered for this call."""
-        outside = [buffer for buffer in buffers if buffer.ctypes.data not in self._memory]
+        in what was registered at the start (unless ``apart``), else some that is registered for
+        this call."""
+        known = range(0) if apart else self._memory
+        outside = [buffer for buffer in buffers if buffer.ctypes.data not in known]
         if not outside:
             yield list(buffers)
             return
@@ -199,7 +218,7 @@ class MooncakeClient:
         try:
             places, at = [], 0
             for buffer in buffers:
-                if buffer.ctypes.data in self._memory:
+                if buffer.ctypes.data in known:
                     places.append(buffer)
                     continue
                 places.append(extra[at : at + buffer.nbytes])

@@ -10,7 +10,8 @@ held asks again.
 
 Ownership: everything belongs to the event loop's thread; calls of the store run in daemon threads
 of the tier's own, questions apart from data. A read or write is waited for to its end, because the
-store uses the caller's memory until then; Mooncake itself gives up after some seconds.
+store uses the caller's memory until then; Mooncake itself gives up after some seconds, on a peer
+that hangs after half a minute.
 """
 
 from __future__ import annotations

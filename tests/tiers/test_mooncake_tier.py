@@ -175,6 +175,49 @@ async def test_the_slab_is_used_where_it_lies(
         assert slab.nbytes in registered
 
 
+class GivesUp:
+    """A store that gives up each read, and notes where it was to go."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.used: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_into_multi_buffers(self, names: list[str], at: Any, sizes: Any) -> list[int]:
+        self.used += [address for _, address in at]
+        return [-800] * len(names)
+
+
+async def test_what_a_transfer_was_given_up_into_is_never_used_again(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over RDMA it may still arrive. Nothing goes straight into a slot then."""
+    slab = np.zeros(32 * SIZE, np.uint8)
+    memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(16)]
+    async with opened(master.settings(), tmp_path, memory=memory) as tier:
+        assert await put(tier, KEYS[:16], SIZE) == [OK] * 16
+        client = tier._client
+        client.reads_apart = True
+        store, gives_up = client._store, GivesUp(client._store)
+        monkeypatch.setattr(client, "_store", gives_up)
+        for _ in range(3):
+            assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
+        assert len(set(gives_up.used)) == 3 * 16
+        assert not [address for address in gives_up.used if address in memory]
+        monkeypatch.setattr(client, "_store", store)
+        assert await tier.read(KEYS[:16], slots) == [ReadOutcome.OK] * 16
+        for key, slot in zip(KEYS, slots, strict=False):
+            assert np.array_equal(slot, payload_of(key, SIZE))
+        monkeypatch.setattr(client, "_store", gives_up)
+        monkeypatch.setattr(mooncake_client, "GIVEN_UP_MOST", 50 * SIZE)
+        with pytest.raises(TierIoError, match="given up"):
+            await tier.read(KEYS[:16], slots)
+        monkeypatch.setattr(client, "_store", store)
+
+
 async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path) -> None:
     async with opened(master.settings(), tmp_path) as tier:
         await put(tier, KEYS[:2], SIZE)
@@ -222,7 +265,8 @@ async def test_the_store_makes_room_by_itself(master: Master, tmp_path: Path) ->
                 assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
                 if outcome is ReadOutcome.OK:
                     assert np.array_equal(data, payload_of(key_of(1000 + n), 1 << 20))
-            assert any(outcome is ReadOutcome.OK for outcome, _ in found)
+            assert found[0][0] is ReadOutcome.MISS, "the oldest made room"
+            assert any(outcome is ReadOutcome.OK for outcome, _ in found[-32:])
     finally:
         own.kill()
 
