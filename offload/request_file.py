@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import stat
 import threading
 from collections import deque
 from pathlib import Path
@@ -24,12 +25,14 @@ from offload.why import RequestRecord
 logger = logging.getLogger(__name__)
 
 WAITING_MOST = 1024
+EARLIER_MOST_BYTES = 16 << 20
 
 
 class RequestFile:
     """One JSON object per line, oldest first, each with the server's ``namespace``. The file holds
-    the last ``most`` requests and at most as many before them; then it is replaced by a shorter
-    one, so that a reader who opens it by name finds whole lines."""
+    the last ``most`` requests, also those of a server that had it before, and at most as many
+    before them; then it is replaced by a shorter one, so that a reader who opens it by name finds
+    whole lines."""
 
     def __init__(self, path: str, most: int, namespace: str = "") -> None:
         self.dropped = 0
@@ -63,8 +66,8 @@ class RequestFile:
             logger.error("kvtiers: recording requests to %s ended: %s", self._path, error)
 
     def _write_all(self) -> None:
-        last: deque[str] = deque(maxlen=self._most)
-        file, lines = self._replace(last), 0
+        last = deque(_earlier(self._path), maxlen=self._most)
+        file, lines = self._replace(last), len(last)
         try:
             while (record := self._queue.get()) is not None:
                 line = json.dumps(record.as_json() | self._own) + "\n"
@@ -90,3 +93,19 @@ class RequestFile:
         file.flush()
         new.replace(self._path)
         return file
+
+
+def _earlier(path: Path) -> list[str]:
+    """The last whole lines that an earlier server has written there, to be explained after a crash;
+    none if it is no file of ours."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return []
+            start = max(0, status.st_size - EARLIER_MOST_BYTES)
+            file.seek(start)
+            lines = file.read(EARLIER_MOST_BYTES).decode(errors="replace").splitlines(keepends=True)
+    except OSError:
+        return []
+    return [line for line in lines[1 if start else 0 :] if line[:1] == "{" and line[-2:] == "}\n"]

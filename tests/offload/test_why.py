@@ -63,6 +63,20 @@ def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 
+def test_a_restart_keeps_what_the_server_before_has_written(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    for numbers in (range(95), range(95, 100), range(100, 103)):
+        written = RequestFile(str(file), most=10)
+        for number in numbers:
+            written(_record(number))
+        written.close()
+        with file.open("a") as torn:
+            torn.write('{"request": "torn by a crash')
+    names = [json.loads(line)["request"] for line in file.read_text().splitlines()[:-1]]
+    assert names[-10:] == [f"r{number}" for number in range(93, 103)]
+    assert len(names) == len(set(names)) <= 20
+
+
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("text")
