@@ -5,7 +5,7 @@ Part of ``policies.testing``. Needs hypothesis.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -79,21 +79,17 @@ class PolicyMachine(RuleBasedStateMachine):
         hints = {"session_end": True} if end else {"tool_call": True, "return_s": 5.0}
         self.policy.advise(sorted(self.members, key=repr) if keys else ["stranger"], hints)
 
-    @rule()
-    def clear(self) -> None:
-        """All members leave at once."""
-        self.policy.clear()
-        self.members.clear()
-        self.pinned.clear()
-        self.gone.clear()
-
-    @rule(as_dict=st.booleans())
-    def restart(self, as_dict: bool) -> None:
-        """The members are found again, all at once."""
+    @rule(found=st.sampled_from([None, list, dict.fromkeys]))
+    def clear(self, found: Callable[[list[Key]], Collection[Key]] | None) -> None:
+        """All members leave at once; those of an empty policy may be found again, all at once."""
         keys = sorted(self.members, key=repr)
         self.policy.clear()
-        self.policy.insert_all(dict.fromkeys(keys) if as_dict else keys, [EntryInfo()] * len(keys))
         self.gone.clear()
+        if found is not None:
+            self.policy.insert_all(found(keys), [EntryInfo()] * len(keys))
+            return
+        self.members.clear()
+        self.pinned.clear()
 
     @rule()
     def everything(self) -> None:

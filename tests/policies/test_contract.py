@@ -91,7 +91,7 @@ class _Scans(LruPolicy):
 
 
 class _Contract(PolicyContract):
-    examples = 40
+    examples = 120
     shrink = False
 
     def __init__(self, made: type[EvictionPolicy]) -> None:
