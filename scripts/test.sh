@@ -22,7 +22,13 @@ stage() {
 
 quick=(python -m pytest -m "not vllm and not gpu" --durations=5)
 vllm=(python -m pytest -m "vllm and not gpu" --durations=10)
-longest=(tests/vllm/test_kinds.py tests/vllm/test_soak.py)
+longest=(
+    tests/vllm/test_kinds.py
+    tests/vllm/test_soak.py
+    tests/vllm/test_custom_policy.py
+    tests/vllm/test_geometry.py
+    tests/bench/test_bench_serve.py
+)
 
 show_longest() {
     local code=0
