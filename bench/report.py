@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import re
@@ -117,9 +118,12 @@ def save(
     more: Sequence[str] = (),
 ) -> Path:
     """Write ``<date>-<question>.{md,json,png}``; the path of the Markdown. Each column of ``more``
-    gets a picture of its own, with the column in its name."""
+    gets a picture of its own, with the column in its name. Nothing kept is written over: the
+    second run of a day is called ``<date>-<question>-2``."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{datetime.date.today():%Y-%m-%d}-{report.question}"
+    first = f"{datetime.date.today():%Y-%m-%d}-{report.question}"
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    stem = next(folder / name for name in names if not (folder / f"{name}.json").exists())
     stem.with_suffix(".json").write_text(to_json(report))
     plot(report, stem.with_suffix(".png"), column)
     for other in more:

@@ -27,6 +27,7 @@ longest=(
     tests/vllm/test_soak.py
     tests/vllm/test_custom_policy.py
     tests/vllm/test_geometry.py
+    tests/vllm/test_server.py
     tests/bench/test_bench_serve.py
 )
 
