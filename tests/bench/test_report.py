@@ -10,7 +10,8 @@ from bench.scenario import Report, Row
 
 def test_a_second_run_of_a_day_does_not_write_over_the_first(tmp_path: Path) -> None:
     for number in (1, 2, 3):
-        report = Report("speed", "Speed", [Row("a case", "a system", {"GB/s": number})], [])
+        rows = [Row("a case", "a system", {"GB/s": float(number)})]
+        report = Report("speed", "Speed", {}, {}, rows)
         path = save(report, "python -m bench speed", "GB/s", tmp_path, more=["GB/s"])
         assert f"| {number}" in path.read_text(encoding="utf-8")
     names = sorted(path.name for path in tmp_path.iterdir())
