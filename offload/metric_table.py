@@ -5,18 +5,28 @@ Names follow Prometheus: ``vllm:kvtiers_<what>_<unit>``; a counter gets ``_total
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 PREFIX = "vllm:kvtiers_"
 
 
+class Tiers(enum.Enum):
+    """Of which tiers a metric with the label ``tier`` can have numbers."""
+
+    ALL = "all"
+    LOWER = "lower"
+    SHARED = "shared"
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its help text, its own labels, and whether it only grows."""
+    """One metric: its help text, its own labels, whether it only grows, and of which tiers."""
 
     text: str
     labels: tuple[str, ...] = ()
     counter: bool = True
+    tiers: Tiers = Tiers.ALL
 
     def shown_as(self, name: str) -> str:
         """The full name on the page."""
@@ -24,6 +34,14 @@ class Metric:
 
 
 TIER = ("tier",)
+
+
+def _lower(text: str) -> Metric:
+    return Metric(text, TIER, tiers=Tiers.LOWER)
+
+
+def _shared(text: str) -> Metric:
+    return Metric(text, TIER, tiers=Tiers.SHARED)
 
 
 def _gauge(text: str, *labels: str) -> Metric:
@@ -47,9 +65,9 @@ FOUND = {
     "complete_lookups": Metric("Requests that lacked nothing."),
     "lookups": Metric("Lookups; a request that waits is looked up again."),
     "lookup_seconds": Metric("Time spent in lookups, on vLLM's scheduler thread."),
-    "asked_chunks": Metric("Chunks that a shared tier was asked about.", TIER),
-    "found_chunks": Metric("Chunks that a shared tier said it holds.", TIER),
-    "unanswered_questions": Metric("Questions that a shared tier failed to answer.", TIER),
+    "asked_chunks": _shared("Chunks that a shared tier was asked about."),
+    "found_chunks": _shared("Chunks that a shared tier said it holds."),
+    "unanswered_questions": _shared("Questions that a shared tier failed to answer."),
     "lookup_timeouts": Metric(
         "Requests that went on before a shared tier had answered (lookup_timeout_s)."
     ),
@@ -67,15 +85,15 @@ MOVED = {
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
     "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
-    "read_bytes": Metric("Bytes read from a lower tier.", TIER),
-    "read_seconds": Metric("Time spent in reads of a lower tier.", TIER),
-    "write_bytes": Metric("Bytes written to a lower tier.", TIER),
-    "write_seconds": Metric("Time spent in writes of a lower tier.", TIER),
-    "write_refusals": Metric(
-        "Chunks that an admission policy or the write budget kept from a lower tier.", TIER
+    "read_bytes": _lower("Bytes read from a lower tier."),
+    "read_seconds": _lower("Time spent in reads of a lower tier."),
+    "write_bytes": _lower("Bytes written to a lower tier."),
+    "write_seconds": _lower("Time spent in writes of a lower tier."),
+    "write_refusals": _lower(
+        "Chunks that an admission policy or the write budget kept from a lower tier."
     ),
-    "writes_skipped": Metric(
-        "Chunks not written to a lower tier because its queue was full or it was shut out.", TIER
+    "writes_skipped": _lower(
+        "Chunks not written to a lower tier because its queue was full or it was shut out."
     ),
 }
 HELD = {
@@ -97,11 +115,11 @@ HELD = {
 }
 HEALTH = {
     "breaker_state": _gauge("0: asked as usual, 1: being tried again, 2: shut out.", "tier"),
-    "breaker_openings": Metric("Times that a lower tier was shut out for failures.", TIER),
+    "breaker_openings": _lower("Times that a lower tier was shut out for failures."),
     "break_even": _gauge("1 while loading from a tier pays, else 0.", "tier"),
     "load_tokens_per_second": _gauge("Rate of loads from a tier that break_even goes by.", "tier"),
     "prefill_tokens_per_second": _gauge("Rate of computing that break_even compares with."),
-    "corrupt_records": Metric("Records of a lower tier that failed verification.", TIER),
+    "corrupt_records": _lower("Records of a lower tier that failed verification."),
     "write_failures": Metric("Records that a lower tier did not take."),
     "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
     "late_answers": Metric("Answers to jobs that had ended already."),

@@ -169,7 +169,7 @@ def parse(text: str, at_s: float) -> Page:
                 if sample.name.startswith("vllm:"):
                     by_tier = samples.setdefault(sample.name, {})
                     by_tier.setdefault(sample.labels.get("tier", ""), []).append(sample.value)
-                if sample.name == MISSES:
+                if sample.name == MISSES and sample.value:
                     reason = sample.labels.get("reason", "unknown")
                     reasons[reason] = reasons.get(reason, 0.0) + sample.value
     except (ValueError, KeyError, IndexError) as error:

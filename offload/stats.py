@@ -9,6 +9,9 @@ from typing import Protocol
 from offload.departures import Cause, Departure, Departures
 from offload.ledger import CPU
 
+LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
+"""Why chunks leave a tier that they were in; the other causes are of chunks that did not enter."""
+
 
 class ChunkListener(Protocol):
     """Who wants to know which chunks a tier can give (``CPU`` or a lower tier's number)."""

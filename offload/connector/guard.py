@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
+HOOKS = {"explain", "build_connector_meta"}
+"""Names of all hooks in metrics; guarded methods add theirs. These two are parts of hooks, guarded
+where they are called."""
 
 
 class HookClock:
@@ -81,6 +84,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
 
     def decorate(hook: F) -> F:
         name = hook.__name__.strip("_")
+        HOOKS.add(name)
 
         @functools.wraps(hook)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +92,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
             try:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # the whole point: nothing may leave a hook
-                self.faults.note(hook.__name__, error)
+                self.faults.note(name, error)
                 return default()
             finally:
                 self.faults.clock(name).add(time.perf_counter() - started)

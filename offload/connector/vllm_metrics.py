@@ -6,6 +6,8 @@ are, each under a flat name: ``metric`` or ``metric:label``, with labels in thei
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -14,7 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from offload.metric_table import METRICS, PREFIX
+from offload.config import draft_config
+from offload.connector.guard import HOOKS
+from offload.metric_table import METRICS, PREFIX, Metric, Tiers
+from offload.stats import LEFT_FOR
+from offload.tier_factory import tier_names
+from offload.why import Reason
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped here
@@ -50,13 +57,22 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {}
+        known = _label_values(vllm_config.kv_transfer_config.kv_connector_extra_config)
         for name, metric in METRICS.items():
-            kind = metric_types[Counter if metric.counter else Gauge]
-            self._metrics[name] = kind(
-                name=PREFIX + name,
-                documentation=metric.text,
-                labelnames=[*labelnames, *metric.labels],
-            )
+            about: dict[str, Any] = {
+                "name": PREFIX + name,
+                "documentation": metric.text,
+                "labelnames": [*labelnames, *metric.labels],
+            }
+            if metric.counter:
+                self._metrics[name] = metric_types[Counter](**about)
+            else:
+                # With several API servers any of them gets a step's numbers; the default would
+                # show what each was told last, added up by every query that sums.
+                self._metrics[name] = metric_types[Gauge](**about, multiprocess_mode="mostrecent")
+            for values in per_engine_labelvalues.values():
+                for labels in started(name, metric, known):
+                    self._metrics[name].labels(*values, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one batch of numbers."""
@@ -68,3 +84,26 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
                 found.inc(value)
             else:
                 found.set(value)
+
+
+def started(
+    name: str, metric: Metric, known: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, ...]]:
+    """The labels under which a counter stands on the page from the start, as 0. To Prometheus a
+    series that begins with 1 has not grown: ``increase`` would be 0 after the first fault. Hooks
+    that are never called and questions that no tier is asked are left out, as are gauges."""
+    if not metric.counter or metric.tiers is Tiers.SHARED or name in ("hook_calls", "hook_seconds"):
+        return
+    tiers = known["tier"][1:] if metric.tiers is Tiers.LOWER else known["tier"]
+    left = [cause.value for cause in LEFT_FOR]
+    reasons = left if name == "removed_chunks" else known["reason"]
+    values = {**known, "tier": tiers, "reason": reasons}
+    yield from product(*(values[label] for label in metric.labels))
+
+
+def _label_values(extra: Any) -> dict[str, Sequence[str]]:
+    """What labels can be with this configuration; of a faulty one, which is refused elsewhere, as
+    far as it can be read."""
+    reasons = [reason.value for reason in Reason if reason is not Reason.COMPLETE]
+    tiers = ["cpu", *tier_names(draft_config(extra)[0])]
+    return {"tier": tiers, "reason": reasons, "hook": sorted(HOOKS)}

@@ -20,6 +20,8 @@ from offload.why import RequestLog
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 from tests.connector.test_scheduler_oracle import live
+from tests.dashboards import alert_rules
+from tests.promql import parse
 
 Page = dict[str, float]
 
@@ -85,6 +87,44 @@ def differences(folder: Path) -> dict[str, tuple[float, float]]:
 
 def test_the_page_adds_up(tmp_path: Path) -> None:
     assert differences(tmp_path) == {}
+
+
+def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
+    """``increase`` of a series that begins with 1 is 0: an alert would sleep through the first
+    fault, and a quotient of rates through one of whose sides nothing was counted yet."""
+    with World(MODELS["full"], Conditions(slots=20, fault_rate=0.1), tmp_path, 3) as world:
+        scraped = Scraped(world)
+        first = scraped.page()
+        live(world, 150)
+        later = scraped.page()
+    assert set(first.values()) == {0.0}
+    late = {n for n in later.keys() - first.keys() if METRICS[n.partition(":")[0]].counter}
+    assert {name.partition(":")[0] for name in late} <= {"hook_calls", "hook_seconds"}
+    hooks = {name.partition(":")[2] for name in late}
+    assert len(hooks) > 5
+    assert {f"hook_faults:{hook}" for hook in hooks} <= first.keys()
+    for rule in alert_rules():
+        for metric in parse(rule["expr"]).metrics:
+            name = metric.removeprefix("vllm:kvtiers_").removesuffix("_total")
+            there = [series for series in first if series.partition(":")[0] == name]
+            assert there or not METRICS[name].counter or name == "hook_calls", rule["alert"]
+
+
+def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path) -> None:
+    """They share a page; the default of prometheus_client is one series per process."""
+    modes: list[Any] = []
+
+    def gauge(**about: Any) -> Gauge:
+        modes.append(about["multiprocess_mode"])
+        return Gauge(**about, registry=CollectorRegistry())
+
+    registry = CollectorRegistry()
+    counter = partial(Counter, registry=registry)
+    kinds: dict[Any, Any] = {Counter: counter, Gauge: gauge, Histogram: None}
+    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+        OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
+    assert modes
+    assert set(modes) == {"mostrecent"}
 
 
 def test_stats_of_several_steps_add_up() -> None:
