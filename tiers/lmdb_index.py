@@ -36,6 +36,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run, Runs
+from tiers.index_file import IndexFile
 from tiers.lmdb_pages import DamagedError, UnsoundError
 from tiers.lmdb_walk import walk
 from tiers.record import Identity
@@ -169,7 +170,7 @@ class LmdbIndex:
     def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
         """Open or create. ``manifest`` is what a new index gets, and its identity what an old
         one must have. Raises ``IndexUnusableError`` with the data as it was, or ``OSError``."""
-        self._path = folder / DATA_NAME
+        self._file = IndexFile(folder / DATA_NAME)
         is_new = not index_exists(folder)
         self._found = None if is_new else check_file(folder)
         self._transactions = 0
@@ -185,7 +186,7 @@ class LmdbIndex:
                     f"it belongs to namespace {self.manifest.identity.namespace.hex()} "
                     f"rank {self.manifest.identity.rank}"
                 )
-            self._reserve()
+            self._file.reserve(self._env.info()["map_size"])
         except BaseException as error:  # the environment is closed whatever happens
             self._env.close()
             raise _translated(error) from error
@@ -219,18 +220,6 @@ class LmdbIndex:
             raise IndexUnusableError("it has no manifest")
         return Manifest.load(bytes(raw)), int.from_bytes(epoch, "little")
 
-    def _reserve(self) -> None:
-        """Allocate the file's blocks up to the size of the map, so no commit meets a full disk."""
-        map_bytes = self._env.info()["map_size"]
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
-            if size < map_bytes:
-                os.posix_fallocate(fd, size, map_bytes - size)
-        finally:
-            os.close(fd)
-        self._file_bytes = max(size, map_bytes)
-
     def tables(self) -> list[RecordTable]:
         """Every record, for recovery at open."""
         found, self._found = self._found, None
@@ -242,8 +231,7 @@ class LmdbIndex:
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing
         changed, and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
-        if os.stat(self._path).st_size < self._file_bytes:
-            raise OSError(f"{self._path} was truncated while in use")
+        self._file.check()
         self._found = None
         records = self._records
         self._transactions += 1

@@ -27,6 +27,7 @@ import lmdb
 from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.codec import Codec, KeyRing
 from tiers.direct_io import DiskIo, PayloadFile, Scratch
+from tiers.lmdb_folder import PAYLOAD_NAME, read_id
 from tiers.lmdb_index import (
     DATA_NAME,
     LOCK_NAME,
@@ -36,7 +37,6 @@ from tiers.lmdb_index import (
     check_file,
     runs_of,
 )
-from tiers.lmdb_store import PAYLOAD_NAME, read_id
 from tiers.outside import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity
 from tiers.record_table import RUN_BYTES, RUNS_AT, USE_BYTES

@@ -1,51 +1,49 @@
-"""Opening the folder of an LMDB tier: checks, recovery, quarantine.
+"""The open files of an LMDB tier that has its folder alone, and how such a tier is set up.
 
-    <folder>/owner.lock       the live owner's pid
-    <folder>/data.mdb         the index (see ``lmdb_index``), preallocated
-    <folder>/payload.data     page 0: magic, format, file id; then the records' places
-    <folder>/quarantine-*     what could not be trusted, renamed
-
-The index names the payload file by its id, so that neither is ever used with another's partner.
-Everything here blocks and runs in one thread at a time, before the tier's threads exist or after
-they ended.
+Beside what is in every folder of an LMDB tier (``lmdb_folder``) there is ``owner.lock``: the live
+owner's pid. Everything here blocks and runs in one thread at a time, before the tier's threads
+exist or after they ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import lmdb
 
-from tiers import lmdb_index
-from tiers.base import ALIGNMENT, Buffer, TierIoError
+from tiers.base import ALIGNMENT, TierIoError
 from tiers.codec import Codec, KeyRing
-from tiers.direct_io import DiskIo, PayloadFile, Scratch
-from tiers.folder import OwnerLock, prepare, quarantine, sync_folder
-from tiers.lmdb_index import (
-    INDEX_BYTES_MIN,
-    RECORD_INDEX_BYTES,
-    Changes,
-    IndexUnusableError,
-    Limits,
-    LmdbIndex,
-    Manifest,
-    index_exists,
+from tiers.direct_io import DiskIo, PayloadFile
+from tiers.folder import OwnerLock, prepare
+from tiers.lmdb_folder import (
+    PAYLOAD_NAME,
+    check_capacity,
+    divide,
+    keep_good,
+    open_index,
+    open_or_set_aside,
+    room_bytes,
 )
+from tiers.lmdb_index import RECORD_INDEX_BYTES, Changes, Limits
 from tiers.record import NO_NAMESPACE, Identity
-from tiers.recover import Expected, Recovered, recover
+from tiers.recover import Expected
 
-PAYLOAD_NAME = "payload.data"
+__all__ = [
+    "PAYLOAD_NAME",
+    "LmdbOptions",
+    "LmdbStore",
+    "Recovery",
+    "job_bytes",
+    "make_codec",
+    "payload_capacity_bytes",
+]
+
 SMALL_FILES_BYTES = 4 * ALIGNMENT
 """What the owner's lock and LMDB's table of readers take on the disk, with something to spare."""
 JOB_BYTES_MIN = 256 << 10
-_MAGIC = b"KVTPAYL1"
-_ID_BYTES = 16
 
 
 class Recovery(enum.Enum):
@@ -98,149 +96,72 @@ def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
     return min(options.job_bytes, max(JOB_BYTES_MIN, share))
 
 
-def index_bytes(capacity_bytes: int, record_bytes: int) -> int:
-    """The part of a capacity that the index takes (its file is preallocated)."""
-    records = -(-capacity_bytes // record_bytes)
-    pages = max(INDEX_BYTES_MIN, records * RECORD_INDEX_BYTES) // ALIGNMENT
-    return pages * ALIGNMENT
-
-
 def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) -> int:
     """What is left of a capacity for records: all but the index, page 0 and small files.
 
     Raises ``ValueError`` if that is nothing.
     """
-    left = capacity_bytes - index_bytes(capacity_bytes, record_bytes) - ALIGNMENT
-    left -= SMALL_FILES_BYTES
-    if left < ALIGNMENT:
-        raise ValueError(
-            f"a capacity of {capacity_bytes} bytes leaves no room for records: the index takes "
-            f"{index_bytes(capacity_bytes, record_bytes)}. Give more"
-        )
-    return left // ALIGNMENT * ALIGNMENT
-
-
-class Ending(Protocol):
-    """Threads that use a store's files."""
-
-    def stop(self) -> None:
-        """Finish what is queued and end. Blocks."""
+    limits = Limits(capacity_bytes, record_bytes)
+    return check_capacity(limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
 
 
 class LmdbStore:
-    """The open files of one tier."""
+    """The open files of one tier. ``recovered`` is what the index held, ``found_epoch`` the epoch
+    that it was of; ``was_set_aside`` says that it began empty because it could not be used."""
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
-        """Open or create. Raises ``TierIoError``."""
+        """Open or create. Raises ``TierIoError``, and ``ValueError`` for too small a capacity."""
         self._folder = folder
         self._options = options
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
-        self._capacity_bytes = capacity_bytes
-        payload_capacity_bytes(capacity_bytes, options.record_bytes)  # or a ValueError
-        self.quarantined: Path | None = None
-        self.quarantine_reason = ""
+        self._limits = Limits(capacity_bytes, options.record_bytes)
+        check_capacity(self._limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
         self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
         self._lock = OwnerLock(folder)
+        is_strict = options.recovery is Recovery.STRICT
         try:
-            self._open()
+            self.was_set_aside = open_or_set_aside(folder, self._open_files, strict=is_strict)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError | lmdb.Error):
                 raise TierIoError(f"cannot open the tier in {folder}: {error}") from error
             raise
 
-    def _open(self) -> None:
-        try:
-            self._open_files()
-        except IndexUnusableError as error:
-            if self._options.recovery is Recovery.STRICT:
-                raise TierIoError(
-                    f"the tier in {self._folder} is damaged: {error}. Use recovery "
-                    '"quiet" to move the files aside and start empty'
-                ) from error
-            self._set_aside(str(error))
-            try:
-                self._open_files()
-            except IndexUnusableError as again:
-                raise TierIoError(f"cannot create a tier in {self._folder}: {again}") from again
-
     def _open_files(self) -> None:
-        is_new = not index_exists(self._folder)
-        self._divide_capacity()
-        file_id = secrets.token_hex(_ID_BYTES)
-        path = self._folder / PAYLOAD_NAME
+        division = divide(self._folder, self._limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
+        self.pages_max, self.records_max = division.pages_max, division.records_max
+        options, path = self._options, self._folder / PAYLOAD_NAME
         with contextlib.ExitStack() as undo:
-            if is_new:
-                if is_foreign(path):
-                    raise IndexUnusableError(f"{path} is not ours")
-                self._open_payload(path, undo)
-                write_id(self.file, file_id)
-                sync_folder(self._folder)
-            manifest = Manifest(self._identity, file_id)
-            self.index = LmdbIndex(self._folder, self._index_bytes, manifest)
-            undo.callback(self.index.close)
-            if not is_new:
-                if is_foreign(path) or read_id(path) != self.index.manifest.file_id:
-                    raise IndexUnusableError(f"{path} is not the payload file of this index")
-                self._open_payload(path, undo)
+            index = open_index(self._folder, division.index_bytes, self._identity, self._io)
+            self.index = index
+            undo.callback(index.close)
+            depth = options.io_threads
+            self.file = PayloadFile(path, self._io, direct=options.direct_io, depth=depth)
+            undo.callback(self.file.close)
             self._recover()
-            self.index.note_limits(Limits(self._capacity_bytes, self._options.record_bytes))
+            index.note_limits(self._limits)
             undo.pop_all()
-
-    def _divide_capacity(self) -> None:
-        """Among index and payloads. An index made for a larger capacity keeps its size."""
-        self._index_bytes = index_bytes(self._capacity_bytes, self._options.record_bytes)
-        path = self._folder / lmdb_index.DATA_NAME
-        if os.path.lexists(path):
-            size = path.lstat().st_size // ALIGNMENT * ALIGNMENT
-            self._index_bytes = max(self._index_bytes, size)
-        left = self._capacity_bytes - self._index_bytes - SMALL_FILES_BYTES
-        self.pages_max = left // ALIGNMENT
-        if self.pages_max < 2:
-            raise IndexUnusableError(
-                f"an index of {self._index_bytes} bytes leaves no room for records in a capacity "
-                f"of {self._capacity_bytes}"
-            )
-        self.records_max = self._index_bytes // RECORD_INDEX_BYTES
-
-    def _open_payload(self, path: Path, undo: contextlib.ExitStack) -> None:
-        options = self._options
-        depth = options.io_threads
-        self.file = PayloadFile(path, self._io, direct=options.direct_io, depth=depth)
-        undo.callback(self.file.close)
 
     def _recover(self) -> None:
         limit = min(self.file.size_bytes // ALIGNMENT, self.pages_max)
-        epoch = self.found_epoch = self.index.epoch
-        if self._options.recovery is Recovery.OFF or self._options.epoch > epoch:
+        options, epoch = self._options, self.index.epoch
+        self.found_epoch = epoch
+        if options.recovery is Recovery.OFF or options.epoch > epoch:
             # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
-            self.index.apply(Changes(clear_to_epoch=max(self._options.epoch, epoch)))
+            self.index.apply(Changes(clear_to_epoch=max(options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
-        found = recover(self.index.tables(), expected)
-        if found.bad and self._options.recovery is Recovery.STRICT:
-            raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
-        if found.bad:
-            self.index.apply_in_parts(Changes(edits=dict.fromkeys(found.bad)))
+        is_strict = options.recovery is Recovery.STRICT
+        self.recovered = keep_good(self.index, expected, strict=is_strict)
         if self.file.size_bytes > self.pages_max * ALIGNMENT:
             self.file.truncate(self.pages_max * ALIGNMENT)
         self.file_pages = max(limit, 1)
-        self.recovered: Recovered = found
-
-    def _set_aside(self, reason: str) -> None:
-        """Quarantine the index, and the payload file unless it is ours and thus reusable."""
-        names = list(lmdb_index.FILES)
-        if is_foreign(self._folder / PAYLOAD_NAME):
-            names.append(PAYLOAD_NAME)
-        self.quarantined = quarantine(self._folder, names)
-        self.quarantine_reason = reason
 
     def grow(self, pages: int) -> int:
         """Lengthen the payload file by at least ``pages`` if the reserve allows; the pages
         gained (0: none). Blocks. Raises ``OSError``."""
-        reserve = reserve_bytes(self.file, self._options.reserve_bytes)
-        room = (self.file.free_bytes - reserve) // ALIGNMENT
+        room = room_bytes(self.file, self._options.reserve_bytes) // ALIGNMENT
         wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
         gain = min(wanted, self.pages_max - self.file_pages, room)
         if gain < pages:
@@ -249,23 +170,13 @@ class LmdbStore:
         self.file_pages += gain
         return gain
 
-    def close(self, *threads: Ending) -> None:
-        """Release everything once these threads have ended, however long they hang. Blocks."""
-        for each in threads:
-            each.stop()
+    def close(self) -> None:
+        """Release everything, once no thread uses it. Blocks."""
         try:
             self.index.close()
             self.file.close()
         finally:
             self._lock.release()
-
-
-def reserve_bytes(file: PayloadFile, configured: int | None) -> int:
-    """What must stay free of the file system; unless configured 5 %, at least 2 GiB."""
-    if configured is not None:
-        return configured
-    found = os.fstatvfs(file.fd)
-    return max(2 << 30, found.f_blocks * found.f_frsize // 20)
 
 
 def make_codec(identity: Identity, options: LmdbOptions) -> Codec:
@@ -277,35 +188,3 @@ def make_codec(identity: Identity, options: LmdbOptions) -> Codec:
         raise TierIoError(
             "compression needs the package zstandard. Run: pip install kvtiers[compress]"
         ) from error
-
-
-def _first_page(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return os.pread(fd, len(_MAGIC) + _ID_BYTES, 0)
-    finally:
-        os.close(fd)
-
-
-def is_foreign(path: Path) -> bool:
-    """Whether something lies there that this tier did not make."""
-    if not os.path.lexists(path):
-        return False
-    if path.is_symlink() or not path.is_file():
-        return True
-    return path.stat().st_size > 0 and not _first_page(path).startswith(_MAGIC)
-
-
-def read_id(path: Path) -> str:
-    """The id of a payload file; empty if there is none."""
-    return _first_page(path)[len(_MAGIC) :].hex() if path.exists() else ""
-
-
-def write_id(file: PayloadFile, file_id: str) -> None:
-    """Make page 0, durable. The rest of the file keeps its blocks, and means nothing now."""
-    page: Buffer = Scratch(ALIGNMENT).at_least(ALIGNMENT)
-    raw = _MAGIC + bytes.fromhex(file_id)
-    page[: len(raw)] = memoryview(raw)
-    file.grow(ALIGNMENT)
-    file.write([page], 0)
-    file.sync()

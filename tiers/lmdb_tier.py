@@ -20,10 +20,7 @@ one process (using it after a fork is a ``TierIoError``).
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,22 +31,19 @@ from tiers.base import (
     Key,
     ReadOutcome,
     StoredKeys,
-    Tier,
-    TierClosedError,
     TierInfo,
-    TierIoError,
     WriteOutcome,
 )
-from tiers.calls import from_threads, settled
+from tiers.calls import from_threads
 from tiers.commit_thread import Change, Clear, CommitThread, Put, Remove
-from tiers.daemon_threads import in_thread
 from tiers.direct_io import DiskIo, pages_for
+from tiers.folder_tier import Ending, FolderTier
 from tiers.io_threads import IoThreads
 from tiers.lmdb_contents import LmdbContents
 from tiers.lmdb_reads import LmdbReads
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.lmdb_writes import LmdbWrites
-from tiers.record import Identity, check_identity, check_key, check_payload
+from tiers.record import Identity, check_identity, check_records
 
 SPARE_THREADS = 2
 """Threads beyond the queue depth: while some verify or seal, the device has its requests."""
@@ -59,7 +53,7 @@ _COUNTERS = (
 )
 
 
-class LmdbTier(Tier):
+class LmdbTier(FolderTier[LmdbStore]):
     """See the module. ``path`` is this rank's own folder."""
 
     def __init__(
@@ -73,40 +67,27 @@ class LmdbTier(Tier):
     ) -> None:
         """``changes`` are fields of ``LmdbOptions`` by name. Raises ``ValueError`` (or
         ``TypeError`` for an unknown name)."""
-        self._folder = Path(path)
+        changed = replace(options or LmdbOptions(), **changes)
+        super().__init__(Path(path), changed.close_timeout_s)
+        self._options = changed
         self._capacity_bytes = capacity_bytes
-        self._options = replace(options or LmdbOptions(), **changes)
-        check_identity(Identity(self._options.namespace, self._options.rank))
+        check_identity(Identity(changed.namespace, changed.rank))
         self._io = io or DiskIo()
-        self._store: LmdbStore | None = None
-        self._closing: asyncio.Task[None] | None = None
-        self._counts: dict[str, int] = {}
 
     # -- opening and closing ---------------------------------------------------------------
 
     async def open(self) -> TierInfo:
-        if self._store is not None:
-            raise TierIoError(f"the tier in {self._folder} is open already")
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        opening = in_thread(LmdbStore, *arguments)
-        try:
-            store = await settled(opening)
-        except asyncio.CancelledError:
-            if opening.exception() is None:
-                opening.result().close()
-            raise
+        store = await self._open_in_thread(LmdbStore, *arguments)
         self._begin(store)
         capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._contents.records)
         medium, epochs = store.index.manifest.file_id, (self.epoch, store.found_epoch)
         return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
     def _begin(self, store: LmdbStore) -> None:
-        self._pid = os.getpid()
-        self._active = 0
-        self._idle: asyncio.Future[None] | None = None
         counts = self._counts = dict.fromkeys(_COUNTERS, 0)
         counts["dropped_at_open"] = len(store.recovered.bad)
-        counts["quarantined"] = int(store.quarantined is not None)
+        counts["quarantined"] = int(store.was_set_aside)
         threads = self._options.io_threads + SPARE_THREADS
         self._read_threads = IoThreads("tier-read", threads)
         self._write_threads = IoThreads("tier-write", threads)
@@ -117,8 +98,6 @@ class LmdbTier(Tier):
         self._writes = LmdbWrites(*common, self._write_threads, ended)
         self._committer = CommitThread(store.index, store.file, self._write_threads.busy, ended)
         contents.committer = self._committer
-        self._closing = None
-        self._store = store
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
         """A batch was committed, or failed as a whole, or (puts only) never got so far."""
@@ -129,56 +108,14 @@ class LmdbTier(Tier):
                 self._contents.end_removal(change)
         self._contents.tell_waiting()
 
-    async def aclose(self) -> None:
-        if self._store is None:
-            return
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(self._store))
-        await settled(self._closing)
+    def _index_failure(self) -> Exception | None:
+        return self._committer.failure
 
-    async def _close(self, store: LmdbStore) -> None:
-        timeout_s = self._options.close_timeout_s
-        if self._active:
-            self._idle = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._idle], timeout=timeout_s)
+    async def _end_work(self) -> None:
         self._contents.flush_touches()
-        threads = (self._read_threads, self._write_threads, self._committer)
-        closing = in_thread(store.close, *threads)
-        await asyncio.wait([closing], timeout=timeout_s)
-        self._store = None
-        if closing.done():  # else hung threads use the files, which are closed when they end
-            closing.result()
 
-    def _open_store(self) -> LmdbStore:
-        if self._store is None or self._closing is not None:
-            raise TierClosedError(f"the tier in {self._folder} is not open")
-        if os.getpid() != self._pid:
-            raise TierIoError(
-                f"the tier in {self._folder} was opened by process {self._pid} and cannot be used "
-                f"in process {os.getpid()}. Open it after the fork"
-            )
-        self._check_index()
-        return self._store
-
-    def _check_index(self) -> None:
-        failure = self._committer.failure
-        if failure is not None:
-            raise TierIoError(
-                f"the index in {self._folder} cannot be written any more: {failure!r}. "
-                "Close the tier and open it again"
-            ) from failure
-
-    @contextmanager
-    def _working(self) -> Iterator[LmdbStore]:
-        """Around every public call: checks, and lets ``aclose`` wait for those inside."""
-        store = self._open_store()
-        self._active += 1
-        try:
-            yield store
-        finally:
-            self._active -= 1
-            if not self._active and self._idle is not None and not self._idle.done():
-                self._idle.set_result(None)
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._read_threads, self._write_threads, self._committer)
 
     # -- what it says of itself ------------------------------------------------------------
 
@@ -221,9 +158,7 @@ class LmdbTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         with self._working():
-            for key, data in zip(keys, buffers, strict=True):
-                check_key(key)
-                check_payload(data.nbytes)
+            check_records(keys, buffers)
             return await self._writes.write(keys, buffers)
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:

@@ -31,9 +31,12 @@ This module knows nothing of files.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import xxhash
+
+from tiers.base import Buffer
 
 MAGIC = b"KVTR"
 VERSION = 1
@@ -198,6 +201,13 @@ def check_payload(payload_bytes: int) -> None:
     """Raise ``ValueError`` for a payload that no tier holds."""
     if payload_bytes < 1:
         raise ValueError("a payload has at least one byte")
+
+
+def check_records(keys: Sequence[bytes], payloads: Sequence[Buffer]) -> None:
+    """Raise ``ValueError`` if a tier could not hold one of them, or they do not go together."""
+    for key, data in zip(keys, payloads, strict=True):
+        check_key(key)
+        check_payload(data.nbytes)
 
 
 def check_identity(identity: Identity) -> None:

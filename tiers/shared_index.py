@@ -19,7 +19,6 @@ Ownership: any thread may begin transactions; LMDB lets one process at a time wr
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ import lmdb
 
 from tiers.base import Key, StoredKeys
 from tiers.extents import Run, gaps
+from tiers.index_file import IndexFile
 from tiers.key_order import Part, keys_by_use
 from tiers.lmdb_index import (
     DATA_NAME,
@@ -107,7 +107,7 @@ class SharedIndex:
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         """Open or create. Raises ``lmdb.Error`` and ``OSError``."""
-        self._path = folder / DATA_NAME
+        self._file = IndexFile(folder / DATA_NAME)
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
@@ -117,7 +117,6 @@ class SharedIndex:
             readahead=False,
             writemap=False,
         )
-        self._file_bytes = 0
         try:
             self.env.reader_check()
             names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
@@ -127,21 +126,12 @@ class SharedIndex:
             raise
 
     def reserve_file(self) -> None:
-        """Allocate the file's blocks up to the size of the map, so no commit meets a full disk."""
-        map_bytes = self.env.info()["map_size"]
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
-            if size < map_bytes:
-                os.posix_fallocate(fd, size, map_bytes - size)
-        finally:
-            os.close(fd)
-        self._file_bytes = max(size, map_bytes)
+        """Allocate the file's blocks. Raises ``OSError``."""
+        self._file.reserve(self.env.info()["map_size"])
 
     def see_file(self) -> None:
-        """Raise ``OSError`` if the file is shorter than its map: LMDB would end the process."""
-        if os.stat(self._path).st_size < self._file_bytes:
-            raise OSError(f"{self._path} was truncated while in use")
+        """Raise ``OSError`` if the file is shorter than its map."""
+        self._file.check()
 
     @contextmanager
     def reading(self) -> Iterator[Any]:

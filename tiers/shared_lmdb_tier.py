@@ -20,10 +20,8 @@ Ownership: as in ``lmdb_tier``.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,18 +32,18 @@ from tiers.base import (
     Key,
     ReadOutcome,
     StoredKeys,
-    Tier,
-    TierClosedError,
     TierInfo,
     TierIoError,
     WriteOutcome,
 )
 from tiers.calls import settled
-from tiers.daemon_threads import DaemonThreads, in_thread
+from tiers.daemon_threads import DaemonThreads
 from tiers.direct_io import DiskIo, pages_for
+from tiers.folder_tier import Ending, FolderTier
 from tiers.io_threads import IoThreads
 from tiers.lmdb_store import LmdbOptions, job_bytes
-from tiers.record import Identity, check_identity, check_key, check_payload
+from tiers.record import Identity, check_identity, check_records
+from tiers.resets import Resets
 from tiers.shared_asking import Asking
 from tiers.shared_commits import SharedCommits
 from tiers.shared_reads import SharedReadJob
@@ -63,7 +61,7 @@ _COUNTERS = (
 T = TypeVar("T")
 
 
-class SharedLmdbTier(Tier):
+class SharedLmdbTier(FolderTier[SharedStore]):
     """See the module. ``path`` is a folder on a local disk, the same for all who share."""
 
     def __init__(
@@ -78,29 +76,19 @@ class SharedLmdbTier(Tier):
     ) -> None:
         """``changes`` are fields of ``LmdbOptions`` by name. An odd ``epoch`` says that this
         process has weights that are not those of the model's files."""
-        self._folder = Path(path)
+        changed = replace(options or LmdbOptions(), **changes)
+        super().__init__(Path(path), changed.close_timeout_s)
+        self._options = changed
         self._capacity_bytes = capacity_bytes
-        self._options = replace(options or LmdbOptions(), **changes)
-        check_identity(Identity(self._options.namespace, self._options.rank))
+        check_identity(Identity(changed.namespace, changed.rank))
         self._io = io or DiskIo()
         self._low_watermark = low_watermark
-        self._store: SharedStore | None = None
-        self._closing: asyncio.Task[None] | None = None
-        self._counts: dict[str, int] = {}
 
     # -- opening and closing ---------------------------------------------------------------
 
     async def open(self) -> TierInfo:
-        if self._store is not None:
-            raise TierIoError(f"the tier in {self._folder} is open already")
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        opening = in_thread(SharedStore, *arguments)
-        try:
-            store = await settled(opening)
-        except asyncio.CancelledError:
-            if opening.exception() is None:
-                opening.result().close()
-            raise
+        store = await self._open_in_thread(SharedStore, *arguments)
         self._begin(store)
         state, medium = await self._lookups.run(lambda: (store.index.state(), store.medium))
         capacity_bytes = (store.pages_max - 1) * ALIGNMENT
@@ -112,16 +100,14 @@ class SharedLmdbTier(Tier):
 
     def _begin(self, store: SharedStore) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pid = os.getpid()
         self._own_epoch = store.own_epoch
-        self._epochs_begun = self._epochs_reached = 0
+        self._resets = Resets()
         self._touched: dict[Key, None] = {}
         self._touch_timer: asyncio.TimerHandle | None = None
-        self._reads_queued = self._active = 0
-        self._idle: asyncio.Future[None] | None = None
+        self._reads_queued = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._counts["dropped_at_open"] = store.dropped
-        self._counts["quarantined"] = int(store.quarantined is not None)
+        self._counts["quarantined"] = int(store.was_set_aside)
         self._read_threads = IoThreads("tier-read", self._options.io_threads)
         self._lookups = DaemonThreads("tier-lookup", 2)
         self._commits = SharedCommits(store.index, store.sharer.number, store.file.sync)
@@ -129,64 +115,15 @@ class SharedLmdbTier(Tier):
         self._writes = SharedWrites(
             store, self._asking, self._options, self._low_watermark, self._counts
         )
-        self._closing = None
-        self._store = store
 
-    async def aclose(self) -> None:
-        if self._store is None:
-            return
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(self._store))
-        await settled(self._closing)
+    def _index_failure(self) -> Exception | None:
+        return self._commits.failure
 
-    async def _close(self, store: SharedStore) -> None:
-        timeout_s = self._options.close_timeout_s
-        if self._active:
-            self._idle = self._loop.create_future()
-            await asyncio.wait([self._idle], timeout=timeout_s)
+    async def _end_work(self) -> None:
         self._flush_touches()
-        threads = (self._read_threads, self._writes.threads, self._lookups, self._commits)
-        closing = in_thread(store.close, *threads)
-        await asyncio.wait([closing], timeout=timeout_s)
-        self._store = None
-        if closing.done():  # else hung threads use the files, which are closed when they end
-            closing.result()
 
-    def _open_store(self) -> SharedStore:
-        if self._store is None or self._closing is not None:
-            raise TierClosedError(f"the tier in {self._folder} is not open")
-        if os.getpid() != self._pid:
-            raise TierIoError(
-                f"the tier in {self._folder} was opened by process {self._pid} and cannot be used "
-                f"in process {os.getpid()}. Open it after the fork"
-            )
-        self._check_index()
-        return self._store
-
-    def _check_index(self) -> None:
-        failure = self._commits.failure
-        if failure is not None:
-            raise TierIoError(
-                f"the index in {self._folder} cannot be written any more: {failure!r}. "
-                "Close the tier and open it again"
-            ) from failure
-
-    @property
-    def _is_resetting(self) -> bool:
-        """Until a reset is done, also one that failed, nothing is stored or found."""
-        return self._epochs_reached < self._epochs_begun
-
-    @contextmanager
-    def _working(self) -> Iterator[SharedStore]:
-        """Around every public call: checks, and lets ``aclose`` wait for those inside."""
-        store = self._open_store()
-        self._active += 1
-        try:
-            yield store
-        finally:
-            self._active -= 1
-            if not self._active and self._idle is not None and not self._idle.done():
-                self._idle.set_result(None)
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._read_threads, self._writes.threads, self._lookups, self._commits)
 
     async def _lookup(self, function: Callable[..., T], *arguments: object) -> T:
         """A short look at the index. Raises ``TierIoError``."""
@@ -209,7 +146,7 @@ class SharedLmdbTier(Tier):
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these can be read now, by this process, whoever stored them."""
         with self._working() as store:
-            if self._is_resetting:
+            if self._resets.is_open:
                 return [False] * len(keys)
             _epoch, values = await self._lookup(store.index.find, keys, self._own_epoch)
             return [value is not None for value in values]
@@ -231,10 +168,8 @@ class SharedLmdbTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         with self._working():
-            for key, data in zip(keys, buffers, strict=True):
-                check_key(key)
-                check_payload(data.nbytes)
-            if self._is_resetting:
+            check_records(keys, buffers)
+            if self._resets.is_open:
                 return [WriteOutcome.FAILED] * len(keys)
             return await self._writes.write(keys, buffers, self._own_epoch)
 
@@ -245,9 +180,9 @@ class SharedLmdbTier(Tier):
             if self._reads_queued and self._reads_queued + len(keys) > self._options.queue_records:
                 self._counts["read_busy"] += len(keys)
                 return [ReadOutcome.BUSY] * len(keys)
-            if self._is_resetting:
+            if self._resets.is_open:
                 return [ReadOutcome.MISS] * len(keys)
-            epochs_begun = self._epochs_begun
+            resets = self._resets.begun
             jobs = self._read_jobs(store, keys, into)
             outcomes = [ReadOutcome.MISS] * len(keys)
             self._reads_queued += len(keys)
@@ -259,7 +194,7 @@ class SharedLmdbTier(Tier):
                 self._reads_queued -= len(keys)
             for job in jobs:
                 self._end_read(job, outcomes)
-            if epochs_begun != self._epochs_begun:
+            if resets != self._resets.begun:
                 outcomes = [ReadOutcome.MISS] * len(keys)
             for outcome in outcomes:
                 self._counts[f"read_{outcome.value}"] += 1
@@ -343,13 +278,11 @@ class SharedLmdbTier(Tier):
     async def reset(self, epoch: int) -> None:
         """The store gives the epoch that begins a number of its own, whatever the caller's is."""
         with self._working():
-            before = self._own_epoch
-            self._epochs_begun += 1
-            number = self._epochs_begun
+            before, number = self._own_epoch, self._resets.begin()
             self._writes.end_epoch()
             begun = await settled(self._asking.ask(lambda changes: changes.begin_epoch(before)))
             self._check_index()
             if begun is None:
                 raise TierIoError(f"an epoch cannot be begun in {self._folder}")
             self._own_epoch = begun
-            self._epochs_reached = max(self._epochs_reached, number)
+            self._resets.end(number)

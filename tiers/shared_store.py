@@ -1,6 +1,6 @@
 """Opening the folder of an LMDB tier that several processes of one machine share.
 
-The files are those of an exclusive tier (``lmdb_store``), with more tables in the index. Whoever
+The files are those of an exclusive tier (``lmdb_folder``), with more tables in the index. Whoever
 comes first, and is alone, checks everything as an exclusive tier does, and makes the tables of
 free runs and of the order of use from the records; what a process that was killed had reserved is
 free then. Whoever comes later trusts what the living work on.
@@ -13,38 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from pathlib import Path
 
 import lmdb
 
-from tiers import lmdb_index
 from tiers.base import ALIGNMENT, TierIoError
 from tiers.direct_io import DiskIo, PayloadFile
-from tiers.folder import prepare, quarantine, sync_folder
-from tiers.lmdb_index import (
-    INDEX_BYTES_MIN,
-    Changes,
-    IndexUnusableError,
-    Limits,
-    LmdbIndex,
-    Manifest,
-    index_exists,
-)
-from tiers.lmdb_store import (
+from tiers.folder import prepare
+from tiers.lmdb_folder import (
     PAYLOAD_NAME,
-    Ending,
-    LmdbOptions,
-    Recovery,
-    is_foreign,
-    make_codec,
+    check_capacity,
+    divide,
+    keep_good,
+    open_index,
+    open_or_set_aside,
     read_id,
-    reserve_bytes,
-    write_id,
+    room_bytes,
 )
+from tiers.lmdb_index import Changes, IndexUnusableError, Limits, LmdbIndex, index_exists
+from tiers.lmdb_store import LmdbOptions, Recovery, make_codec
 from tiers.record import Identity
 from tiers.record_table import USE_BYTES, with_use
-from tiers.recover import Expected, Recovered, recover
+from tiers.recover import Expected, Recovered
 from tiers.shared_changes import changing
 from tiers.shared_index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
 from tiers.shared_space import store_free_runs
@@ -56,16 +46,10 @@ GROW_BYTES_MAX = 64 << 20
 """The file grows inside a transaction, for which the others wait."""
 
 
-def index_bytes(limits: Limits) -> int:
-    """The part of a capacity that the index takes (its file is preallocated)."""
-    records = -(-limits.capacity_bytes // limits.record_bytes)
-    pages = max(INDEX_BYTES_MIN, records * SHARED_RECORD_INDEX_BYTES) // ALIGNMENT
-    return pages * ALIGNMENT
-
-
 class SharedStore:
     """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
-    epoch. ``pages_max`` and ``records_max`` are limits of all processes together."""
+    epoch. ``pages_max`` and ``records_max`` are limits of all processes together. ``dropped``
+    counts records that were no good; ``was_set_aside`` as in ``LmdbStore``."""
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
         """Open or create. An odd ``options.epoch`` says that the weights are not those of the
@@ -74,8 +58,9 @@ class SharedStore:
         self._options = options
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
-        self._limit(Limits(capacity_bytes, options.record_bytes))
-        self.quarantined: Path | None = None
+        self._limits = Limits(capacity_bytes, options.record_bytes)
+        check_capacity(self._limits, SHARED_RECORD_INDEX_BYTES, 0)
+        self.was_set_aside = False
         self.dropped = 0
         self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
@@ -93,16 +78,11 @@ class SharedStore:
                 raise TierIoError(f"cannot open the tier in {folder}: {error}") from error
             undo.pop_all()
 
-    def _limit(self, limits: Limits) -> None:
-        self._limits = limits
-        left = (limits.capacity_bytes - index_bytes(limits)) // ALIGNMENT
-        if left < 2:
-            raise ValueError(
-                f"a capacity of {limits.capacity_bytes} bytes leaves no room for records: the "
-                f"index takes {index_bytes(limits)}. Give more"
-            )
-        self.pages_max = left
-        self.records_max = index_bytes(limits) // SHARED_RECORD_INDEX_BYTES
+    def _divide(self) -> int:
+        """Apply the limits to what lies in the folder; the size of the index."""
+        found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, 0)
+        self.pages_max, self.records_max = found.pages_max, found.records_max
+        return found.index_bytes
 
     def _begin(self) -> int | None:
         """Clean up after those who ended; the epoch of this process, if not the common one."""
@@ -115,53 +95,28 @@ class SharedStore:
     # -- the first -------------------------------------------------------------------------
 
     def _open_alone(self, undo: contextlib.ExitStack) -> None:
-        try:
-            found, old = self._check()
-        except IndexUnusableError as error:
-            if self._options.recovery is Recovery.STRICT:
-                raise TierIoError(
-                    f"the tier in {self.folder} is damaged: {error}. Use recovery "
-                    '"quiet" to move the files aside and start empty'
-                ) from error
-            logger.warning("kvtiers: the tier in %s begins empty: %s", self.folder, error)
-            names = list(lmdb_index.FILES)
-            if is_foreign(self.folder / PAYLOAD_NAME):
-                names.append(PAYLOAD_NAME)
-            self.quarantined = quarantine(self.folder, names)
-            found, old = self._check()
-        self._open_files(undo)
+        is_strict = self._options.recovery is Recovery.STRICT
+        self.was_set_aside = open_or_set_aside(self.folder, self._check, strict=is_strict)
+        self._open_files(self._divide(), undo)
         if self.file.size_bytes > self.pages_max * ALIGNMENT:
             self.file.truncate(self.pages_max * ALIGNMENT)
         self.index.reserve_file()
-        self._rebuild(found, old)
+        self._rebuild(*self._checked)
 
-    def _check(self) -> tuple[Recovered, State]:
+    def _check(self) -> None:
         """Make an index or check the one that is there, and drop what is no good record."""
-        path = self.folder / PAYLOAD_NAME
-        is_new = not index_exists(self.folder)
-        file_id = secrets.token_hex(16)
-        if is_new:
-            if is_foreign(path):
-                raise IndexUnusableError(f"{path} is not ours")
-            with contextlib.closing(PayloadFile(path, self._io)) as file:
-                write_id(file, file_id)
-            sync_folder(self.folder)
-        index = LmdbIndex(self.folder, index_bytes(self._limits), Manifest(self._identity, file_id))
-        try:
-            if is_foreign(path) or read_id(path) != index.manifest.file_id:
-                raise IndexUnusableError(f"{path} is not the payload file of this index")
+        index = open_index(self.folder, self._divide(), self._identity, self._io)
+        with contextlib.closing(index):
             old = self._old_state(index)
+            path = self.folder / PAYLOAD_NAME
             pages = min(path.stat().st_size // ALIGNMENT, self.pages_max)
             expected = Expected(self._identity, index.epoch, pages, self.codec.key_ids)
-            found = recover(index.tables(), expected)
-            if found.bad:
-                index.apply(Changes(edits=dict.fromkeys(found.bad)))
+            is_strict = self._options.recovery is Recovery.STRICT
+            found = keep_good(index, expected, strict=is_strict)
             self.dropped = len(found.bad)
             index.note_limits(self._limits)
             old.file_pages, old.common = max(pages, 1), index.epoch
-            return found, old
-        finally:
-            index.close()
+            self._checked: tuple[Recovered, State] = found, old
 
     def _old_state(self, index: LmdbIndex) -> State:
         """What the last sharers left. Where a tier that does not share was here since and reset
@@ -207,7 +162,7 @@ class SharedStore:
     def _open_beside(self, undo: contextlib.ExitStack) -> None:
         if not index_exists(self.folder):
             raise IndexUnusableError("its index was removed under those who share it")
-        self._open_files(undo)
+        self._open_files(self._divide(), undo)
         with self.index.reading() as txn:
             manifest, limits = self.index.manifest_in(txn), self.index.limits_in(txn)
             self.index.state_in(txn)
@@ -224,12 +179,12 @@ class SharedStore:
                 *(self.folder, limits.capacity_bytes, limits.record_bytes),
                 *(self._limits.capacity_bytes, self._limits.record_bytes),
             )
-            self._limit(limits)
-            self.index.env.set_mapsize(index_bytes(limits))
+            self._limits = limits
+            self.index.env.set_mapsize(self._divide())
         self.index.reserve_file()
 
-    def _open_files(self, undo: contextlib.ExitStack) -> None:
-        self.index = SharedIndex(self.folder, index_bytes(self._limits))
+    def _open_files(self, index_bytes: int, undo: contextlib.ExitStack) -> None:
+        self.index = SharedIndex(self.folder, index_bytes)
         undo.callback(self.index.close)
         path = self.folder / PAYLOAD_NAME
         self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
@@ -246,7 +201,7 @@ class SharedStore:
 
     def grow(self, file_pages: int, pages: int) -> int:
         """Lengthen the payload file as ``shared_changes`` asks for."""
-        room = self.file.free_bytes - reserve_bytes(self.file, self._options.reserve_bytes)
+        room = room_bytes(self.file, self._options.reserve_bytes)
         wanted = max(pages, min(self._options.grow_bytes, GROW_BYTES_MAX) // ALIGNMENT)
         gain = min(wanted, self.pages_max - file_pages, room // ALIGNMENT)
         if gain < pages:
@@ -257,10 +212,8 @@ class SharedStore:
             return 0
         return gain
 
-    def close(self, *threads: Ending) -> None:
-        """Release everything once these threads have ended, however long they hang. Blocks."""
-        for each in threads:
-            each.stop()
+    def close(self) -> None:
+        """Release everything, once no thread uses it. Blocks."""
         try:
             self.index.close()
             self.file.close()
