@@ -13,11 +13,9 @@ neither the loop nor anybody else's threads.
 from __future__ import annotations
 
 import asyncio
-import os
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tiers.base import (
     ALIGNMENT,
@@ -25,25 +23,22 @@ from tiers.base import (
     Key,
     ReadOutcome,
     StoredKeys,
-    Tier,
-    TierClosedError,
     TierInfo,
-    TierIoError,
     WriteOutcome,
     stored_keys,
 )
 from tiers.calls import settled
-from tiers.daemon_threads import DaemonThreads, in_thread
+from tiers.daemon_threads import DaemonThreads
 from tiers.direct_io import pages_for
-from tiers.record import NO_NAMESPACE, Identity, check_identity, check_key, check_payload
+from tiers.folder_tier import Ending, FolderTier
+from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 from tiers.record_folder import EPOCH_NAME, Entry, RecordFolder, record_name
+from tiers.uses import UseClock
 
 __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
-T = TypeVar("T")
 
-
-class FileTier(Tier):
+class FileTier(FolderTier[RecordFolder]):
     """See the module. ``path`` is this rank's own folder."""
 
     def __init__(
@@ -56,45 +51,30 @@ class FileTier(Tier):
         epoch: int = 0,
         depth: int = 16,
     ) -> None:
-        self._path = Path(path)
+        super().__init__(Path(path))
         self._capacity_bytes = capacity_bytes
         self._identity = Identity(namespace, rank)
         check_identity(self._identity)
         self._wanted_epoch = epoch
         self._depth = depth
-        self._folder: RecordFolder | None = None
-        self._closing: asyncio.Future[None] | None = None
-        self._counts: dict[str, int] = {}
 
     async def open(self) -> TierInfo:
-        if self._folder is not None:
-            raise TierIoError(f"the tier in {self._path} is open already")
-        opening = in_thread(RecordFolder, self._path, self._identity, self._wanted_epoch)
-        try:
-            folder = await settled(opening)
-        except OSError as error:
-            raise TierIoError(f"cannot open the tier in {self._path}: {error}") from error
-        except asyncio.CancelledError:
-            if opening.exception() is None:
-                opening.result().close()
-            raise
+        arguments = (self._folder, self._identity, self._wanted_epoch)
+        folder = await self._open_in_thread(RecordFolder, *arguments)
         self._epoch = folder.epoch
         self._entries = folder.entries
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
         self._used_bytes = sum(sizes)
         self._old_bytes = 0  # the part of it that belongs to records of earlier epochs
-        self._last_use_ns = max((entry.use_ns for entry in self._entries.values()), default=0)
+        last_use_ns = max((entry.use_ns for entry in self._entries.values()), default=0)
+        self._uses = UseClock(last_use_ns + 1)
         self._filling: dict[Key, asyncio.Task[WriteOutcome]] = {}
         self._removing: dict[Key, asyncio.Future[None]] = {}
-        self._working: set[asyncio.Future[Any]] = set()
         self._reclaiming: asyncio.Future[None] | None = None
         self._threads = DaemonThreads("tier-file", self._depth)
         self._serial = 0
-        self._pid = os.getpid()
         self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
         self._counts["dropped_at_open"] = folder.dropped
-        self._closing = None
-        self._folder = folder
         self._reclaim(folder, 0)
         used, epochs = self._used_bytes, (folder.epoch, folder.found_epoch)
         count = len(self._entries)
@@ -111,55 +91,32 @@ class FileTier(Tier):
         return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
-        self._open_folder()
+        self._open_store()
         found = sorted(self._entries.items(), key=lambda item: item[1])
         for batch in stored_keys((key, entry.payload_bytes) for key, entry in found):
             yield batch
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
-        if self._folder is not None:
+        if self._store is not None:
             counts |= {"records": len(self._entries), "used_bytes": self._used_bytes}
             counts["epoch"] = self._epoch
         return counts
 
-    def _open_folder(self) -> RecordFolder:
-        if self._folder is None:
-            raise TierClosedError(f"the tier in {self._path} is not open")
-        if os.getpid() != self._pid:
-            raise TierIoError(f"opened by process {self._pid}, used in process {os.getpid()}")
-        return self._folder
-
-    async def _finish(self, tasks: Sequence[asyncio.Future[T]]) -> list[T]:
-        """Results of all, waited for also when cancelled or when one has failed."""
-        done = asyncio.gather(*tasks, return_exceptions=True)
-        self._working.add(done)
-        try:
-            await settled(done)
-        finally:
-            self._working.discard(done)
-        return [task.result() for task in tasks]
-
     # -- writing ---------------------------------------------------------------------------
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        folder = self._open_folder()
-        for key, data in zip(keys, buffers, strict=True):
-            check_key(key)
-            check_payload(data.nbytes)
-        tasks = []
-        for key, data in zip(keys, buffers, strict=True):
-            task = self._filling.get(key)
-            if task is None:
-                use_ns = self._next_use_ns()
-                coroutine = self._write_one(folder, key, data, self._epoch, use_ns)
-                task = self._filling[key] = asyncio.create_task(coroutine)
-            tasks.append(task)
-        return await self._finish(tasks)
-
-    def _next_use_ns(self) -> int:
-        self._last_use_ns = max(self._last_use_ns + 1, time.time_ns())
-        return self._last_use_ns
+        with self._working() as folder:
+            check_records(keys, buffers)
+            tasks = []
+            for key, data in zip(keys, buffers, strict=True):
+                task = self._filling.get(key)
+                if task is None:
+                    [use_ns] = self._uses.take(1)
+                    coroutine = self._write_one(folder, key, data, self._epoch, use_ns)
+                    task = self._filling[key] = asyncio.create_task(coroutine)
+                tasks.append(task)
+            return await self._finish(tasks)
 
     async def _write_one(
         self, folder: RecordFolder, key: Key, data: Buffer, epoch: int, use_ns: int
@@ -197,15 +154,15 @@ class FileTier(Tier):
     # -- reading ---------------------------------------------------------------------------
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        folder = self._open_folder()
-        tasks = [
-            asyncio.create_task(self._read_one(folder, key, data))
-            for key, data in zip(keys, into, strict=True)
-        ]
-        outcomes = await self._finish(tasks)
-        for outcome in outcomes:
-            self._counts[f"read_{outcome.value}"] += 1
-        return outcomes
+        with self._working() as folder:
+            tasks = [
+                asyncio.create_task(self._read_one(folder, key, data))
+                for key, data in zip(keys, into, strict=True)
+            ]
+            outcomes = await self._finish(tasks)
+            for outcome in outcomes:
+                self._counts[f"read_{outcome.value}"] += 1
+            return outcomes
 
     async def _read_one(self, folder: RecordFolder, key: Key, into: Buffer) -> ReadOutcome:
         entry, epoch = self._entries.get(key), self._epoch
@@ -225,11 +182,11 @@ class FileTier(Tier):
     # -- deleting, recency, reset ----------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        folder = self._open_folder()
-        filling = [task for key in keys if (task := self._filling.get(key)) is not None]
-        if filling:
-            await self._finish([asyncio.ensure_future(asyncio.wait(filling))])
-        await self._finish([self._remove(folder, keys)])
+        with self._working() as folder:
+            filling = [task for key in keys if (task := self._filling.get(key)) is not None]
+            if filling:
+                await settled(asyncio.ensure_future(asyncio.wait(filling)))
+            await self._finish([self._remove(folder, keys)])
 
     def _remove(self, folder: RecordFolder, keys: Sequence[Key]) -> asyncio.Future[None]:
         """Take keys out of memory now and off the disk soon; when that is done."""
@@ -250,27 +207,21 @@ class FileTier(Tier):
                 del self._removing[key]
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        folder = self._open_folder()
-        uses = []
-        for key in keys:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                use_ns = self._next_use_ns()
-                self._entries[key] = entry._replace(use_ns=use_ns)
-                uses.append((key, use_ns))
-        await self._finish([self._threads.run(folder.touch, uses, self._epoch)])
+        with self._working() as folder:
+            present = [key for key in keys if key in self._entries]
+            uses = list(zip(present, self._uses.take(len(present)), strict=True))
+            for key, use_ns in uses:
+                self._entries[key] = self._entries.pop(key)._replace(use_ns=use_ns)
+            await self._finish([self._threads.run(folder.touch, uses, self._epoch)])
 
     async def reset(self, epoch: int) -> None:
-        folder = self._open_folder()
-        self._epoch = max(epoch, self._epoch + 1)
-        old_bytes = self._used_bytes - self._old_bytes
-        self._entries = {}
-        self._filling = {}
-        try:
+        with self._working() as folder:
+            self._epoch = max(epoch, self._epoch + 1)
+            old_bytes = self._used_bytes - self._old_bytes
+            self._entries = {}
+            self._filling = {}
             await self._finish([self._threads.run(folder.begin, self._epoch)])
-        except OSError as error:
-            raise TierIoError(f"cannot store the epoch in {self._path}: {error}") from error
-        self._reclaim(folder, old_bytes)
+            self._reclaim(folder, old_bytes)
 
     def _reclaim(self, folder: RecordFolder, old_bytes: int) -> None:
         """Remove folders of other epochs in the background; ``old_bytes`` are free after that."""
@@ -289,21 +240,9 @@ class FileTier(Tier):
 
     # -- closing ---------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            self._closing = asyncio.ensure_future(self._close(folder))
-        if self._closing is not None:
-            await asyncio.shield(self._closing)  # goes on although nobody waits for it any more
-
-    async def _close(self, folder: RecordFolder) -> None:
-        while self._working:
-            await asyncio.wait(list(self._working))
+    async def _end_work(self) -> None:
         if self._reclaiming is not None:
             await asyncio.wait([self._reclaiming])
-        await in_thread(_end, self._threads.stop, folder.close)
 
-
-def _end(*steps: Callable[[], None]) -> None:
-    for step in steps:
-        step()
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._threads,)

@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +43,17 @@ def record_name(key: Key) -> str:
 
 
 class RecordFiles:
-    """See the module. ``fd`` is the open folder at ``path``."""
+    """See the module. The folder is held open until ``close``."""
 
-    def __init__(self, path: Path, fd: int, identity: Identity) -> None:
+    def __init__(self, path: Path, identity: Identity) -> None:
+        """Raises ``OSError``."""
         self._path = path
-        self._fd = fd
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._identity = identity
+
+    def close(self) -> None:
+        """Let go of the folder; only when nobody calls any more."""
+        os.close(self._fd)
 
     def check(self) -> None:
         """Raise ``TierIoError`` if this folder is not the one at its path any more, or is gone."""
@@ -157,6 +162,29 @@ class RecordFiles:
             return None
         return key, Entry(found.st_mtime_ns, header.payload_bytes)
 
+    # -- folders -----------------------------------------------------------------------------
+
+    def _entries_of(self, epoch: int) -> Iterator[tuple[str, tuple[Key, Entry] | None]]:
+        """Every file of an epoch, with what it says it is (``_read_entry``). Reads every header.
+        Raises ``OSError``."""
+        folder = os.open(f"{PREFIX}{epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
+        try:
+            for name in os.listdir(folder):
+                yield name, self._read_entry(folder, name, epoch)
+        finally:
+            os.close(folder)
+
+    def _remove_folder(self, name: str) -> None:
+        """Remove a folder of files. Raises ``OSError``."""
+        fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=self._fd)
+        try:
+            for file in os.listdir(fd):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file, dir_fd=fd)
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=self._fd)
+
     # -- files -------------------------------------------------------------------------------
 
     @staticmethod
@@ -183,14 +211,17 @@ class RecordFiles:
         temporary = f"{name}.tmp"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=self._fd)
-        fd = os.open(temporary, _NEW, 0o600, dir_fd=self._fd)
+        self._write_new(temporary, text)
+        self._publish(temporary, name)
+        os.fsync(self._fd)
+
+    def _write_new(self, name: str, text: str) -> None:
+        fd = os.open(name, _NEW, 0o600, dir_fd=self._fd)
         try:
             os.write(fd, text.encode())
             os.fsync(fd)
         finally:
             os.close(fd)
-        self._publish(temporary, name)
-        os.fsync(self._fd)
 
     def _publish(self, temporary: str, name: str) -> None:
         os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -201,6 +232,11 @@ class RecordFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def by_use(found: Iterable[tuple[Key, Entry]]) -> dict[Key, Entry]:
+    """Records, least recently used first."""
+    return dict(sorted(found, key=lambda item: item[1]))
 
 
 def _write_all(fd: int, data: Buffer) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tiers.base import Key, TierIoError
 from tiers.folder import OwnerLock, prepare
 from tiers.record import Identity
-from tiers.record_files import PREFIX, READ, Entry, RecordFiles, record_name
+from tiers.record_files import PREFIX, Entry, RecordFiles, by_use, record_name
 
 __all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "RecordFolder", "record_name"]
 
@@ -45,9 +45,8 @@ class RecordFolder(RecordFiles):
             prepare(path, allow_network=True)
             self._lock = OwnerLock(path)
             undo.callback(self._lock.release)
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            undo.callback(os.close, fd)
-            super().__init__(path, fd, identity)
+            super().__init__(path, identity)
+            undo.callback(super().close)
             if self._exists(SHARED_NAME):
                 raise TierIoError(
                     f"{path} is shared by engines, perhaps of other machines. Give this one "
@@ -61,7 +60,7 @@ class RecordFolder(RecordFiles):
 
     def close(self) -> None:
         """Let go of the folder; only when nobody calls any more."""
-        os.close(self._fd)
+        super().close()
         self._lock.release()
 
     def _is_here(self) -> bool:
@@ -84,7 +83,7 @@ class RecordFolder(RecordFiles):
         Raises ``OSError``."""
         name = f"{PREFIX}{epoch}"
         if epoch != self.epoch and self._exists(name):
-            self._remove_epoch(name)
+            self._remove_folder(name)
         if not self._exists(name):
             os.mkdir(name, 0o700, dir_fd=self._fd)
         if epoch != self.epoch or not self._exists(EPOCH_NAME):
@@ -122,29 +121,15 @@ class RecordFolder(RecordFiles):
             for epoch in self._epochs():
                 if epoch < self.epoch:
                     with contextlib.suppress(OSError):
-                        self._remove_epoch(f"{PREFIX}{epoch}")
-
-    def _remove_epoch(self, name: str) -> None:
-        fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=self._fd)
-        try:
-            for file in os.listdir(fd):
-                os.unlink(file, dir_fd=fd)
-        finally:
-            os.close(fd)
-        os.rmdir(name, dir_fd=self._fd)
+                        self._remove_folder(f"{PREFIX}{epoch}")
 
     def _scan(self) -> tuple[dict[Key, Entry], int]:
-        found: dict[Key, Entry] = {}
+        found: list[tuple[Key, Entry]] = []
         dropped = 0
-        folder = os.open(f"{PREFIX}{self.epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
-        try:
-            for name in os.listdir(folder):
-                entry = self._read_entry(folder, name, self.epoch)
-                if entry is None:
-                    dropped += 1
-                    os.unlink(name, dir_fd=folder)
-                else:
-                    found[entry[0]] = entry[1]
-        finally:
-            os.close(folder)
-        return dict(sorted(found.items(), key=lambda item: item[1])), dropped
+        for name, entry in self._entries_of(self.epoch):
+            if entry is not None:
+                found.append(entry)
+            else:
+                dropped += 1
+                os.unlink(f"{PREFIX}{self.epoch}/{name}", dir_fd=self._fd)
+        return by_use(found), dropped

@@ -34,7 +34,7 @@ from tiers.direct_io import pages_for
 from tiers.folder import LOCK_NAME, FolderError, prepare
 from tiers.live_engines import LiveEngines, engine_name
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
-from tiers.record_files import PREFIX, READ, Entry, RecordFiles
+from tiers.record_files import PREFIX, READ, Entry, RecordFiles, by_use
 from tiers.record_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
 
 COMMON = 0
@@ -61,7 +61,8 @@ class Stored:
 
 
 class SharedFolder(RecordFiles):
-    """See the module. ``epoch`` is 0 or this engine's own."""
+    """See the module. ``epoch`` is 0 or this engine's own. ``found_bytes`` and ``found_count`` are
+    what everybody had stored at the start, ``last_use_ns`` is the latest use of that."""
 
     def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
         """Raises ``TierIoError`` and ``OSError``."""
@@ -70,17 +71,19 @@ class SharedFolder(RecordFiles):
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             prepare(path, allow_network=True)
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            undo.callback(os.close, fd)
-            super().__init__(path, fd, identity)
+            super().__init__(path, identity)
+            undo.callback(super().close)
             self._take_over()
             self.medium = self._stored_medium()
-            self.engines = LiveEngines(fd, engine_name())
+            self.engines = LiveEngines(self._fd, engine_name())
             undo.callback(self.engines.close)
             self.epoch = COMMON
             self.engines.announce(COMMON)
             if is_own:
                 self.begin_own(forgets=False)
+            stored, _alive = self.scan()
+            self.found_bytes, self.found_count = sum(s.size_bytes for s in stored), len(stored)
+            self.last_use_ns = max((one.use_ns for one in stored), default=0)
             undo.pop_all()
 
     def _take_over(self) -> None:
@@ -105,13 +108,7 @@ class SharedFolder(RecordFiles):
     def _store_once(self, name: str, text: str) -> None:
         """Store a small file unless another engine has just done so: ``link`` replaces nothing."""
         temporary = f"{name}.{secrets.token_hex(8)}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
-        try:
-            os.write(fd, text.encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        self._write_new(temporary, text)
         try:
             os.link(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except FileExistsError:
@@ -211,19 +208,10 @@ class SharedFolder(RecordFiles):
 
     def entries(self, epoch: int) -> dict[Key, Entry]:
         """Every record of an epoch, least recently used first. Reads every header."""
-        found: dict[Key, Entry] = {}
         try:
-            folder = os.open(f"{PREFIX}{epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
+            return by_use(entry for _name, entry in self._entries_of(epoch) if entry is not None)
         except FileNotFoundError:
-            return found
-        try:
-            for name in os.listdir(folder):
-                entry = self._read_entry(folder, name, epoch)
-                if entry is not None:
-                    found[entry[0]] = entry[1]
-        finally:
-            os.close(folder)
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+            return {}
 
     # -- the cap ---------------------------------------------------------------------------
 
@@ -333,25 +321,15 @@ class SharedFolder(RecordFiles):
             except FileNotFoundError:
                 return
         if remove:
-            self._remove_folder(name)
+            with contextlib.suppress(OSError):
+                self._remove_folder(name)
 
     def remove_gone(self) -> None:
         """Remove what was retired, as far as that is possible."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._fd):
                 if name.startswith("gone-"):
-                    self._remove_folder(name)
-
-    def _remove_folder(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=self._fd)
-            try:
-                for file in os.listdir(fd):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(file, dir_fd=fd)
-            finally:
-                os.close(fd)
-            os.rmdir(name, dir_fd=self._fd)
+                    self._retire(name)
 
     def renew(self) -> None:
         """Say that this engine lives. Raises ``TierIoError``."""
@@ -363,7 +341,7 @@ class SharedFolder(RecordFiles):
     def close(self) -> None:
         """Let go of the folder; only when nobody calls any more."""
         self.engines.close()
-        os.close(self._fd)
+        super().close()
 
 
 def _is_locked(path: Path) -> bool:
