@@ -64,7 +64,7 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
     wrong: list[str] = []
     read, write = _tiers(told.get(TIERS), tiers, wrong)
     controls = Controls(
-        no_store=_flag(told, NO_STORE, wrong) or write == frozenset(),
+        no_store=_flag(told, NO_STORE, wrong, unreadable=True) or write == frozenset(),
         no_load=_flag(told, NO_LOAD, wrong) or read == frozenset(),
         max_load_tokens=_tokens(told, wrong),
         read=read,
@@ -83,12 +83,15 @@ def show(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _flag(told: Mapping[str, Any], name: str, wrong: list[str]) -> bool:
+def _flag(
+    told: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
+) -> bool:
+    """A flag; ``unreadable`` is what it counts as if the client did not say what it wanted."""
     value = told.get(name, False)
     if isinstance(value, bool):
         return value
     wrong.append(f"{name} must be true or false (got {show(value)})")
-    return False
+    return unreadable and value is not None
 
 
 def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
@@ -114,19 +117,21 @@ def _tiers(
     value: object, tiers: Sequence[str], wrong: list[str]
 ) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """Which tiers may be read and written. A wrong value restricts nothing less than was meant: a
-    name that cannot be read is left out, and what is no list at all allows no tier."""
+    name that cannot be read is left out, what is no list at all allows no tier, and beside a part
+    of an unknown name a part that is missing allows none."""
     if value is None:
         return None, None
     if not isinstance(value, Mapping):
         both = _numbers(TIERS, value, tiers, wrong)
         return both, both
+    unknown = [name for name in value if name not in ("read", "write")]
     wrong.extend(
         f'{TIERS} has no part {show(name)} (parts: "read", "write")'
-        for name in list(value)[:WRONG_MOST]
-        if name not in ("read", "write")
+        for name in unknown[:WRONG_MOST]
     )
+    missing = frozenset[int]() if unknown else None
     read, write = (
-        _numbers(f"{TIERS}.{part}", value[part], tiers, wrong) if part in value else None
+        _numbers(f"{TIERS}.{part}", value[part], tiers, wrong) if part in value else missing
         for part in ("read", "write")
     )
     return read, write

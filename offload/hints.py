@@ -19,6 +19,8 @@ from policies import hints as names
 SESSION_MOST = 256
 """Characters of a session's name."""
 RETURN_MOST_S = 7 * 86_400.0
+TOKENS_MOST = 1 << 53
+"""What is larger than any prompt, and exact as a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def _is_valid(name: str, value: object) -> bool:
 
 def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
     pinned = good.get(names.PINNED, 0)
-    pinned_tokens = float("inf") if pinned is True else float(pinned)
+    pinned_tokens = float("inf") if pinned is True else float(min(pinned, TOKENS_MOST))
     stored = {name: good[name] for name in (names.SESSION, names.ONE_SHOT) if good.get(name)}
     ended = {
         name: good[name]

@@ -60,6 +60,9 @@ class Endings:
         return {REPORT: report}
 
     def loaded(self, tracker: RequestTracker) -> dict[str, int]:
-        """Tokens that were loaded for the request, by the name of the tier."""
+        """Tokens that were loaded for the request, by the name of the tier: none if its load has
+        failed, or was under way when it was given up."""
+        if tracker.failures or tracker.loading:
+            return {}
         names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
         return {names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}

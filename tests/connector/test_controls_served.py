@@ -15,6 +15,7 @@ from offload.connector import scheduler_side
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 from tests.connector.test_requests_told import _request
+from tiers.base import ReadOutcome
 
 PROMPT = list(range(64))
 
@@ -136,6 +137,19 @@ def test_the_hint_pinned_says_of_how_many_tokens(tmp_path: Path) -> None:
         other = [7, *PROMPT[1:62]]  # with its answer it has 64 and more
         assert serve(world, "b", other, pin_s=600, pinned=10_000)["pinned_tokens"] == 60
         world.check_idle()
+
+
+def test_what_could_not_be_loaded_is_not_told_as_loaded(world: World) -> None:
+    serve(world, "a", PROMPT)
+    world.forget_locally()
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+
+    async def read(keys: Any, into: Any) -> list[ReadOutcome]:
+        return [ReadOutcome.CORRUPT] * len(keys)
+
+    world.executor._tiers[0].read = read
+    assert serve(world, "b", PROMPT, session="s") == {"loaded_tokens": {}}
+    assert loaded(world) == 0
 
 
 def test_wrong_values_are_told_and_counted(world: World) -> None:

@@ -88,14 +88,25 @@ def test_a_wrong_control_is_described(told: dict[str, Any], part: str) -> None:
 
 def test_a_wrong_list_of_tiers_allows_none() -> None:
     """Somebody wanted to keep a prompt off some tier: no tier may get it by mistake."""
-    for value in ("cpu", ["dsk"], 7):
+    for value in ("cpu", ["dsk"], 7, {"wirte": ["cpu"]}, {"cpu": True}):
         controls, _ = read(tiers=value)
         assert controls.no_store
         assert controls.no_load
+    controls, _ = read(tiers={"read": ["cpu"], "writes": ["cpu"]})
+    assert controls.no_store
+    assert controls.read == {CPU}
+
+
+def test_a_no_store_that_cannot_be_read_stores_nothing() -> None:
+    for value in ("yes", 1, "false", [], {}):
+        assert read(no_store=value)[0].no_store, value
+        assert not read(no_load=value)[0].no_load, value
+    for value in (None, False):
+        assert not read(no_store=value)[0].no_store, value
 
 
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
     lambda inner: (
         st.lists(inner)
         | st.dictionaries(st.sampled_from((*CONTROL_NAMES, "read", "write")) | st.text(), inner)

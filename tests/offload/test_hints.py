@@ -43,6 +43,12 @@ def test_a_whole_prompt_can_be_pinned() -> None:
     assert hints.of_chunk(10**9) == hints.ended == {names.PINNED: True}
 
 
+def test_more_tokens_than_a_float_can_say_are_all_tokens() -> None:
+    hints, wrong = read(pinned=10**400)
+    assert not wrong
+    assert hints.of_chunk(10**9) == {names.PINNED: True}
+
+
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvtiers": None}, 3])
 def test_no_hints(params: object) -> None:
     assert parse_hints(params) == (NO_HINTS, [])
@@ -73,7 +79,7 @@ def test_a_wrong_hint_is_left_out_and_the_others_stay(told: dict[Any, Any], part
 
 
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
     lambda inner: (
         st.lists(inner) | st.dictionaries(st.sampled_from(names.NAMES) | st.text(), inner)
     ),
