@@ -17,6 +17,7 @@ FUNCTIONS = {"rate", "increase", "histogram_quantile"}
 AGGREGATIONS = {"sum", "max", "min", "avg"}
 NEED_A_RANGE = {"rate", "increase"}
 MODIFIERS = {"by", "ignoring", "on", "group_left"}
+SET_OPERATORS = {"and", "or", "unless"}
 _PAIRS = {")": "(", "}": "{"}
 
 
@@ -57,6 +58,10 @@ def parse(query: str) -> Query:
         kind, text = tokens[at]
         following = tokens[at + 1][1] if at + 1 < len(tokens) else ""
         if kind != "name":
+            at += 1
+        elif text in SET_OPERATORS:
+            if following in ("", ")") or tokens[at - 1][1] in ("", "("):
+                raise PromqlError(f"{text} stands between two queries")
             at += 1
         elif text in MODIFIERS:
             names, at = _names(tokens, at + 1)

@@ -3,10 +3,12 @@ asked in ``tests/vllm/test_server.py``."""
 
 from __future__ import annotations
 
+import operator
 import re
 
 import pytest
 
+from offload.breaker import Breaker, Circuit
 from offload.metric_table import METRICS
 from offload.why import Reason
 from tests.dashboards import alert_rules, dashboard, queries
@@ -38,7 +40,6 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "dropped_chunks_total": "removed_chunks has the reasons",
         "evicted_chunks_total": "removed_chunks has the reasons",
         "events_lost_total": "for whoever follows KV events",
-        "hook_calls_total": "for means",
         "late_answers_total": "for whoever looks into a fault",
         "loaded_tokens_total": "prompt tokens by source, and hits",
         "missed_tokens_total": "hits and wanted tokens",
@@ -74,6 +75,49 @@ def test_panels_stand_apart_and_legends_name_labels_of_the_query() -> None:
             assert named <= parse(target["expr"]).grouped, panel["title"]
 
 
+def test_every_panel_shows_the_chosen_servers_only() -> None:
+    names = {variable["name"] for variable in dashboard()["templating"]["list"]}
+    assert names == {"datasource", "model", "instance"}
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            for metric, labels in parse(target["expr"]).metrics.items():
+                assert {"model_name", "instance"} <= labels, f"{panel['title']}: {metric}"
+            chosen = target["expr"].count('model_name=~"$model", instance=~"$instance"')
+            assert chosen == target["expr"].count("{"), panel["title"]
+
+
+def firing(value: float, expression: str) -> bool:
+    """What the comparison at the end of an alert's first line says of a gauge."""
+    comparison, number = expression.split(")")[-1].split()
+    return {"==": operator.eq, ">": operator.gt}[comparison](value, float(number))
+
+
+def test_a_tier_whose_disk_hangs_keeps_its_alert() -> None:
+    """A probe that hangs for 5 s shows another state meanwhile. One look at that would begin the
+    alert's five minutes anew."""
+    [rule] = [rule for rule in alert_rules() if rule["alert"] == "KvtiersTierShutOut"]
+    breaker = Breaker()
+    breaker.observe(0, 3, 0.0)
+    states, asked_at = set(), None
+    for second in range(900):
+        breaker.tick(second)
+        if breaker.state is Circuit.HALF_OPEN:
+            asked_at = second if asked_at is None else asked_at
+            if second - asked_at >= 5:
+                asked_at = None
+                breaker.judge(second, good=False)
+        states.add(breaker.state)
+        assert firing(breaker.state.value, rule["expr"]), second
+    assert states == {Circuit.OPEN, Circuit.HALF_OPEN}
+    assert not firing(Circuit.CLOSED.value, rule["expr"])
+
+
+def test_a_gauge_of_the_last_second_alerts_only_while_there_are_seconds() -> None:
+    """vLLM publishes nothing while it has nothing to do, and the page keeps the last value."""
+    [rule] = [rule for rule in alert_rules() if "hook_slowest" in rule["expr"]]
+    assert "vllm:kvtiers_hook_calls_total" in parse(rule["expr"].split(" and ")[1]).metrics
+
+
 def test_alerts_say_what_to_do() -> None:
     names = [rule["alert"] for rule in alert_rules()]
     assert len(set(names)) == len(names)
@@ -99,6 +143,7 @@ def test_alerts_say_what_to_do() -> None:
         ("vllm:kvtiers_used_ratio{tier}", "no matcher"),
         ("sum by tier (vllm:kvtiers_used_ratio)", "list of labels"),
         ("1 + 1", "names no metric"),
+        ("vllm:kvtiers_used_ratio > 0.9 and", "stands between"),
     ],
 )
 def test_wrong_queries_are_seen(query: str, part: str) -> None:
