@@ -102,9 +102,9 @@ TIER_FIELDS = (
         choice("own", "translate", "refuse"),
         "own",
         "Blocks of the same model that engines of other geometry (tensor parallel size, chunks, "
-        "layout) left below `path`: `own` leaves them alone, `translate` reads them where that is "
-        "exact and refuses to start where it is not, `refuse` refuses to start beside them. See "
-        "the [guide](../guides/geometry.md).",
+        "layout) left below `path` or in the store: `own` leaves them alone, `translate` reads "
+        "them where that is exact and refuses to start where it is not, `refuse` refuses to start "
+        "beside them. See the [guide](../guides/geometry.md).",
     ),
     Field(
         "encryption",
@@ -371,7 +371,6 @@ register_tier_type(
                 "recovery",
                 "encryption",
                 "compression",
-                "geometry",
             }
         ),
     )

@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offload.claims import entries
 from offload.errors import NamespaceError
+from offload.foreign_checks import problems_with, refusal
 from offload.foreign_source import TranslatedSource
 from offload.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespace import NAME, Namespace, read_manifest, read_small_file, write_durably
 from offload.namespace_folders import read_epoch
 from offload.stores import Store
-from offload.translation import Obstacle, obstacles
+from offload.translation import Obstacle
 from tiers.foreign_tier import Source
 from tiers.lmdb_index import IndexUnusableError
 
 logger = logging.getLogger(__name__)
 
-FREE_FIELDS = frozenset({"block_size", "page_bytes", "num_kv_heads", "page_size_padded"})
-"""Of a group in the manifest, what may differ: the geometry says the same of every layer."""
-LEFT_TO_GEOMETRY = frozenset({"layers", "layer_count", "shapes"})
 _GEOMETRY = re.compile(r"rank-([0-9]{1,5})\.geometry\.json", re.ASCII)
 _REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 
@@ -81,29 +78,21 @@ def find_foreign(
     what is there and cannot be translated, or may not.
     """
     found: list[ForeignStore] = []
-    refused: list[str] = []
+    refused: dict[str, list[Obstacle]] = {}
     if how == "own":
         return found
     for name, other in _same_model(Path(root), namespace):
         stores = list(_stores(Path(root) / name))
         if not stores:
             continue  # opened and never written
-        problems = _field_obstacles(other.fields, namespace.fields)
-        for store in stores:
-            problems += _store_obstacles(store, now)
-        if how == "refuse" and not problems:
-            problems = _differences(other.fields, namespace.fields)
+        ranks = {str(store.folder): store.ranks for store in stores}
+        problems = problems_with(other, ranks, namespace, now, how)
         if problems:
-            refused.append(_refusal(name, problems))
+            refused[name] = problems
         else:
             found += stores
     if refused:
-        lines = "\n".join(refused)
-        raise NamespaceError(
-            f"kvtiers: {where}: {root} holds blocks of this model that this engine must not read:\n"
-            f'{lines}\nUse another path, start with the same flags, or set "geometry": "own" to '
-            "keep blocks of both side by side."
-        )
+        raise refusal(where, str(root), "path", refused)
     return found
 
 
@@ -169,67 +158,3 @@ def _geometries(folder: Path) -> Iterator[Geometry]:
                 yield Geometry.load(content, str(folder / name))
         except NamespaceError as error:
             logger.warning("kvtiers: %s", error)
-
-
-def _store_obstacles(store: ForeignStore, now: Geometry) -> list[Obstacle]:
-    """Why the records of a replica cannot be read."""
-    if not store.ranks:
-        why = (
-            f"{store.folder} does not say how its records are ordered. It was written before that "
-            "was kept, or imported: an engine with its flags says it at its next start"
-        )
-        return [Obstacle("geometry", "not described", "described", why)]
-    first = store.ranks[0]
-    for other in store.ranks[1:]:
-        if (other.ranks, other.groups) != (first.ranks, first.groups):
-            why = f"ranks {first.rank} and {other.rank} of {store.folder} differ in it"
-            return [Obstacle("groups", "not the same on every rank", "the same", why)]
-    return obstacles(first, now)
-
-
-def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Obstacle]:
-    """Fields of the manifest that no translation can bridge."""
-    found = []
-    there, here = stored.get("parallel", {}), now.get("parallel", {})
-    for name in sorted({*there, *here} - {"tensor"}):
-        if there.get(name) != here.get(name):
-            why = "only tensor parallel ranks are translated"
-            found.append(Obstacle(f"parallel.{name}", there.get(name), here.get(name), why))
-    theirs, ours = stored.get("geometry", {}), now.get("geometry", {})
-    name = "hash_block_size"
-    if theirs.get(name) != ours.get(name):
-        why = "keys are hashes of other stretches of the prompt"
-        found.append(Obstacle(f"geometry.{name}", theirs.get(name), ours.get(name), why))
-    pairs = zip(theirs.get("groups", ()), ours.get("groups", ()), strict=False)
-    for number, (group, mine) in enumerate(pairs):
-        for name in sorted({*group, *mine} - FREE_FIELDS - LEFT_TO_GEOMETRY):
-            if group.get(name) != mine.get(name):
-                field = f"geometry.groups[{number}].{name}"
-                why = "another kind of KV cache"
-                found.append(Obstacle(field, group.get(name), mine.get(name), why))
-    return found
-
-
-def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Obstacle]:
-    """How two geometries differ, where that alone is reason enough."""
-    found = []
-    for part in ("parallel", "geometry"):
-        there, here = stored.get(part, {}), now.get(part, {})
-        for name in sorted({*there, *here} - {"tensors", "groups"}):
-            if there.get(name) != here.get(name):
-                field = f"{part}.{name}"
-                why = '"geometry" is "refuse"'
-                found.append(Obstacle(field, there.get(name), here.get(name), why))
-    if not found:
-        found.append(Obstacle("geometry.groups", "other ones", "these", '"geometry" is "refuse"'))
-    return found
-
-
-def _refusal(name: str, problems: Sequence[Obstacle]) -> str:
-    """What is wrong with one namespace."""
-    unique = list(dict.fromkeys(problems))
-    lines = [f"  namespace {name}:", *(f"    {problem}" for problem in unique)]
-    flags = sorted({problem.flags for problem in unique if problem.flags})
-    if flags:
-        lines.append(f"    (it was written with {', '.join(flags)})")
-    return "\n".join(lines)

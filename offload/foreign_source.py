@@ -101,7 +101,11 @@ class TranslatedSource:
             if sizes.get(found.key[-GROUP_BYTES:]) == found.payload_bytes
         }
 
-    def read(self, key: Key, into: Buffer) -> ReadOutcome:
+    def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Chunks, one after the other."""
+        return [self._read(key, data) for key, data in zip(keys, into, strict=True)]
+
+    def _read(self, key: Key, into: Buffer) -> ReadOutcome:
         """One chunk. Of a record that is not there any more, or not of this epoch, nothing is said
         but that it is missing; one that is damaged is ``CORRUPT``."""
         plan = self._plans.get(key[-GROUP_BYTES:])

@@ -32,7 +32,6 @@ COPIES = "copies"
 OWN = "own"
 KERNEL_BLOCK, HEAD, TOKEN = "b", "h", "t"
 _DOMAIN = b"kvtiers geometry\n"
-_MODEL_DOMAIN = b"kvtiers model\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +111,8 @@ class Geometry:
         return {group.group: group for group in self.groups}
 
     def dump(self) -> bytes:
-        """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``.
-
-        What folders keep as a file, a store without folders can keep as a record: see
-        ``geometry_key``.
-        """
+        """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``. Folders keep it
+        as a file, stores without folders in a ``offload.foreign_notice``."""
         body = {
             "records": self.records.hex(),
             "rank": self.rank,
@@ -145,18 +141,6 @@ class Geometry:
             return _geometry(body)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise NamespaceError(f"{where} is not a geometry: {error!r:.200}") from None
-
-
-def geometry_key(fields: Mapping[str, Any], ranks: int, rank: int) -> bytes:
-    """The key under which a store that has no folders keeps ``Geometry.dump`` of rank ``rank`` of
-    ``ranks``: who looks for chunks of other engines asks for each number of ranks that may be.
-
-    ``fields`` are those of the namespace; of one model they lead to one key whatever else of the
-    geometry differs. No chunk has such a key: theirs are the bytes of a hash.
-    """
-    content = json.dumps(content_fields(fields), sort_keys=True).encode()
-    digest = hashlib.sha256(_MODEL_DOMAIN + content).digest()[:16]
-    return b"kvtiers-geometry/" + digest + ranks.to_bytes(2, "big") + rank.to_bytes(2, "big")
 
 
 def content_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from tiers.base import Tier
 from tiers.file_tier import FileTier
 from tiers.lmdb_store import LmdbOptions, Recovery
 from tiers.lmdb_tier import LmdbTier
+from tiers.mooncake_board import Notice
 from tiers.mooncake_client import MooncakeSettings
 from tiers.mooncake_tier import MooncakeTier
 from tiers.reopening import ReopeningTier
@@ -26,6 +27,7 @@ class TierSpec:
     ``renew(epoch)`` claims the folder once more after its medium had failed, for a tier that has
     reached this epoch, and raises while it is not back; without it a failed tier stays shut.
     ``make`` makes a tier that is none of the configured types.
+    ``notice`` is what a tier on a store tells others of its records.
     ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch."""
 
     where: str
@@ -39,6 +41,7 @@ class TierSpec:
     renew: Callable[[int], TierSpec] | None = None
     keep_epoch: Callable[[int], object] = lambda _epoch: None
     make: Callable[[], Tier] | None = None
+    notice: Notice | None = None
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
@@ -48,8 +51,9 @@ def tier_names(config: OffloadConfig) -> list[str]:
     for tier in config.tiers:
         count = sum(1 for name in names if name.rstrip("0123456789") == tier.type)
         names.append(tier.type if not count else f"{tier.type}{count + 1}")
-    own = dict(zip((tier.path for tier in config.tiers), names, strict=True))
-    return names + [f"{own[tier.path]}_translated" for tier in config.translated]
+    own = names[: len(config.tiers)]
+    pairs = zip(config.tiers, own, strict=True)
+    return own + [f"{name}_translated" for tier, name in pairs if tier.geometry == "translate"]
 
 
 def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:
@@ -102,25 +106,30 @@ def _file(spec: TierSpec, record_bytes: int) -> Tier:
     )
 
 
-def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
-    """It finds its master again by itself, so nobody has to open it again."""
-    options = spec.config.options
+def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSettings:
+    """How to join the store of a tier, giving it that much memory."""
+    options = config.options
     host = options["master"].rpartition(":")[0]
-    settings = MooncakeSettings(
+    return MooncakeSettings(
         options["master"],
         options["metadata"] or f"http://{host}:8080/metadata",
-        spec.capacity_bytes,
+        segment_bytes,
         options["protocol"],
         options["device"],
         options["host"],
     )
+
+
+def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
+    """It finds its master again by itself, so nobody has to open it again."""
     return MooncakeTier(
-        settings,
+        mooncake_settings(spec.config, spec.capacity_bytes),
         namespace=spec.namespace,
         rank=spec.rank,
         epoch=spec.epoch,
         memory=memory,
         threads=spec.config.io_threads,
+        notice=spec.notice,
     )
 
 

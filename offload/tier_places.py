@@ -18,6 +18,8 @@ from offload.config import OffloadConfig, TierConfig
 from offload.config_tables import TIER_TYPES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.foreign import ForeignStore, find_foreign, open_sources, write_geometry
+from offload.foreign_notice import notice_of
+from offload.foreign_store import StoreView, open_store_source
 from offload.geometry import Geometry
 from offload.mounts import Spot, spot_of
 from offload.namespace import Namespace
@@ -32,8 +34,10 @@ from offload.namespace_folders import (
     replica_folder,
 )
 from offload.sizes import MIB, format_size
-from offload.tier_factory import TierSpec, tier_names
+from offload.tier_factory import TierSpec, mooncake_settings, tier_names
+from tiers.base import TierError
 from tiers.foreign_tier import AskedForeignTier, ForeignTier
+from tiers.remote_foreign_tier import RemoteForeignTier
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +74,38 @@ class TierPlaces:
         own = [
             self._spec(*about) for about in zip(range(len(foreign)), names, foreign, strict=False)
         ]
-        number_of = {tier.path: number for number, tier in enumerate(self.config.tiers)}
-        for tier, name in zip(self.config.translated, names[len(own) :], strict=True):
-            number = number_of[tier.path]
+        translated = [n for n, tier in enumerate(self.config.tiers) if tier.geometry == "translate"]
+        for number, name in zip(translated, names[len(own) :], strict=True):
             own.append(self._translated(own[number], name, foreign[number]))
         return own
 
     def _foreign(self, number: int) -> list[ForeignStore]:
         """What others have left below a tier's path that may be read. Before anything is made."""
-        config = self.config.tiers[number]
-        if self.geometry is None or not config.path:
+        config, where = self.config.tiers[number], f"$.tiers[{number}]"
+        if self.geometry is None:
             return []
-        where = f"$.tiers[{number}]"
-        return find_foreign(where, config.path, self.namespace, self.geometry, config.geometry)
+        if config.path:
+            return find_foreign(where, config.path, self.namespace, self.geometry, config.geometry)
+        if config.geometry != "own":
+            try:
+                self._view(config).check(where)
+            except TierError as error:
+                raise TierUnavailableError(f"kvtiers: {where}: {error}") from error
+        return []
+
+    def _view(self, config: TierConfig) -> StoreView:
+        """What this rank looks for in a store."""
+        assert self.geometry is not None
+        settings = mooncake_settings(config, 0)
+        return StoreView(settings, self.namespace, self.geometry, config.geometry)
 
     def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
         """A tier over other namespaces, which is only read."""
         assert self.geometry is not None
+        if not own.config.path:
+            opened_there = open_store_source(self._view(own.config))
+            tier = partial(RemoteForeignTier, opened_there)
+            return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
             for store in foreign:
                 logger.info("kvtiers: blocks in %s are read translated", store.folder)
@@ -131,7 +150,10 @@ class TierPlaces:
         """A tier that is a store of many machines: there is nothing to claim."""
         config = self.config.tiers[number]
         where, share = f"$.tiers[{number}]", config.capacity // self.shares
-        return TierSpec(where, name, config, Path(), share, self.identity, self.rank, 0)
+        spec = TierSpec(where, name, config, Path(), share, self.identity, self.rank, 0)
+        if self.geometry is None:
+            return spec
+        return replace(spec, notice=notice_of(self.namespace, self.geometry, config.geometry))
 
     def _shared_spec(self, number: int, name: str, wanted: Collection[str]) -> TierSpec:
         """A tier whose folder others use as well. Its capacity is divided among ranks only: all

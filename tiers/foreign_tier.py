@@ -52,8 +52,8 @@ class Source(Protocol):
         """What can be had."""
         ...
 
-    def read(self, key: Key, into: Buffer) -> ReadOutcome:
-        """Fill ``into`` with a payload, verified. ``MISS`` for what is not there any more."""
+    def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Fill ``into`` with payloads, verified. ``MISS`` for what is not there any more."""
         ...
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
@@ -221,14 +221,12 @@ def _read_any(
     sources: Sequence[Source], keys: Sequence[Key], into: Sequence[Buffer]
 ) -> list[ReadOutcome]:
     """On the tier's thread. The first source that has a key is believed."""
-    outcomes = []
-    for key, data in zip(keys, into, strict=True):
-        outcome = ReadOutcome.MISS
-        for source in sources:
-            outcome = source.read(key, data)
-            if outcome is not ReadOutcome.MISS:
-                break
-        outcomes.append(outcome)
+    outcomes = [ReadOutcome.MISS] * len(keys)
+    for source in sources:
+        left = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.MISS]
+        found = source.read([keys[n] for n in left], [into[n] for n in left])
+        for n, outcome in zip(left, found, strict=True):
+            outcomes[n] = outcome
     return outcomes
 
 
@@ -239,14 +237,14 @@ def _read_all(
     into: Sequence[Buffer],
 ) -> list[ReadOutcome]:
     """On the tier's thread."""
-    outcomes = []
+    outcomes: list[ReadOutcome] = []
     for key, place, data in zip(keys, found, into, strict=True):
         if place is None:
             outcomes.append(ReadOutcome.MISS)
         elif place[1] != data.nbytes:
             outcomes.append(ReadOutcome.CORRUPT)
         else:
-            outcomes.append(sources[place[0]].read(key, data))
+            outcomes += sources[place[0]].read([key], [data])
     return outcomes
 
 

@@ -37,6 +37,7 @@ NOT_READY = -703
 MASTER_GONE = -900
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
+DOCUMENT_BYTES_MAX = 2 << 20
 GIVEN_UP_MOST = 1 << 30
 """Bytes of memory that may be set aside because transfers into it were given up."""
 
@@ -109,14 +110,15 @@ class MooncakeClient:
 
     # -- records -----------------------------------------------------------------------------
 
-    def name(self, key: Key, epoch: int) -> str:
-        """The object's name. With namespace, epoch and rank in it nobody meets others' records."""
-        namespace, rank = self._identity
+    def name(self, key: Key, epoch: int, of: Identity | None = None) -> str:
+        """The object's name. With namespace, epoch and rank in it nobody meets others' records,
+        unless their identity is known (``of``)."""
+        namespace, rank = of or self._identity
         return f"kvtiers/{namespace.hex()}/{epoch:x}/{rank}/{key.hex()}"
 
-    def present(self, keys: Sequence[Key], epoch: int) -> list[bool]:
-        """Which records are there."""
-        return [code == 1 for code in self._exist([self.name(key, epoch) for key in keys])]
+    def present(self, keys: Sequence[Key], epoch: int, of: Identity | None = None) -> list[bool]:
+        """Which records are there: our own, or those of somebody else."""
+        return [code == 1 for code in self._exist([self.name(key, epoch, of) for key in keys])]
 
     def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
         """Store different keys, at most ``BATCH``. Those that are there stay as they are."""
@@ -141,9 +143,16 @@ class MooncakeClient:
                 outcomes[n] = WriteOutcome.FULL if code == NO_ROOM else WriteOutcome.FAILED
         return outcomes
 
-    def get(self, keys: Sequence[Key], epoch: int, into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Read at most ``BATCH`` records; each is verified where it will be used."""
-        names = [self.name(key, epoch) for key in keys]
+    def get(
+        self,
+        keys: Sequence[Key],
+        epoch: int,
+        into: Sequence[Buffer],
+        of: Identity | None = None,
+    ) -> list[ReadOutcome]:
+        """Read at most ``BATCH`` records, our own or somebody else's; each is verified where it
+        will be used."""
+        names = [self.name(key, epoch, of) for key in keys]
         apart = self.reads_apart
         with self._lent_headers() as headers, self._reachable(into, apart=apart) as places:
             codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, places))
@@ -157,7 +166,7 @@ class MooncakeClient:
                 if places[n] is not into[n]:
                     np.copyto(into[n], places[n])
                 header = headers[n, :HEADER_BYTES].tobytes()
-                good = verify(header, self._identity, keys[n], epoch, into[n])
+                good = verify(header, of or self._identity, keys[n], epoch, into[n])
                 outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
         return outcomes
 
@@ -166,6 +175,28 @@ class MooncakeClient:
         names = [self.name(key, epoch) for key in keys]
         for first in range(0, len(names), BATCH):
             _checked(self._store.batch_remove(names[first : first + BATCH], True))
+
+    # -- documents ---------------------------------------------------------------------------
+
+    def documents(self, names: Sequence[str]) -> list[bytes | None]:
+        """Small objects, under names of any kind: ``None`` for what is not there, nothing for what
+        cannot be read now or is no document."""
+        found: list[bytes | None] = []
+        for name, code in zip(names, self._exist(list(names)), strict=True):
+            if code != 1:
+                found.append(None)
+                continue
+            [size] = _checked([self._store.get_size(name)])
+            found.append(self._store.get(name) if 0 < size <= DOCUMENT_BYTES_MAX else b"")
+        return found
+
+    def put_document(self, name: str, content: bytes) -> bool:
+        """Store a small object that is never evicted. False if there is no room for it; one that is
+        there already stays as it is, and nothing is said of that."""
+        [code] = _checked([self._store.put(name, content, _pinned())])
+        return bool(code == 0)
+
+    # -- inside ------------------------------------------------------------------------------
 
     def _exist(self, names: list[str]) -> list[int]:
         return _checked(self._store.batch_is_exist(names))
@@ -251,6 +282,12 @@ def _joined(settings: MooncakeSettings) -> Any:
         store.close()
         raise TierIoError(f"cannot join the Mooncake store at {settings.master} (code {code})")
     return store
+
+
+def _pinned() -> Any:
+    config = importlib.import_module("mooncake.store").ReplicateConfig()
+    config.with_hard_pin = True
+    return config
 
 
 def _is_reachable(address: str) -> bool:

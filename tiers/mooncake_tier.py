@@ -17,6 +17,7 @@ that hangs after half a minute.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
@@ -35,7 +36,9 @@ from tiers.base import (
 )
 from tiers.calls import settled
 from tiers.daemon_threads import DaemonThreads, in_thread
+from tiers.mooncake_board import POST_TIMEOUT_S, Keeper, Notice
 from tiers.mooncake_client import BATCH, MooncakeClient, MooncakeSettings
+from tiers.questions import Questions
 from tiers.record import (
     HEADER_BYTES,
     NO_NAMESPACE,
@@ -46,16 +49,14 @@ from tiers.record import (
 )
 
 OPEN_TIMEOUT_S = 30.0
-ASK_TIMEOUT_S = 2.0
-ASKING_MOST = 8
-"""Questions under way; with more of them hanging the next one fails at once."""
 CLOSE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
 
 class MooncakeTier(Tier):
-    """See the module. ``memory`` are the addresses of the slab, which is registered once."""
+    """See the module. ``memory`` are the addresses of the slab, which is registered once;
+    ``notice`` tells others of this tier's records and is kept in the store while it is open."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class MooncakeTier(Tier):
         epoch: int = 0,
         memory: range | None = None,
         threads: int = 4,
+        notice: Notice | None = None,
     ) -> None:
         self._settings = settings
         self._identity = Identity(namespace, rank)
@@ -73,10 +75,11 @@ class MooncakeTier(Tier):
         self._epoch = epoch
         self._memory = memory
         self._count = threads
+        self._notice = notice
+        self._keeper: Keeper | None = None
         self._client: MooncakeClient | None = None
         self._on_loss: Callable[[], None] = lambda: None
         self._is_failing = False
-        self._asking = 0
         self._counts: Counter[str] = Counter()
 
     async def open(self) -> TierInfo:
@@ -94,7 +97,9 @@ class MooncakeTier(Tier):
         self._client = opening.result()
         self._loop = asyncio.get_running_loop()
         self._data = DaemonThreads("tier-mooncake", self._count)
-        self._questions = DaemonThreads("tier-mooncake-ask", 2)
+        self._questions = Questions("tier-mooncake-ask", 2, "the Mooncake store")
+        if self._notice is not None:
+            await self._post(self._notice)
         return TierInfo(
             "mooncake",
             self._settings.segment_bytes,
@@ -141,16 +146,7 @@ class MooncakeTier(Tier):
         client = self._check_open()
         if not keys:
             return []
-        if self._asking >= ASKING_MOST:
-            raise TierIoError("earlier questions to the Mooncake store were not answered yet")
-        asking = self._questions.run(self._call, client.present, keys, self._epoch)
-        self._asking += 1
-        asking.add_done_callback(self._answered)
-        done, _ = await asyncio.wait([asking], timeout=ASK_TIMEOUT_S)
-        if not done:
-            raise TierIoError("the Mooncake store does not answer")
-        found: list[bool] = asking.result()
-        return found
+        return await self._questions.ask(self._call, client.present, keys, self._epoch)
 
     async def delete(self, keys: Sequence[Key]) -> None:
         client = self._check_open()
@@ -172,7 +168,11 @@ class MooncakeTier(Tier):
     async def aclose(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            closing = in_thread(_close, client, [self._data, self._questions])
+            threads: list[DaemonThreads | Questions] = [self._data, self._questions]
+            if self._keeper is not None:
+                await self._keeper.stop()
+                threads.append(self._keeper.threads)
+            closing = in_thread(_close, client, threads)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
     def on_loss(self, call: Callable[[], None]) -> None:
@@ -182,6 +182,16 @@ class MooncakeTier(Tier):
         return dict(self._counts)
 
     # -- inside ------------------------------------------------------------------------------
+
+    async def _post(self, notice: Notice) -> None:
+        """Keep it posted from now on."""
+        self._keeper = Keeper(notice, self._check_open())
+        try:
+            with contextlib.suppress(TimeoutError):  # it goes on trying
+                await asyncio.wait_for(self._keeper.posted.wait(), POST_TIMEOUT_S)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
 
     def _check_open(self) -> MooncakeClient:
         if self._client is None:
@@ -233,12 +243,9 @@ class MooncakeTier(Tier):
         if self._is_failing:
             self._is_failing = False
             self._counts["returns"] += 1
+            if self._keeper is not None:
+                self._keeper.look_now()
             self._on_loss()
-
-    def _answered(self, asking: asyncio.Future[list[bool]]) -> None:
-        self._asking -= 1
-        if not asking.cancelled():
-            asking.exception()  # nobody else may look at it
 
 
 def _repeated(keys: Sequence[Key]) -> list[int]:
@@ -253,7 +260,7 @@ def _leave(opening: asyncio.Future[MooncakeClient]) -> None:
         in_thread(opening.result().close)
 
 
-def _close(client: MooncakeClient, threads: Sequence[DaemonThreads]) -> None:
+def _close(client: MooncakeClient, threads: Sequence[DaemonThreads | Questions]) -> None:
     for pool in threads:
         pool.stop()
     client.close()

@@ -35,7 +35,10 @@ class Shelf:
             raise self.error
         return [ForeignKey(key, self.byte * 100 + n, SIZE) for n, key in enumerate(self.held)]
 
-    def read(self, key: bytes, into: Buffer) -> ReadOutcome:
+    def read(self, keys: Sequence[bytes], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        return [self._read(key, data) for key, data in zip(keys, into, strict=True)]
+
+    def _read(self, key: bytes, into: Buffer) -> ReadOutcome:
         self.threads.add(threading.get_ident())
         self.began.set()
         assert self.go.wait(30)

@@ -1,0 +1,120 @@
+"""Small documents that engines leave for each other in a Mooncake store, which has no listing.
+
+A board is ``PLACES`` names that everybody can compute. A document lies at the first place that was
+free when it was posted. The store takes no second object under a name, so of two that post at
+once one has the place; the other sees that and goes on to the next. Nothing is ever changed or
+removed here.
+
+Documents are pinned, so the store does not evict them. They go with the memory that they happen to
+lie in, and when the master forgets everything: whoever posted one looks after it (``Keeper``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tiers.daemon_threads import DaemonThreads
+from tiers.mooncake_client import MooncakeClient
+
+logger = logging.getLogger(__name__)
+
+PLACES = 32
+KEEP_S = 60.0
+"""How often a document is looked after."""
+POST_TIMEOUT_S = 5.0
+"""How long the start of a server waits until its document is there."""
+
+
+class Notice(NamedTuple):
+    """A document and the board for it. ``heard`` is called once, in some thread, with all that is
+    on the board then."""
+
+    board: str
+    content: bytes
+    heard: Callable[[Sequence[bytes]], None] = lambda _contents: None
+
+
+def places_of(board: str) -> list[str]:
+    """The names of a board's places."""
+    return [f"{board}/{place}" for place in range(PLACES)]
+
+
+def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[bytes]]:
+    """What lies on each board, as far as it can be read now. Raises ``TierIoError``."""
+    found = client.documents([name for board in boards for name in places_of(board)])
+    return [
+        [content for content in found[at : at + PLACES] if content]
+        for at in range(0, len(found), PLACES)
+    ]
+
+
+def post(client: MooncakeClient, board: str, content: bytes) -> bool:
+    """Have ``content`` on the board; whether it is there then. Raises ``TierIoError``."""
+    names = places_of(board)
+    tried: set[int] = set()
+    while True:
+        found = client.documents(names)
+        if content in found:
+            return True
+        free = [n for n, held in enumerate(found) if held is None and n not in tried]
+        if not free or not client.put_document(names[free[0]], content):
+            return False
+        tried.add(free[0])  # if it is not ours now, somebody was faster
+
+
+class Keeper:
+    """Keeps a notice posted. Belongs to the event loop's thread; calls of the store run in a thread
+    of its own, because the memory of another engine may hang."""
+
+    def __init__(self, notice: Notice, client: MooncakeClient) -> None:
+        self._notice = notice
+        self._client = client
+        self._wake = asyncio.Event()
+        self._is_posted = True
+        self._was_heard = False
+        self.posted = asyncio.Event()
+        self.threads = DaemonThreads("tier-mooncake-keep", 1)
+        self._task = asyncio.create_task(self._keep())
+
+    def look_now(self) -> None:
+        """The store may have lost it."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Look after it no more; what lies there stays. Its threads are the caller's to end."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _keep(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self._say(await self.threads.run(self._post))
+            except Exception as error:  # whatever it was, the tier works without
+                logger.debug("kvtiers: the store could not be told of this engine: %r", error)
+            self.posted.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), KEEP_S)
+
+    def _post(self) -> bool:
+        """In the thread."""
+        board, content, heard = self._notice
+        is_posted = post(self._client, board, content)
+        if not self._was_heard:
+            self._was_heard = True
+            heard(read_boards(self._client, [board])[0])
+        return is_posted
+
+    def _say(self, is_posted: bool) -> None:
+        if not is_posted and self._is_posted:
+            logger.warning(
+                "kvtiers: the store has no room for what this engine says of its blocks (%s): "
+                "engines of other geometry do not find them",
+                self._notice.board,
+            )
+        self._is_posted = is_posted
