@@ -152,6 +152,9 @@ class MooncakeClient:
     ) -> list[ReadOutcome]:
         """Read at most ``BATCH`` records, our own or somebody else's; each is verified where it
         will be used."""
+        again = _repeated(keys)  # of which the store would answer only one
+        if again:
+            return self._get_in_turns(keys, epoch, into, of, again)
         names = [self.name(key, epoch, of) for key in keys]
         apart = self.reads_apart
         with self._lent_headers() as headers, self._reachable(into, apart=apart) as places:
@@ -168,6 +171,22 @@ class MooncakeClient:
                 header = headers[n, :HEADER_BYTES].tobytes()
                 good = verify(header, of or self._identity, keys[n], epoch, into[n])
                 outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
+        return outcomes
+
+    def _get_in_turns(
+        self,
+        keys: Sequence[Key],
+        epoch: int,
+        into: Sequence[Buffer],
+        of: Identity | None,
+        again: Sequence[int],
+    ) -> list[ReadOutcome]:
+        """First what stands there for the first time, then the rest (``again``)."""
+        outcomes = [ReadOutcome.MISS] * len(keys)
+        for turn in (sorted(set(range(len(keys))).difference(again)), again):
+            found = self.get([keys[n] for n in turn], epoch, [into[n] for n in turn], of)
+            for n, outcome in zip(turn, found, strict=True):
+                outcomes[n] = outcome
         return outcomes
 
     def remove(self, keys: Sequence[Key], epoch: int) -> None:
@@ -317,6 +336,12 @@ def _parts(headers: Any, places: Sequence[Buffer]) -> tuple[list[list[int]], lis
     first = headers.ctypes.data
     addresses = [[first + n * HEADER_STEP, p.ctypes.data] for n, p in enumerate(places)]
     return addresses, [[HEADER_BYTES, place.nbytes] for place in places]
+
+
+def _repeated(keys: Sequence[Key]) -> list[int]:
+    """Where a key stands that has stood before."""
+    first: dict[Key, int] = {}
+    return [n for n, key in enumerate(keys) if first.setdefault(key, n) != n]
 
 
 def _checked(codes: list[int]) -> list[int]:

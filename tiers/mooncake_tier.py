@@ -128,19 +128,11 @@ class MooncakeTier(Tier):
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         self._check_open()
-        again = _repeated(keys)  # of which the store would answer only one
-        once = [n for n in range(len(keys)) if n not in again]
         if len(keys) != len(into):
             raise ValueError(f"{len(keys)} keys and {len(into)} buffers")
-        found = await self._batches(
-            MooncakeClient.get, [keys[n] for n in once], [into[n] for n in once]
-        )
+        found = await self._batches(MooncakeClient.get, keys, into)
         self._counts.update(f"read_{outcome.value}" for outcome in found)
-        outcomes = dict(zip(once, found, strict=True))
-        if again:
-            more = await self.read([keys[n] for n in again], [into[n] for n in again])
-            outcomes |= dict(zip(again, more, strict=True))
-        return [outcomes[n] for n in range(len(keys))]
+        return found
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         client = self._check_open()
@@ -246,12 +238,6 @@ class MooncakeTier(Tier):
             if self._keeper is not None:
                 self._keeper.look_now()
             self._on_loss()
-
-
-def _repeated(keys: Sequence[Key]) -> list[int]:
-    """Where a key stands that has stood before."""
-    first: dict[Key, int] = {}
-    return [n for n, key in enumerate(keys) if first.setdefault(key, n) != n]
 
 
 def _leave(opening: asyncio.Future[MooncakeClient]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from offload.errors import NamespaceError
+from offload.foreign_notice import board_of
 from offload.geometry import (
     COPIES,
     HEADS,
@@ -18,7 +19,6 @@ from offload.geometry import (
     Geometry,
     GroupGeometry,
     LayerGeometry,
-    geometry_key,
 )
 from offload.translation import GroupPlan, Obstacle, apply, obstacles, plan_group
 
@@ -351,9 +351,9 @@ def test_what_cannot_be_proven_is_refused(name: str) -> None:
     assert str(found[0]).startswith(text), str(found[0])
 
 
-def test_keys_of_geometries_do_not_depend_on_geometry() -> None:
+def test_boards_do_not_depend_on_geometry() -> None:
     one = {"model": {"name": "m"}, "geometry": {"chunk_blocks": 1}, "parallel": {"tensor": 1}}
     two = one | {"geometry": {"chunk_blocks": 2}, "parallel": {"tensor": 2}}
     other = one | {"model": {"name": "n"}}
-    assert geometry_key(one, 2, 1) == geometry_key(two, 2, 1)
-    assert len({geometry_key(*args) for args in ((one, 2, 1), (one, 2, 0), (other, 2, 1))}) == 3
+    assert board_of(one, 1) == board_of(two, 1)
+    assert len({board_of(*args) for args in ((one, 1), (one, 0), (other, 1))}) == 3

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 
 from demo import mooncake
+from tiers import mooncake_client
 from tiers.mooncake_client import MooncakeSettings
 
 
@@ -19,3 +24,36 @@ class Master(mooncake.Master):
 
     def settings(self, segment_bytes: int = 256 << 20) -> MooncakeSettings:
         return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
+
+
+class OneClient:
+    """One of many tiers' shares of a store's client: joining and leaving take a second each."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._registered: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        self._registered.add(address)
+        return int(self._store.register_buffer(address, nbytes))
+
+    def unregister_buffer(self, address: int) -> int:
+        self._registered.discard(address)
+        return int(self._store.unregister_buffer(address))
+
+    def close(self) -> None:
+        for address in list(self._registered):
+            self.unregister_buffer(address)
+
+
+@contextmanager
+def one_store(master: Master) -> Iterator[Any]:
+    """A client of the store for ``OneClient``."""
+    store = mooncake_client._joined(master.settings())
+    try:
+        yield store
+    finally:
+        store.close()

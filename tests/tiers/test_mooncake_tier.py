@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from demo.mooncake import free_port
-from tests.tiers.mooncake_world import Master, skip_without_mooncake
+from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_without_mooncake
 from tiers import mooncake_client
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake_client import HEADER_BYTES, MooncakeClient, MooncakeSettings
@@ -59,34 +59,10 @@ async def opened(settings: MooncakeSettings, folder: Path, **options: Any) -> As
         await tier.aclose()
 
 
-class OneClient:
-    """A store's client that many tiers use in turn: joining and leaving take a second each."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._registered: set[int] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def register_buffer(self, address: int, nbytes: int) -> int:
-        self._registered.add(address)
-        return int(self._store.register_buffer(address, nbytes))
-
-    def unregister_buffer(self, address: int) -> int:
-        self._registered.discard(address)
-        return int(self._store.unregister_buffer(address))
-
-    def close(self) -> None:
-        for address in list(self._registered):
-            self.unregister_buffer(address)
-
-
 @pytest.fixture(scope="module")
-def one_client(master: Master) -> Iterator[OneClient]:
-    store = mooncake_client._joined(master.settings())
-    yield OneClient(store)
-    store.close()
+def store(master: Master) -> Iterator[Any]:
+    with one_store(master) as joined:
+        yield joined
 
 
 @pytest.mark.usefixtures("_for_the_class")
@@ -94,11 +70,9 @@ class TestContract(TierContract):
     is_listed = False
 
     @pytest.fixture
-    def _for_the_class(
-        self, master: Master, one_client: OneClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def _for_the_class(self, master: Master, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master = master
-        monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: one_client)
+        monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> MooncakeTier:
         settings = self.master.settings(4 * capacity_bytes)

@@ -1,0 +1,131 @@
+"""Documents on boards of a real Mooncake store: two that post at once, eviction, loss."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_without_mooncake
+from tiers import mooncake_board, mooncake_client
+from tiers.mooncake_board import PLACES, Notice, places_of, post, read_boards
+from tiers.mooncake_client import MooncakeClient
+from tiers.mooncake_tier import MooncakeTier
+from tiers.record import Identity
+from tiers.testing import key_of, put
+
+skip_without_mooncake()
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with Master(tmp_path_factory.mktemp("master") / "log") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def store(master: Master) -> Iterator[Any]:
+    with one_store(master) as joined:
+        yield joined
+
+
+@pytest.fixture
+def client(store: Any, master: Master, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeClient]:
+    monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
+    made = MooncakeClient(master.settings(), Identity(), None, 1)
+    yield made
+    made.close()
+
+
+def test_what_is_posted_is_there_once(client: MooncakeClient) -> None:
+    assert read_boards(client, ["empty"]) == [[]]
+    for _ in range(2):
+        assert post(client, "one", b"a")
+        assert post(client, "one", b"b")
+    assert read_boards(client, ["one", "empty", "one"]) == [[b"a", b"b"], [], [b"a", b"b"]]
+
+
+def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
+    contents = [b"%d" % number for number in range(PLACES)]
+    for content in contents:
+        assert post(client, "full", content)
+    assert not post(client, "full", b"one more")
+    assert read_boards(client, ["full"]) == [contents]
+    assert client._store.remove(places_of("full")[3], True) == 0
+    assert post(client, "full", b"one more")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_many_that_post_at_once_are_all_there(client: MooncakeClient, number: int) -> None:
+    """None overwrites another, and none believes that it is there when it is not."""
+    contents = [b"%d" % poster * 3000 for poster in range(8)]
+    gate = threading.Barrier(len(contents))
+    posted: dict[bytes, bool] = {}
+
+    def run(content: bytes) -> None:
+        gate.wait()
+        posted[content] = post(client, f"crowd {number}", content)
+
+    threads = [threading.Thread(target=run, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert posted == dict.fromkeys(contents, True)
+    [found] = read_boards(client, [f"crowd {number}"])
+    assert set(found) == set(contents)
+
+
+async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
+    """Far more records than there is room for: the oldest go, the notice stays."""
+    with Master(tmp_path / "log") as own:
+        tier = MooncakeTier(own.settings(32 << 20), notice=Notice("board", b"document"))
+        await tier.open()
+        try:
+            for number in range(96):
+                await put(tier, [key_of(number)], 1 << 20)
+            client = tier._client
+            assert client is not None
+            assert await tier.present([key_of(0)]) == [False], "nothing was evicted"
+            assert read_boards(client, ["board"]) == [[b"document"]]
+        finally:
+            await tier.aclose()
+
+
+async def test_what_the_store_has_lost_is_posted_again(
+    client: MooncakeClient, master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_board, "KEEP_S", 0.02)
+    heard: list[list[bytes]] = []
+    assert post(client, "lost", b"another's")
+    notice = Notice("lost", b"document", lambda contents: heard.append(list(contents)))
+    tier = MooncakeTier(master.settings(), notice=notice)
+    await tier.open()
+    try:
+        assert read_boards(client, ["lost"]) == [[b"another's", b"document"]]
+        assert client._store.remove(places_of("lost")[1], True) == 0
+        async with asyncio.timeout(30):
+            while len(read_boards(client, ["lost"])[0]) < 2:
+                await asyncio.sleep(0.01)
+        assert heard == [[b"another's", b"document"]], "once"
+    finally:
+        await tier.aclose()
+    assert client._store.remove(places_of("lost")[1], True) == 0
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("tier-mooncake-keep")]
+
+
+async def test_no_room_is_said_and_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store to which nobody has given memory yet."""
+    with Master(tmp_path / "log") as own:
+        tier = MooncakeTier(own.settings(0), notice=Notice("board", b"document"))
+        await tier.open()
+        assert await tier.present([key_of(0)]) == [False]
+        await tier.aclose()
+    assert "has no room for what this engine says" in caplog.text
