@@ -5,8 +5,9 @@ free when it was posted. The store takes no second object under a name, so of tw
 once one has the place; the other sees that and goes on to the next. Nothing is ever changed or
 removed here.
 
-Documents are pinned, so the store does not evict them. They go with the memory that they happen to
-lie in, and when the master forgets everything: whoever posted one looks after it (``Keeper``).
+Documents are pinned, so the store does not evict them, and lie in several memories where there are
+several. They go when the last of these goes, and when the master forgets everything: whoever posted
+one looks after it (``Keeper``).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ MASTER_GONE = -900
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 DOCUMENT_BYTES_MAX = 2 << 20
+DOCUMENT_COPIES = 3
 GIVEN_UP_MOST = 1 << 30
 """Bytes of memory that may be set aside because transfers into it were given up."""
 
@@ -306,6 +307,7 @@ def _joined(settings: MooncakeSettings) -> Any:
 def _pinned() -> Any:
     config = importlib.import_module("mooncake.store").ReplicateConfig()
     config.with_hard_pin = True
+    config.replica_num = DOCUMENT_COPIES  # in different memories, as far as there are so many
     return config
 
 

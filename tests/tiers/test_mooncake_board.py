@@ -96,6 +96,18 @@ async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
             await tier.aclose()
 
 
+def test_it_outlives_the_server_in_whose_memory_it_lies(tmp_path: Path) -> None:
+    with Master(tmp_path / "log") as own:
+        stays = MooncakeClient(own.settings(32 << 20), Identity(), None, 1)
+        leaves = MooncakeClient(own.settings(32 << 20), Identity(), None, 1)
+        contents = [b"%d" % number for number in range(8)]
+        for content in contents:
+            assert post(leaves, "board", content)
+        leaves.close()
+        assert read_boards(stays, ["board"]) == [contents]
+        stays.close()
+
+
 async def test_what_the_store_has_lost_is_posted_again(
     client: MooncakeClient, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +122,7 @@ async def test_what_the_store_has_lost_is_posted_again(
         assert client._store.remove(places_of("lost")[1], True) == 0
         async with asyncio.timeout(30):
             while len(read_boards(client, ["lost"])[0]) < 2:
-                await asyncio.sleep(0.01)
+                await tier.present([key_of(0)])  # time passes
         assert heard == [[b"another's", b"document"]], "once"
     finally:
         await tier.aclose()

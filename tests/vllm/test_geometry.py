@@ -1,8 +1,4 @@
-"""Real engines that read what engines of another tensor parallel size have stored.
-
-The right answer is the engine's own with the same bytes in its own prefix cache: they are cut from
-what the other engine had in its memory, by ``moved`` below, and planted past everything under test.
-"""
+"""Real engines that read what engines of another tensor parallel size have left in a folder."""
 
 from __future__ import annotations
 
@@ -13,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from demo.tiny_model import LlamaShape, make_llama
 from tests.models.families import FAMILIES
 from tests.vllm.engine import Engine, EngineError, transfer_config
-from tests.vllm.kinds import Blocks, Kind, ask, compare_outputs, group_of
-from tests.vllm.protocol import Prompt
-from tests.vllm.restored import loaded_tokens, prompts, settle
+from tests.vllm.kinds import Kind, ask
+from tests.vllm.other_geometry import (
+    assert_refused,
+    made,
+    show_read_translated,
+    show_what_came_later,
+)
+from tests.vllm.restored import prompts, settle
 
-UNREAD = {"extra_args": {"kv_transfer_params": {"kvtiers": {"tiers": {"read": []}}}}}
 THOROUGH = bool(os.environ.get("KVTIERS_TEST_ALL_GEOMETRIES"))
 FAMILY = ["llama", "deepseek_v2"]
 MORE = ["one_head", "gemma3"] if THOROUGH else []
@@ -36,74 +35,6 @@ def connector(
     # Shared folders are asked; a busy machine may take its time for the answer.
     extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers, "lookup_timeout_s": 10} | others
     return transfer_config(extra) | {"engine_id": "geometry"}
-
-
-def made(family: str, ranks: int, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The model's folder and the engine's options. ``one_head`` has fewer KV heads than ranks."""
-    known = "llama" if family == "one_head" else family
-    changes = {"tensor_parallel_size": ranks} if ranks > 1 else {}
-    if family == "one_head":
-        make_llama(folder, shape=LlamaShape(kv_heads=1))
-    return Kind(known, changes).make(folder)
-
-
-def moved(family: str, block: tuple[bytes, ...], layers: int, ranks: int) -> tuple[bytes, ...]:
-    """A block as ``ranks`` ranks have it, from what other ranks have. vLLM's CPU attention keeps
-    a layer's heads one after the other, and ranks have them in their order; latents are copies."""
-    if family in ("deepseek_v2", "one_head"):
-        assert len(set(block)) == 1, "the ranks' copies differ"
-        return (block[0],) * ranks
-    if ranks == 1:
-        return (b"".join(part for layer in range(layers) for part in pages(block, layer, layers)),)
-    whole = block[0]
-    page = len(whole) // layers
-    half = page // ranks
-    return tuple(
-        b"".join(
-            whole[at + rank * half : at + (rank + 1) * half] for at in range(0, len(whole), page)
-        )
-        for rank in range(ranks)
-    )
-
-
-def pages(block: tuple[bytes, ...], layer: int, layers: int) -> list[bytes]:
-    size = len(block[0]) // layers
-    return [rank[layer * size : (layer + 1) * size] for rank in block]
-
-
-def show_read_translated(
-    engine: Engine, family: str, stored: Blocks, asked: list[Prompt], ranks: int
-) -> None:
-    """The engine has just started: everything comes from the other's records, bytes and answers are
-    what they must be, and the comparison sees a wrong byte."""
-    layers = [len(group["layers"]) for group in engine.geometry["groups"]]
-    right = {
-        key: moved(family, block, layers[group_of(key)], ranks) for key, block in stored.items()
-    }
-    first = engine.generate_one(asked[0])
-    assert loaded_tokens(engine, "lmdb_translated") >= first.cached_tokens > 0
-    assert loaded_tokens(engine, "lmdb") == loaded_tokens(engine, "cpu") == 0
-    answers = [first, *ask(engine, asked[1:])]
-    found = engine.kv_snapshot()
-    common = found.keys() & right.keys()
-    assert answers[0].cached_tokens == answers[1].cached_tokens >= len(asked[0]) // 2
-    wrong = [key.hex()[:16] for key in common if found[key] != right[key]]
-    assert not wrong, f"{len(wrong)} of {len(common)} blocks have other bytes: {wrong[:4]}"
-    block_tokens = engine.geometry["groups"][0]["block_size"]
-    assert len(common) * block_tokens >= answers[0].cached_tokens
-    settle(engine)
-    assert engine.reset_prefix_cache()
-    for prompt in asked:
-        assert engine.generate_one(prompt, **UNREAD).cached_tokens <= len(prompt) // 2
-    engine.plant_blocks(right)
-    planted = [engine.generate_one(prompt, **UNREAD) for prompt in asked]
-    assert [a.cached_tokens for a in planted] == [a.cached_tokens for a in answers]
-    compare_outputs(answers, planted)
-    settle(engine)
-    faulty = {key: tuple(bytes(len(part)) for part in block) for key, block in right.items()}
-    engine.plant_blocks(faulty)
-    with pytest.raises(AssertionError, match="other"):
-        compare_outputs([engine.generate_one(prompt, **UNREAD) for prompt in asked], planted)
 
 
 @pytest.mark.parametrize("family", FAMILY + MORE)
@@ -144,22 +75,6 @@ def test_tensor_parallel_sizes_read_each_other(family: str, tmp_path: Path) -> N
         chunks_that_end_elsewhere_are_refused(path, folder, tmp_path / "refused.log", options)
 
 
-def show_what_came_later(writer: Engine, reader: Engine, prompt: Prompt) -> None:
-    """Engines that share a folder find what the other stores while both run."""
-    writer.generate_one(prompt)
-    stored = writer.kv_snapshot()
-    settle(writer)
-    before = loaded_tokens(reader, "lmdb_translated")
-    answer = reader.generate_one(prompt)
-    assert loaded_tokens(reader, "lmdb_translated") - before == answer.cached_tokens > 0
-    layers = len(reader.geometry["groups"][0]["layers"])
-    found = reader.kv_snapshot()
-    common = found.keys() & stored.keys()
-    assert len(common) * 32 >= answer.cached_tokens
-    assert all(found[key] == moved("llama", stored[key], layers, 1) for key in common)
-    settle(reader)
-
-
 def chunks_that_end_elsewhere_are_refused(
     path: Path, folder: Path, log: Path, options: dict[str, Any]
 ) -> None:
@@ -168,12 +83,6 @@ def chunks_that_end_elsewhere_are_refused(
         Engine(folder, log=log, connector=refused, **options)
     assert_refused(str(error.value), "groups[0].chunk_tokens is 32 (1 blocks of 32) stored, 64 (2")
     assert '(it was written with --block-size 32 and "chunk_blocks": 1)' in str(error.value)
-
-
-def assert_refused(text: str, field: str) -> None:
-    assert "holds blocks of this model that this engine must not read" in text
-    assert field in text
-    assert 'Use another path, start with the same flags, or set "geometry": "own"' in text
 
 
 @pytest.mark.skipif(not THOROUGH, reason="set KVTIERS_TEST_ALL_GEOMETRIES=1 (a minute more)")

@@ -15,8 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.tiers.mooncake_world import Master, skip_without_mooncake
-from tests.vllm.engine import Engine
+from tests.tiers.mooncake_world import Master, one_store, skip_without_mooncake
+from tests.vllm.engine import Engine, EngineError, transfer_config
+from tests.vllm.kinds import ask as ask_in_turn
+from tests.vllm.other_geometry import (
+    assert_refused,
+    made,
+    show_read_translated,
+    show_what_came_later,
+)
 from tests.vllm.probes import check, totals
 from tests.vllm.restored import (
     HASH,
@@ -162,3 +169,40 @@ async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
             three.call(check)
     finally:
         await memory.aclose()
+
+
+@pytest.mark.skipif(not os.environ.get("KVTIERS_MOONCAKE_RANKS"), reason="takes minutes")
+def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master: Master) -> None:
+    """One rank and two, side by side, each way; what cannot be translated is refused. The memory is
+    another process's, so that what an engine has stored outlives it."""
+
+    def connector(geometry: str, **others: Any) -> dict[str, Any]:
+        tiers = [master.tier("0") | {"geometry": geometry}]
+        extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers, "lookup_timeout_s": 10} | others
+        # The model has no weight files; the id stands for them.
+        return transfer_config(extra) | {"engine_id": "geometry"}
+
+    def started(ranks: int, geometry: str, **others: Any) -> Engine:
+        folder, options = made("llama", ranks, tmp_path / "model")
+        log = tmp_path / f"{ranks}-{geometry}.log"
+        return Engine(folder, log=log, connector=connector(geometry, **others), **options)
+
+    first, second, third = (prompts(2, seed=seed) for seed in (0, 9, 11))
+    with one_store(master), started(2, "own") as two:
+        ask_in_turn(two, first)
+        by_two = two.kv_snapshot()
+        settle(two)
+        with started(1, "translate") as one:
+            show_read_translated(one, "llama", by_two, first, 1, "mooncake")
+            assert one.reset_prefix_cache()
+            ask_in_turn(one, second)
+            by_one = {key: block for key, block in one.kv_snapshot().items() if key not in by_two}
+            settle(one)
+            show_what_came_later(two, one, third[0], "mooncake")
+            two.close()
+            with started(2, "translate") as again:
+                show_read_translated(again, "llama", by_one, second, 2, "mooncake")
+            with pytest.raises(EngineError) as error:
+                started(2, "translate", chunk_blocks=2)
+    text = str(error.value)
+    assert_refused(text, "groups[0].chunk_tokens is 32 (1 blocks of 32) stored, 64 (2", "store")
