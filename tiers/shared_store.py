@@ -38,10 +38,12 @@ from tiers.recover import Expected, Recovered
 from tiers.shared_changes import changing
 from tiers.shared_index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
 from tiers.shared_space import store_free_runs
-from tiers.sharers import Sharer, opening
+from tiers.sharers import SHARERS_MAX, Sharer, opening
 
 logger = logging.getLogger(__name__)
 
+SMALL_FILES_BYTES = (SHARERS_MAX + 8) * ALIGNMENT
+"""The locks of as many processes as there may be, and LMDB's table of readers."""
 GROW_BYTES_MAX = 64 << 20
 """The file grows inside a transaction, for which the others wait."""
 
@@ -59,7 +61,7 @@ class SharedStore:
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
         self._limits = Limits(capacity_bytes, options.record_bytes)
-        check_capacity(self._limits, SHARED_RECORD_INDEX_BYTES, 0)
+        check_capacity(self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
         self.was_set_aside = False
         self.dropped = 0
         self.codec = make_codec(self._identity, options)
@@ -80,7 +82,7 @@ class SharedStore:
 
     def _divide(self) -> int:
         """Apply the limits to what lies in the folder; the size of the index."""
-        found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, 0)
+        found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
         self.pages_max, self.records_max = found.pages_max, found.records_max
         return found.index_bytes
 

@@ -1,6 +1,6 @@
 """One of several processes that share a tier, saying on standard output what it may rely on.
 
-    @<n>   the tier is open; this process is number n
+    @<n>   the tier is open; this process is number n, and waits for a byte on its standard input
     +<n>   key n is stored: it must be there, whole, until it is evicted
     W<n>   key n was read with other bytes than its own
     .0     it has stored all that it was told to, and waits for its standard input to close
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from tests.tiers.shared_world import make_tier, plant
 from tiers import record_files, shared_lmdb_tier
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.direct_io import DiskIo
+from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import aligned, key_of, payload_of, put
 
 BATCH = 6
@@ -37,13 +38,16 @@ def say(sign: str, numbers: Sequence[int]) -> None:
 
 
 class HangingIo(DiskIo):
-    """Writes one page of a record and then never comes back, once it ``hangs``."""
+    """Writes one page of a record and then never comes back, once it ``hangs``; meanwhile somebody
+    is in the middle of a look at the index, if there is one."""
 
     hangs = False
+    look: Callable[[], object] = staticmethod(lambda: None)
 
     def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
         if self.hangs:
             super().pwritev(fd, [views[0][:4096]], offset)
+            self.looking = self.look()
             say(".", [0])
             threading.Event().wait()
         return super().pwritev(fd, views, offset)
@@ -79,7 +83,11 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
     record_files._write_all = io.write_all
     tier = make_tier(kind, folder, capacity_bytes, io)
     await tier.open()
+    if isinstance(tier, SharedLmdbTier):
+        assert tier._store is not None
+        io.look = tier._store.index.env.begin
     say("@", [number])
+    await read_byte()
     for step in range(0, count, BATCH):
         numbers = [number * RANGE + step + n for n in range(BATCH)]
         outcomes = await put(tier, [key_of(n) for n in numbers], size)
@@ -90,8 +98,13 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
     if io.hangs:
         await put(tier, [key_of(number * RANGE + count + n) for n in range(BATCH)], size)
     say(".", [0])
-    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)
+    await read_byte()
     await tier.aclose()
+
+
+async def read_byte() -> None:
+    """Wait for one, or for the end, on standard input."""
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tiers import shared_changes, shared_folder
-from tiers.base import Tier
+from tiers import shared_changes, shared_folder, shared_store, sharers
+from tiers.base import ALIGNMENT, Tier
 from tiers.direct_io import DiskIo
 from tiers.shared_file_tier import SharedFileTier
 from tiers.shared_lmdb_tier import SharedLmdbTier
@@ -25,17 +26,35 @@ def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | N
     return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
 
 
+def _grow_for_ever(store: shared_store.SharedStore, file_pages: int, pages: int) -> int:
+    store.file.grow((file_pages + pages) * ALIGNMENT)
+    return pages
+
+
+_evict = shared_changes.Changes.evict
+
+
+def _evict_all(changes: shared_changes.Changes, _free_pages: int, _records: int) -> int:
+    return _evict(changes, 1 << 40, 0)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "no-rollback": (shared_changes.Changes, "roll_back", lambda *_: 0),
+    "all-live": (sharers.Sharer, "is_alive", lambda *_: True),
+    "no-reader-check": (shared_changes, "READER_CHECK_EVERY", 1 << 40),
+    "no-cap-lmdb": (shared_store.SharedStore, "grow", _grow_for_ever),
+    "evicts-all": (shared_changes.Changes, "evict", _evict_all),
+    "no-cap": (shared_folder.SharedFolder, "_make_room", lambda *_: True),
+    "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
+}
+"""Where it is in the product, and what is there instead."""
+
+
 def plant(fault: str) -> None:
-    """Put a fault into the product code of this process."""
-    if fault == "no-rollback":
-        shared_changes.Changes.roll_back = lambda self, is_alive: 0  # type: ignore[method-assign]
-        shared_changes.Changes.roll_back_one = lambda self, n: 0  # type: ignore[method-assign]
-    elif fault == "no-cap":
-        shared_folder.SharedFolder._make_room = lambda *_: True  # type: ignore[method-assign]
-    elif fault == "no-sweep":
-        shared_folder.SharedFolder._is_stray = lambda *_: False  # type: ignore[method-assign]
-    else:
-        assert fault == "none", fault
+    """Put a fault into the product code of this process; it stays there."""
+    if fault != "none":
+        owner, name, instead = FAULTS[fault]
+        setattr(owner, name, instead)
 
 
 class Child:
@@ -78,8 +97,13 @@ class Child:
 
 @contextmanager
 def children(*wanted: Child) -> Iterator[list[Child]]:
-    """These, killed at the end at the latest."""
+    """These, which begin together, killed at the end at the latest."""
     try:
+        watch(list(wanted), lambda: all(child.said("@") for child in wanted), lambda: None)
+        for child in wanted:
+            assert child.process.stdin is not None
+            child.process.stdin.write(b"b")
+            child.process.stdin.flush()
         yield list(wanted)
     finally:
         for child in wanted:

@@ -17,7 +17,6 @@ import pytest
 from tests.tiers import shared_world
 from tests.tiers.shared_child import BATCH
 from tests.tiers.shared_world import Child, bytes_of, children, watch
-from tiers import shared_folder
 from tiers.base import ReadOutcome
 from tiers.shared_folder import GRANT_SHARE
 from tiers.testing import fetch, key_of, payload_of
@@ -33,9 +32,9 @@ SMALL_FILES_BYTES = 64 << 10
 @pytest.fixture(autouse=True)
 def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``plant`` changes in this process is as it was after the test."""
-    folder = shared_folder.SharedFolder
-    for name in ("_make_room", "_is_stray"):
-        monkeypatch.setattr(folder, name, getattr(folder, name))
+    for name in ("no-cap", "no-sweep"):
+        owner, attribute, _instead = shared_world.FAULTS[name]
+        monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
 
 
 def most_bytes(capacity: int) -> int:
@@ -81,7 +80,8 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
 
 async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
     tier = shared_world.make_tier("file", folder, capacity)
-    await tier.open()
+    info = await tier.open()
+    found = 0
     try:
         assert unfinished(folder) == [], "files of the dead stay"
         assert len(os.listdir(folder / "engines")) == 1, "the dead are still among the living"
@@ -94,6 +94,9 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
                 outcome, data = await fetch(tier, key_of(number), SIZE)
                 assert outcome is ReadOutcome.OK, f"{number} is lost"
                 assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+            found += len(stored) - first
+        fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
+        assert capacity == ROOMY or found > 0.7 * fit, f"only {found} of {fit} are there"
     finally:
         await tier.aclose()
 
