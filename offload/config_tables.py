@@ -237,8 +237,9 @@ TOP_FIELDS = (
         path(),
         None,
         "File for `kvtiers why`: a line for each of the last `recent_requests` requests at least, "
-        "with what it found in which tier and why it did not find more; no content. Replaced at "
-        "each start; with several data-parallel replicas the number of each is added to the name.",
+        "with what it found in which tier and why it did not find more; no content. Lines of the "
+        "server before stay at first; with several data-parallel replicas the number of each is "
+        "added to the name.",
         "off",
     ),
     Field(

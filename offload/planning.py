@@ -133,11 +133,7 @@ def make_plan(
     notes: list[str] = []
     speed = _prefill(model, machine, notes)
     tiers = _tiers(model, machine, block_tokens, speed, notes)
-    notes += [
-        f"{tier.name}: computing is faster than loading, so break_even leaves it out"
-        for tier in tiers
-        if tier.pays is False
-    ]
+    notes += [_does_not_pay(tier.name) for tier in tiers if tier.pays is False]
     if simulated is None:
         return Plan(model, tiers, speed, notes=tuple(notes))
     result, seconds = simulated.result, simulated.seconds
@@ -163,6 +159,14 @@ def make_plan(
         write_budget=machine.write_budget_bytes or None,
         notes=tuple(notes),
     )
+
+
+def _does_not_pay(tier: str) -> str:
+    """What a server makes of it: only lower tiers have a gate (``offload.gates``)."""
+    what = f"{tier}: computing is faster than loading"
+    if tier == "cpu":
+        return f"{what}, and break_even watches lower tiers only: loads would slow requests down"
+    return f"{what}, so break_even leaves it out"
 
 
 def _prefill(model: ModelSize, machine: Machine, notes: list[str]) -> float | None:

@@ -94,14 +94,22 @@ def open_text(path: Path) -> IO[str]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and values of a JSON-lines file. Raises ``TraceError``."""
+    """Line numbers and values of a JSON-lines file. A last line without an end is left out if it is
+    no JSON: a server is writing it, or ended while it did. Raises ``TraceError``."""
     with open_text(path) as file:
+        number = 0
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, json.loads(line)
+                    try:
+                        value = json.loads(line)
+                    except ValueError:
+                        if number > 1 and not line.endswith("\n"):
+                            return
+                        raise
+                    yield number, value
         except (ValueError, OSError, EOFError) as error:
-            raise TraceError(f"{path}: not JSON lines: {error}") from error
+            raise TraceError(f"{path}: not JSON lines, at line {number}: {error}") from error
 
 
 def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:

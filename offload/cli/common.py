@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -64,15 +67,27 @@ class Problems(list[Problem]):
             self.add(where, f'is not a time (got "{text}")', "Write 30s, 15m, 12h, 7d or 2w.")
         return float(match[1]) * _SECONDS[match[2]] if match else default
 
+    def file(self, path: Path, fix: str) -> None:
+        """A problem if that is no file which can be read."""
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                self.add(str(path), "is not a file", fix)
+                return
+            path.open("rb").close()
+        except OSError as error:
+            what, fix = _unreadable(error, fix)
+            self.add(str(path), what, fix)
+
     def homes(self, folder: Path) -> list[Home]:
         """What lies below a folder; a problem if nothing does."""
         from offload.stores import find_homes
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
+            os.listdir(folder)  # looking for stores passes over what may not be read
             found = find_homes(folder)
-        except OSError:
-            what = "is not a folder" if folder.exists() else "does not exist"
+        except OSError as error:
+            what, fix = _unreadable(error, fix)
             self.add(str(folder), what, fix)
             return []
         if not found:
@@ -83,6 +98,17 @@ class Problems(list[Problem]):
         """End the program with all of them, if there are any."""
         if self:
             refuse(command, self)
+
+
+def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
+    """What keeps a path from being read, and what to do; ``fix`` is for another path."""
+    if isinstance(error, PermissionError):
+        return "may not be read by this user", "Run this as the user that the server runs as."
+    if isinstance(error, NotADirectoryError):
+        return "is not a folder", fix
+    if isinstance(error, FileNotFoundError):
+        return "does not exist", fix
+    return f"cannot be read: {error.strerror}", fix
 
 
 def refuse(command: str, problems: list[Problem]) -> NoReturn:
@@ -119,7 +145,8 @@ def at_a_store(command: str) -> Iterator[None]:
     except StoreChangedError as error:
         give_up(command, f"{error} while it was read. Run this again")
     except IndexUnusableError as error:
-        give_up(command, f"the index is damaged: {error}. A server that opens it starts empty")
+        text = "A server that opens it starts empty; kvtiers clear removes it"
+        give_up(command, f"the index is damaged: {error}. {text}")
     except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
         give_up(command, str(error))
     finally:
@@ -127,8 +154,16 @@ def at_a_store(command: str) -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout."""
-    print(json.dumps(value, indent=1))
+    """One JSON object on stdout. What is no number in JSON, as an infinite rate, is ``null``."""
+    print(json.dumps(_plain(value), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def screen() -> Console:

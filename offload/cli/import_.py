@@ -55,8 +55,7 @@ def import_(
     capacity_bytes = problems.size("--capacity", capacity)
     if type and type not in KINDS:
         problems.add("--type", f'is unknown (got "{type}")', "Use lmdb or file.")
-    if not file.is_file():
-        problems.add(str(file), "is not a file", "Name a file that kvtiers export wrote.")
+    problems.file(file, "Name a file that kvtiers export wrote.")
     if NAME.fullmatch(folder.absolute().name):
         fix = "Give the tier's path above it, as in tiers[].path of the configuration."
         problems.add(str(folder), "is a namespace", fix)

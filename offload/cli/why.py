@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.common import AsJson, Problems, age_text, make_app, print_json, screen
+from offload.cli.common import (
+    AsJson,
+    Problems,
+    age_text,
+    at_a_store,
+    make_app,
+    print_json,
+    screen,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,6 +30,9 @@ File = Annotated[Path, typer.Argument(help="The file of record_requests in the c
 FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
 LINE_MOST = 1 << 16
 NUMBERS = ("time", "prompt_tokens", "gpu_tokens", "wanted_tokens")
+NUMBER_MOST = 1e15
+TEXTS = ("tier", "policy", "note", "namespace")
+_HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
 
 @app.command()
@@ -57,7 +69,8 @@ def why(
         if request in record["request"] and reason in ("", record["reason"])
     ][-last:]
     if store is not None:
-        _look_elsewhere(chosen, store)
+        with at_a_store("why"):
+            _look_elsewhere(chosen, store)
     if as_json:
         print_json({"file": str(file), "requests": chosen})
         return
@@ -87,14 +100,27 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
 
 
 def _is_record(record: Any) -> bool:
-    """Whether it has what every record of a server has. Reasons may be those of a newer version."""
+    """Whether it has what every record of a server has, and nothing in it is of another kind.
+    Reasons may be those of a newer version."""
     if not isinstance(record, dict) or not isinstance(record.get("loaded_tokens"), dict):
         return False
     numbers = [record.get(name) for name in NUMBERS] + list(record["loaded_tokens"].values())
-    texts = record.get("request"), record.get("reason")
-    return all(isinstance(number, int | float) for number in numbers) and all(
-        isinstance(text, str) for text in texts
-    )
+    texts = [record.get("request"), record.get("reason")]
+    if "missing" in record:
+        missing = record["missing"]
+        if not isinstance(missing, dict):
+            return False
+        numbers += [missing.get("group"), missing.get("at_token")]
+        texts.append(missing.get("key"))
+        if not _HEX.fullmatch(str(missing.get("key"))):
+            return False
+    numbers += [record[name] for name in ("ago_s",) if name in record]
+    texts += [record[name] for name in TEXTS if name in record]
+    return all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < NUMBER_MOST
 
 
 def _look_elsewhere(records: list[dict[str, Any]], store: Path) -> None:

@@ -321,8 +321,16 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "no export of kvtiers" in result.err
     result = kvtiers("import", tmp_path / "no", tmp_path / ("a" * 32), "--type", "x")
     assert result.code == 2
-    for words in ("3 problems", "is not a file", "is a namespace", '--type: is unknown (got "x")'):
+    for words in (
+        "3 problems",
+        "no: does not exist",
+        "is a namespace",
+        '--type: is unknown (got "x")',
+    ):
         assert words in result.err
+    os.mkfifo(tmp_path / "pipe")
+    result = kvtiers("import", tmp_path / "pipe", tmp_path / "b", "--capacity", "1GiB")
+    assert "is not a file" in result.err
     result = kvtiers("export", tmp_path / "no", tmp_path / "x" / "y", "--rate", "fast")
     assert "3 problems" in result.err
     assert not (tmp_path / "b").exists()

@@ -37,8 +37,16 @@ def test_what_tiers_hold_and_how_fast_they_load() -> None:
     assert disk["loads_tokens_per_s"] == pytest.approx(2e9 / 65536)
     assert (cpu["pays"], disk["pays"]) == (True, False)
     assert found["hit_ratio"] is None
-    assert any("break_even leaves it out" in note for note in found["notes"])
+    assert next(n for n in found["notes"] if "break_even leaves it out" in n).startswith("disk")
     assert not any("assumed" in note for note in found["notes"])
+
+
+def test_a_cpu_tier_that_does_not_pay_is_not_left_out_by_anybody() -> None:
+    """Only lower tiers have a gate. And what is no number is none in JSON either."""
+    found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--prefill-tokens-per-s", "inf")
+    [note] = [note for note in found["notes"] if "computing is faster" in note]
+    assert "loads would slow requests down" in note
+    assert found["prefill_tokens_per_s"] is None
 
 
 def test_nothing_is_assumed_in_silence() -> None:

@@ -14,6 +14,9 @@ from offload.why import Miss, Reason, RequestRecord
 from tests.cli.world import FIELDS, OTHER, kvtiers, make_store, writer
 from tiers.testing import key_of
 
+WHOLE = RequestRecord("r", 1.0, 64, 0, 60).as_json()
+"""A line that is a record."""
+
 
 def recorded(folder: Path, *numbers: int) -> Path:
     """A server's file: requests that missed these chunks."""
@@ -80,6 +83,11 @@ def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
     [
         {"request": "r", "reason": "evicted"},
         {"request": "r", "reason": "evicted", "loaded_tokens": {"cpu": None}},
+        {**WHOLE, "time": 1e300},
+        {**WHOLE, "missing": {"group": 0}},
+        {**WHOLE, "missing": {"group": 0, "at_token": 16, "key": "zz"}},
+        {**WHOLE, "tier": 5},
+        {**WHOLE, "ago_s": "long"},
         ["request", "reason"],
         None,
     ],

@@ -133,6 +133,25 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, complaint) -> None:
     assert complaint in str(caught.value)
 
 
+def test_a_line_that_a_server_is_writing_is_left_out(tmp_path) -> None:
+    """A trace ends in the midst of a line while its server runs, and for ever if it was killed."""
+    trace = synthetic_trace(1, requests=5)
+    path = tmp_path / "own.jsonl"
+    with TraceWriter(path, trace.name, 16) as writer:
+        for request in trace.requests:
+            writer.write(request)
+    whole = path.read_text()
+    for end in (1, 5, len(whole.splitlines()[-1])):
+        path.write_text(whole[: -1 - end])
+        assert read_trace(path).requests == list(trace.requests)[:-1], end
+    path.write_text(whole[:-1])  # all of it but the end of the line
+    assert read_trace(path).requests == list(trace.requests)
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[2][:-5] + "\n", *lines[3:]]))
+    with pytest.raises(TraceError, match="at line 3"):
+        read_trace(path)
+
+
 def test_unknown_format_lists_the_known_ones(tmp_path) -> None:
     with pytest.raises(TraceError, match="kv-events"):
         read_trace(tmp_path / "x", format="csv")
