@@ -57,7 +57,7 @@ class EvictionPolicy(ABC):
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         """Insert many keys one after the other: from a list, or after a restart from a dict in its
-        order. Overridden where that is faster at once."""
+        order, which is the policy's from then on. Overridden where that is faster at once."""
         for key, info in zip(keys, infos, strict=True):
             self.insert(key, info)
 

@@ -44,7 +44,7 @@ class LruPolicy(EvictionPolicy):
             for key in keys:
                 order[key] = None
             return
-        self._found, self._found_order, self._gone = dict(keys), list(keys), 0
+        self._found, self._found_order, self._gone = keys, list(keys), 0
 
     def touch(self, keys: Sequence[Key]) -> None:
         order, found = self._order, self._found

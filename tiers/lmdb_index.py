@@ -94,6 +94,8 @@ def payload_bytes_of(value: bytes) -> int:
 
 def runs_of(value: bytes) -> Runs:
     """Where the record's stored bytes lie."""
+    if len(value) == RUNS_AT + RUN_BYTES:  # nearly always
+        return (Run._make(_RUN.unpack_from(value, RUNS_AT)),)
     return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
 
 

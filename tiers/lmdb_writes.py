@@ -13,7 +13,6 @@ from tiers.calls import Call, settled
 from tiers.commit_thread import Change, Put
 from tiers.daemon_threads import in_thread
 from tiers.direct_io import pages_for
-from tiers.extents import Runs
 from tiers.io_threads import IoThreads
 from tiers.lmdb_contents import LmdbContents
 from tiers.lmdb_store import LmdbOptions, LmdbStore, job_bytes
@@ -51,7 +50,8 @@ class LmdbWrites:
         batch = _Batch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
         try:
             for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
-                await self._begin(batch, call, position, key, data)
+                if not self._begin(batch, call, position, key, data):
+                    await self._begin_later(batch, call, position, key, data)
         finally:
             # Also when cancelled: what has a place goes on its way, and is waited for.
             batch.submit()
@@ -59,26 +59,34 @@ class LmdbWrites:
             await settled(call.done)
         return call.outcomes
 
-    async def _begin(
+    def _begin(self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer) -> bool:
+        """Give one record a place and add it to the batch. ``False``: there is none now, or no
+        need of one."""
+        contents = self._contents
+        if batch.epoch != contents.epoch or contents.is_known(key):
+            return False
+        if contents.count() >= self._store.records_max:
+            return False
+        runs = contents.places.allocate(pages_for(data.nbytes))
+        if runs is None:
+            return False
+        put = contents.filling[key] = Put(key, b"", batch.epoch, data.nbytes, runs)
+        call.expect(put.waiters, position)
+        batch.add(put, data)
+        return True
+
+    async def _begin_later(
         self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer
     ) -> None:
-        """Give one record a place and add it to the batch, or settle it here."""
+        """Give one record a place when there is one, or settle it here."""
         contents = self._contents
-        runs: Runs | None = None
         while batch.epoch == contents.epoch and not contents.is_known(key):
-            if contents.count() < self._store.records_max:
-                runs = contents.places.allocate(pages_for(data.nbytes))
-            if runs is not None:
-                break
             batch.submit()  # what was added so far must not wait with this one
             if not await self._make_space(pages_for(data.nbytes)):
                 break
-        if runs is not None:
-            put = Put(key, b"", batch.epoch, data.nbytes, runs)
-            contents.filling[key] = put
-            call.expect(put.waiters, position)
-            batch.add(put, data)
-        elif batch.epoch != contents.epoch:
+            if self._begin(batch, call, position, key, data):
+                return
+        if batch.epoch != contents.epoch:
             self._counts["write_failed"] += 1
         elif key in contents.filling:
             call.expect(contents.filling[key].waiters, position)

@@ -3,6 +3,7 @@ verifier refuses."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers import lmdb_pages, lmdb_walk
 from tiers.lmdb_index import IndexUnusableError, check_file
-from tiers.lmdb_pages import UnsoundError
+from tiers.lmdb_pages import UnsoundError, require
 from tiers.lmdb_tier import LmdbTier
 from tiers.lmdb_walk import walk
 from tiers.testing import all_keys, assert_holds, put
@@ -118,7 +119,9 @@ DAMAGE = [flip, other_byte, swap_pages, copy_words]
 
 
 def accepted_garbage(
-    folder: Path, tries: int, damage: Callable[[bytearray, random.Random, int], None]
+    folder: Path,
+    tries: int,
+    damage: Callable[[bytearray, random.Random, int], None],
 ) -> tuple[int, int]:
     """How many damaged files the walk accepts although the verifier does not, and how many
     both refuse."""
@@ -158,17 +161,71 @@ def test_it_accepts_nothing_that_the_verifier_refuses(
     assert refused > 5, "the damage does harm"
 
 
-def test_without_its_checks_garbage_would_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def another_number(raw: bytearray, page: int) -> None:
+    """A page that says it were its neighbour."""
+    if page >= lmdb_pages.META_PAGES * PAGE:
+        raw[page] ^= 1
+
+
+def keys_swapped(raw: bytearray, page: int) -> None:
+    """Two nodes of a leaf in each other's place."""
+    (flags,) = struct.unpack_from("=H", raw, page + 10)
+    if flags == lmdb_pages.LEAF:
+        at = page + lmdb_pages.HEAD_BYTES
+        raw[at : at + 4] = raw[at + 2 : at + 4] + raw[at : at + 2]
+
+
+def one_page_more(raw: bytearray, page: int) -> None:
+    """A page at the end that is neither in use nor free."""
+    if page < lmdb_pages.META_PAGES * PAGE:
+        raw[page + 136] += 1  # the number of the last page, of both meta pages: a small one
+
+
+def one_record_more(raw: bytearray, page: int) -> None:
+    """A wrong counter: the main database's entry of the records."""
+    at = raw.find(NAME, page, page + PAGE)
+    if at >= 0:
+        raw[at + len(NAME) + 32] ^= 1
+
+
+SEEN_BY = {
+    another_number: "a page has another number",
+    keys_swapped: "keys out of order",
+    one_page_more: "pages that are neither in use nor free",
+    one_record_more: "a tree with",
+}
+
+
+@pytest.mark.parametrize("damage", SEEN_BY)
+def test_without_the_check_that_sees_it_garbage_would_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytearray, int], None]
 ) -> None:
-    """The test above has teeth."""
-    for module in (lmdb_pages, lmdb_walk):
-        monkeypatch.setattr(module, "require", lambda *_: None)
-    try:
-        wrong, _ = accepted_garbage(tmp_path, 60, other_byte)
-    except (IndexError, ValueError, OSError):
-        return  # garbage went even further
-    assert wrong > 0
+    """The test above has teeth: damage that one check alone sees, and without it nobody."""
+    grown(tmp_path, random.Random(SEED), "hashes", 12)
+    path = tmp_path / "data.mdb"
+    healthy = path.read_bytes()
+
+    def all_but_one(is_true: object, what: str) -> None:
+        if not what.startswith(SEEN_BY[damage]):
+            require(is_true, what)
+
+    seen = 0
+    for page in range(0, len(healthy), PAGE):
+        raw = bytearray(healthy)
+        damage(raw, page)
+        path.write_bytes(raw)
+        with contextlib.suppress(UnsoundError):  # a page that is not in use any more
+            walk(path, NAME)
+            continue
+        with monkeypatch.context() as patched:
+            for module in (lmdb_pages, lmdb_walk):
+                patched.setattr(module, "require", all_but_one)
+            walk(path, NAME)
+        assert not is_sound(tmp_path)
+        seen += 1
+        if seen == 3:
+            return
+    assert seen > 0
 
 
 async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> None:
