@@ -125,7 +125,7 @@ HEALTH = {
     "late_answers": Metric("Answers to jobs that had ended already."),
     "resets": Metric("Resets of all tiers."),
     "wrong_values": Metric("Values of clients in kv_transfer_params that were not understood."),
-    "events_lost": Metric("Chunks whose KV events were not published because too many waited."),
+    "events_lost": Metric("Changes that were no KV events: too many waited, all was told anew."),
     "requests_lost": Metric("Requests that record_requests did not write in time."),
 }
 HOOKS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,27 @@ class Follower:
         self.held: Held = set()
         self.cleared = self.removed = 0
         self._world = world
+        self._clears: list[Any] = []
+        self._take_events = world.connector.take_events
+        world.connector.take_events = self.taking  # type: ignore[method-assign]  # to look on
         world.scheduler.kv_event_publisher.publish = self.publish
+
+    def taking(self) -> list[Any]:
+        """Marks our events that everything was cleared: vLLM publishes others like them, which are
+        meant for the GPU's cache alone."""
+        found = list(self._take_events())
+        self._clears += [event for event in found if isinstance(event, AllBlocksCleared)]
+        return found
 
     def publish(self, batch: Any) -> None:
         for event in batch.events:
-            if isinstance(event, AllBlocksCleared):
-                continue  # vLLM publishes one of its own for the GPU's cache alone
-            if event.medium in ("CPU", "STORAGE"):
-                self._take(event)
+            if any(event is clear for clear in self._clears):
+                self.held.clear()
+                self.cleared += 1
+            elif not isinstance(event, AllBlocksCleared) and event.medium in ("CPU", "STORAGE"):
+                self.replay(event)
 
-    def _take(self, event: Any) -> None:
+    def replay(self, event: Any) -> None:
         named = {(event.medium, event.ownership, event.group_idx, h) for h in event.block_hashes}
         if isinstance(event, BlockStored):
             assert event.block_size > 0
@@ -47,7 +59,8 @@ class Follower:
             self.held |= named
         else:
             assert isinstance(event, BlockRemoved)
-            assert named <= self.held, "something was removed that was never stored"
+            unknown = named - self.held
+            assert not unknown or self.cleared, "something was removed that was never stored"
             self.held -= named
             self.removed += len(named)
 
@@ -123,19 +136,118 @@ def test_nothing_is_collected_unless_vllm_publishes(tmp_path: Path) -> None:
         assert list(world.connector.take_events()) == []
 
 
-def test_what_nobody_takes_is_bounded(
-    tmp_path: Path, publishing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
-        monkeypatch.setattr(kv_events, "WAITING_MOST", 10)
+def chunks(events: list[Any]) -> int:
+    return sum(len(getattr(event, "block_hashes", ())) for event in events)
+
+
+def portions_of(events: KvEvents) -> list[int]:
+    """How many chunks each call tells of, as the calls come."""
+    portions: list[int] = []
+    take = events.take
+
+    def counting() -> list[Any]:
+        found = take()
+        portions.append(chunks(found))
+        return found
+
+    events.take = counting  # type: ignore[method-assign]  # to look on
+    return portions
+
+
+def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
+    """Between what the tiers hold and what a follower believes that was told all anew, in portions,
+    because too many changes waited."""
+    for world, follower in followed("sliding_full", folder, seed):
         events: KvEvents = world.connector._events  # type: ignore[assignment]  # it is set here
-        events.take()
-        for number in range(30):
-            events.stored(-1, [number.to_bytes(32, "big") + bytes(4)])
-        assert events.lost == 20
-        assert len(events.take()) == 10
-        events.removed(-1, [bytes(36)])
-        assert len(events.take()) == 1
+        portions = portions_of(events)
+        live(world, 100)
+        for _ in range(len(world.planner.lower[0]) + len(world.planner.cpu)):
+            world.step()
+        assert events.take() == []
+        assert max(portions) == kv_events.CHANGES_MOST
+        assert events.lost > kv_events.WAITING_MOST
+        assert follower.truth()
+        return sorted(map(str, follower.held ^ follower.truth()))
+    raise AssertionError
+
+
+@pytest.fixture
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "CHANGES_MOST", 3)
+    monkeypatch.setattr(kv_events, "FOUND_MOST", 2)
+
+
+@pytest.fixture
+def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "WAITING_MOST", 12)
+
+
+def test_changes_beyond_the_bound_are_told_as_a_new_beginning(
+    tmp_path: Path, publishing: None, small_portions: None, small_bound: None
+) -> None:
+    assert differences_after_losses(tmp_path) == []
+
+
+def differences_after_a_restart(folder: Path) -> list[str]:
+    """As above, for who is told what was found, while half of it goes."""
+    for world, follower in followed("full", folder, 1):
+        live(world, 60)
+        world.drain()
+        planner = world.planner
+        assert world.connector._scheduler is not None
+        events = KvEvents(world.connector._scheduler.layout, planner)
+        follower.held, follower.cleared = set(), 1  # removals of what it was never told of are fine
+        portions = []
+        count = len(planner.cpu) + len(planner.lower[0])
+        planner.forget(list(planner.lower[0].resident)[::2])
+        for _ in range(count):
+            found = events.take()
+            portions.append(chunks(found))
+            for event in found:
+                follower.replay(event)
+        assert max(portions) <= kv_events.CHANGES_MOST
+        assert follower.truth()
+        return sorted(map(str, follower.held ^ follower.truth()))
+    raise AssertionError
+
+
+def test_what_was_found_is_told_in_portions_unless_it_is_gone(
+    tmp_path: Path, publishing: None, small_portions: None
+) -> None:
+    assert differences_after_a_restart(tmp_path) == []
+
+
+def _nothing_is_cleared(patch: pytest.MonkeyPatch) -> None:
+    def forget(self: KvEvents) -> None:
+        self._changes.clear()
+        self._waiting = 0
+
+    patch.setattr(KvEvents, "cleared", forget)
+
+
+def _nothing_is_told_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvEvents, "_all_there", lambda self: deque())
+
+
+@pytest.mark.parametrize("fault", [_nothing_is_cleared, _nothing_is_told_anew])
+def test_planted_faults_of_the_new_beginning_are_seen(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    publishing: None,
+    small_portions: None,
+    small_bound: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert differences_after_losses(tmp_path) == []
+
+
+def test_without_a_look_what_is_gone_would_be_told(
+    tmp_path: Path, publishing: None, small_portions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KvEvents, "_still_there", lambda self, tier, keys: keys)
+    assert differences_after_a_restart(tmp_path) != []
 
 
 def _removals_lost(patch: pytest.MonkeyPatch) -> None:
