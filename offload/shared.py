@@ -62,14 +62,15 @@ class _Open:
 
 
 class _Memory:
-    """What is remembered of one tier. Both dicts hold until when, oldest first: everything is
-    remembered equally long."""
+    """What is remembered of one tier. The dicts of what is ``absent``, ``there`` or could not be
+    said (``silent``) hold until when, oldest first: everything is remembered equally long."""
 
     def __init__(self, tier: int, index: TierIndex, groups: Mapping[int, GroupInfo]) -> None:
         self.index = index
         self.asked: dict[bytes, int] = {}
         self.absent: dict[bytes, float] = {}
         self.there: dict[bytes, float] = {}
+        self.silent: dict[bytes, float] = {}
         self.asked_chunks = self.found_chunks = self.unanswered = 0
         self._infos = {
             group: EntryInfo(group, info.kind, 0, info.footprints[tier])
@@ -108,8 +109,9 @@ class _Memory:
 
     def tick(self, now: float, remember_s: float) -> None:
         """Forget what is too old, and the oldest of too much."""
-        for _ in _due(self.absent, now):
-            pass
+        for known in (self.absent, self.silent):
+            for _ in _due(known, now):
+                pass
         due = list(_due(self.there, now))
         in_use = [key for key in due if self.index.is_pinned(key)]
         self.index.drop(set(due).difference(in_use))
@@ -118,7 +120,7 @@ class _Memory:
 
     def clear(self) -> None:
         """Nothing is known any more."""
-        for known in (self.asked, self.absent, self.there):
+        for known in (self.asked, self.absent, self.there, self.silent):
             known.clear()
 
 
@@ -189,8 +191,9 @@ class SharedTiers:
         return wait.is_over and now > wait.since + self.limits.remember_s
 
     def is_unanswered(self, tier: int, key: bytes) -> bool:
-        """Whether the tier was asked about this chunk and has not answered yet."""
-        return tier in self.tiers and key in self._memories[tier].asked
+        """Whether the tier was asked about this chunk and has not answered yet, or could not."""
+        memory = self._memories.get(tier)
+        return memory is not None and (key in memory.asked or key in memory.silent)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -276,10 +279,12 @@ class SharedTiers:
         memory = self._memories[question.tier]
         for key in question.keys:
             memory.asked.pop(key, None)
+            memory.silent.pop(key, None)
+        until = now + self.limits.remember_s
         if present is None:
             memory.unanswered += 1
+            memory.silent.update(dict.fromkeys(question.keys, until))
             return
-        until = now + self.limits.remember_s
         there = [key for key, is_there in zip(question.keys, present, strict=True) if is_there]
         memory.found_chunks += len(there)
         memory.found(there, until)

@@ -70,7 +70,8 @@ MEANINGS: dict[Reason, str] = {
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",
     Reason.DEADLINE: "loading took longer than load_timeout_s",
     Reason.LOAD_FAILED: "loading failed",
-    Reason.UNANSWERED: "a shared tier did not say in time whether it has it (lookup_timeout_s)",
+    Reason.UNANSWERED: "a shared tier did not say in time whether it has it "
+    "(lookup_timeout_s), or could not",
 }
 _OF_CAUSE = {
     Cause.EVICTED: Reason.EVICTED,
@@ -181,9 +182,9 @@ class Explainer:
             return held
         if any(index.is_filling(key) for index in (planner.cpu, *planner.lower)):
             return Miss(Reason.STORING)
-        for tier, index in enumerate(planner.lower):
-            if planner.shared.is_unanswered(tier, key):
-                return Miss(Reason.UNANSWERED, tier=index.name)
+        silent = self._not_said(planner, tracker.origin.controls.read, key)
+        if silent is not None:
+            return silent
         departure = planner.stats.departures.find(key)
         if departure is not None:
             return _departed(planner, departure, now)
@@ -193,6 +194,17 @@ class Explainer:
         if self._foreign and now - self._started_s < FOREIGN_S:
             return Miss(Reason.NAMESPACE, note=self._foreign)
         return Miss(Reason.NEVER_STORED)
+
+    @staticmethod
+    def _not_said(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
+        """Why a shared tier did not say whether it has a chunk, if one did not."""
+        for tier in sorted(planner.shared.tiers):
+            name, gate = planner.lower[tier].name, planner.gates.tiers[tier]
+            if planner.shared.is_unanswered(tier, key):
+                return Miss(Reason.UNANSWERED, tier=name)
+            if not gate.reads.closed and (read is None or tier in read):
+                return Miss(Reason.BREAKER, tier=name, note="it was not asked")
+        return None
 
     @staticmethod
     def _held_back(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -95,22 +97,36 @@ def _one_view(address: str, interval: float, as_json: bool) -> None:
 
 
 def _follow(address: str, interval: float) -> None:
-    """Redraw until Ctrl-C; a server that is away for a moment is waited for."""
+    """Redraw until Ctrl-C, or, into a file or a pipe, write one view after the other."""
     from rich.live import Live
 
+    out = screen()
+    views = _views(address, interval)
+    first = next(views)  # a server that does not answer at all ends this
+    if not out.is_terminal:
+        for found in itertools.chain([first], views):
+            out.print(found)
+        return
+    with Live(first, console=out, screen=False, auto_refresh=False) as live:
+        for found in views:
+            live.update(found, refresh=True)
+
+
+def _views(address: str, interval: float) -> Iterator[RenderableType]:
+    """One view after the other; a server that is away for a moment is waited for."""
     from offload.metrics_page import PageError, view
 
     before = _look(address)
-    with Live(_shown(view(before)), console=screen(), screen=False, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            try:
-                now = _look(address)
-            except PageError as error:
-                live.update(f"{error}; trying again", refresh=True)
-                continue
-            live.update(_shown(view(now, before)), refresh=True)
-            before = now
+    yield _shown(view(before))
+    while True:
+        time.sleep(interval)
+        try:
+            now = _look(address)
+        except PageError as error:
+            yield f"{error}; trying again"
+            continue
+        yield _shown(view(now, before))
+        before = now
 
 
 def _shown(found: View) -> Group:

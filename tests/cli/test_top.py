@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.server
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from offload.metrics_page import PageError, metrics_url, parse, view
-from tests.cli.world import kvtiers
+from tests.cli.world import ROOT, kvtiers
 
 LABELS = ["model_name", "engine"]
 
@@ -139,6 +142,25 @@ def test_one_view_as_json_and_as_a_table() -> None:
     for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since",
                   "missed because: never_stored 20, evicted 7"):  # fmt: skip
         assert words in text, words
+
+
+def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
+    """Until somebody ends it, or reads no more."""
+    server = Server()
+    server.fill()
+    with serving([server.page]) as address:
+        words = [sys.executable, "-m", "offload.cli", "top", address, "--interval", "0.2"]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        heads = 0
+        for line in process.stdout:
+            heads += line.startswith("running 4")
+            if heads == 3:
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert heads == 3, "it has ended by itself"
+    assert process.returncode == 0
 
 
 def test_a_server_without_this_connector() -> None:
