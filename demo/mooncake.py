@@ -34,9 +34,11 @@ def why_not() -> str:
 
 
 class Master:
-    """``mooncake_master`` with its metadata server, on ports of its own that it keeps."""
+    """``mooncake_master`` with its metadata server, on ports of its own that it keeps; ``flags``
+    are further ones of its command line."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *flags: str) -> None:
+        self._flags = flags
         self.port, self.http, self.metrics = (free_port() for _ in range(3))
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,6 +87,7 @@ class Master:
             "--http_metadata_server_host=127.0.0.1",
             f"--http_metadata_server_port={self.http}",
             f"--metrics_port={self.metrics}",
+            *self._flags,
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 PLACES = 32
 KEEP_S = 60.0
 """How often a document is looked after."""
+AGAIN_S = 1.0
+"""How soon that is tried again. A store that has just come back has no memory yet."""
 POST_TIMEOUT_S = 5.0
 """How long the start of a server waits until its document is there."""
 
@@ -95,12 +97,14 @@ class Keeper:
         while True:
             self._wake.clear()
             try:
-                self._say(await self.threads.run(self._post))
+                is_there = await self.threads.run(self._post)
+                self._say(is_there)
             except Exception as error:  # whatever it was, the tier works without
                 logger.debug("kvtiers: the store could not be told of this engine: %r", error)
+                is_there = False
             self.posted.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), KEEP_S)
+                await asyncio.wait_for(self._wake.wait(), KEEP_S if is_there else AGAIN_S)
 
     def _post(self) -> bool:
         """In the thread."""

@@ -81,8 +81,9 @@ def test_many_that_post_at_once_are_all_there(client: MooncakeClient, number: in
 
 
 async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
-    """Far more records than there is room for: the oldest go, the notice stays."""
-    with Master(tmp_path / "log") as own:
+    """Far more records than there is room for: the oldest go, the notice stays. What was asked for
+    is kept for the time of a lease, here none."""
+    with Master(tmp_path / "log", "--default_kv_lease_ttl=1") as own:
         tier = MooncakeTier(own.settings(32 << 20), notice=Notice("board", b"document"))
         await tier.open()
         try:
