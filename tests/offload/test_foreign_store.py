@@ -21,7 +21,7 @@ from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_withou
 from tiers import mooncake_client, remote_foreign_tier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake_board import places_of, post
-from tiers.mooncake_client import HEADER_BYTES
+from tiers.record import HEADER_BYTES
 from tiers.remote_foreign_tier import RemoteForeignTier
 from tiers.testing import aligned, fetch
 
@@ -152,8 +152,8 @@ async def test_other_models_are_nobodys_business(master: Master, model: str) -> 
 
 @quick
 async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) -> None:
-    states = {"model": model, "geometry": geometry_of(2, 0, OWN)}
-    async with opened(store_specs(master, 2, **states), 0):
+    states = geometry_of(2, 0, OWN)
+    async with opened(store_specs(master, 2, model=model, geometry=states), 0):
         with pytest.raises(NamespaceError) as error:
             store_specs(master, 1, how="translate", model=model, geometry=geometry_of(1, 0, OWN))
     assert str(error.value) == (
