@@ -286,8 +286,8 @@ class Transfers:
 
 
 BROKEN_TRANSFER = "Batch finalization RPC failed"
-"""Mooncake's word for a write whose bytes were under way: the master had given it its place, and was
-gone when it was to be told of the end."""
+"""Mooncake's word for a write whose bytes were under way: the master had given it its place, and
+was gone when it was to be told of the end."""
 
 
 @dataclass
@@ -335,7 +335,7 @@ async def test_a_master_killed_and_restarted_under_load(
             watched = tier._client._store = Transfers(tier._client._store)
             loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
             try:
-                for _ in range(10):
+                for _ in range(15):
                     await _grown(load, "served", 20, loads)
                     await asyncio.to_thread(watched.kill_into_one, master)
                     await _grown(load, "failures", 20, loads)
