@@ -56,6 +56,14 @@ def fill_slots(worker: Any, value: int) -> int:
     return int(slab.size_bytes)
 
 
+def epoch(worker: Any, tier: int, new: int | None = None) -> int:
+    """The epoch under which a tier reads and writes; ``new`` replaces it."""
+    found = executor(worker)._tiers[tier]
+    if new is not None:
+        found._epoch = new
+    return int(found._epoch)
+
+
 def open_files(worker: Any) -> tuple[int, int]:
     """Open file descriptors and threads of this worker's process."""
     import os

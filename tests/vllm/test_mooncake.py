@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.tiers.mooncake_world import Master, one_store, skip_without_mooncake
+from tests.vllm import faults
 from tests.vllm.engine import Engine, EngineError, transfer_config
 from tests.vllm.kinds import ask as ask_in_turn
 from tests.vllm.other_geometry import (
@@ -25,6 +26,7 @@ from tests.vllm.other_geometry import (
     show_what_came_later,
 )
 from tests.vllm.probes import check, totals
+from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
     HASH,
     Reference,
@@ -102,17 +104,29 @@ def test_one_restores_what_the_other_has_computed(
 
 
 def new_weights_part_them(one: Engine, two: Engine, reference: Reference) -> None:
-    """An engine that was reset finds nothing of the others, nor they what it stores since."""
+    """An engine that was reset finds nothing of the others, nor they what it stores since. That it
+    stores at all is seen when nothing but its epoch is given to another."""
     assert two.reset_prefix_cache(connector=True)
     assert ask(two, reference) == 0
     settle(two)
     assert two.reset_prefix_cache()
-    found = one.call(totals)["found_chunks:mooncake"]
-    fresh = prompts(1, seed=77)
-    two.generate(fresh)
+    apart, planted = prompts(1, seed=77), prompts(1, seed=78)
+    two.generate([*apart, *planted])
     settle(two)
-    one.generate(fresh)
-    assert one.call(totals)["found_chunks:mooncake"] == found
+    assert found_chunks(one, apart) == 0
+    [new] = two.call(faults.on_workers, faults.epoch, 0)
+    [old] = one.call(faults.on_workers, faults.epoch, 0)
+    assert (old, new % 2) == (0, 1)
+    one.call(faults.on_workers, faults.epoch, 0, new)
+    assert found_chunks(one, planted) > 0, "the reset engine has stored nothing"
+    one.call(faults.on_workers, faults.epoch, 0, old)
+
+
+def found_chunks(engine: Engine, asked: list[Prompt]) -> float:
+    """Chunks of prompts that are new to an engine which it found in the store."""
+    before = engine.call(totals)["found_chunks:mooncake"]
+    engine.generate(asked)
+    return float(engine.call(totals)["found_chunks:mooncake"] - before)
 
 
 def test_the_master_is_killed_and_restarted_under_load(
