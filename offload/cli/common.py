@@ -80,6 +80,7 @@ class Problems(list[Problem]):
 
     def homes(self, folder: Path) -> list[Home]:
         """What lies below a folder; a problem if nothing does."""
+        from offload.cli.elsewhere import not_a_folder
         from offload.stores import find_homes
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
@@ -87,8 +88,7 @@ class Problems(list[Problem]):
             os.listdir(folder)  # looking for stores passes over what may not be read
             found = find_homes(folder)
         except OSError as error:
-            what, fix = _unreadable(error, fix)
-            self.add(str(folder), what, fix)
+            self.add(str(folder), *(not_a_folder(folder) or _unreadable(error, fix)))
             return []
         if not found:
             self.add(str(folder), "holds no records of kvtiers", fix)

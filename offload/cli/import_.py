@@ -48,6 +48,7 @@ def import_(
     Namespace, form and epoch must be those of the store, or the store is made. Every record is
     checked; damaged ones are left out. Ends with 1 if not everything could be imported.
     """
+    from offload.cli.elsewhere import not_a_folder
     from offload.importing import Target
     from offload.namespace import NAME
 
@@ -56,6 +57,8 @@ def import_(
     if type and type not in KINDS:
         problems.add("--type", f'is unknown (got "{type}")', "Use lmdb or file.")
     problems.file(file, "Name a file that kvtiers export wrote.")
+    if about := not_a_folder(folder):
+        problems.add(str(folder), *about)
     if NAME.fullmatch(folder.absolute().name):
         fix = "Give the tier's path above it, as in tiers[].path of the configuration."
         problems.add(str(folder), "is a namespace", fix)

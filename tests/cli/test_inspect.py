@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -176,7 +177,7 @@ def test_the_shell_completes_commands_and_their_options(words: str, found: str) 
     }
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == found, done.stderr
+    assert done.stdout.strip() == found, done.err
 
 
 def test_the_namespace_folder_is_what_the_manifest_says(tmp_path: Path) -> None:
@@ -186,3 +187,50 @@ def test_the_namespace_folder_is_what_the_manifest_says(tmp_path: Path) -> None:
     result = kvtiers("inspect", tmp_path, "--json")
     assert result.code == 1
     assert "another namespace" in result.json["namespaces"][0]["problem"]
+
+
+ADDRESS = "127.0.0.1:50051"
+COMMANDS = {
+    "inspect": [],
+    "verify": [],
+    "clear": ["--all", "--yes"],
+    "export": ["export.kvt"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("given", [ADDRESS, f"mooncake://{ADDRESS}", "config.json"])
+def test_a_mooncake_store_cannot_be_looked_into_and_what_to_do_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiers = [{"type": "mooncake", "master": ADDRESS}, {"type": "lmdb", "path": "/mnt/kv"}]
+    config = {"kv_connector": "OffloadConnector", "kv_connector_extra_config": {"tiers": tiers}}
+    Path("config.json").write_text(json.dumps(config))
+    done = kvtiers(command, given, *COMMANDS[command])
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert "is the address of a Mooncake store" in done.err
+    assert "http://127.0.0.1:9003/metrics/summary" in done.err
+    assert "start the master anew" in done.err
+    assert ("Give the path of a tier: /mnt/kv." in done.err) == (given == "config.json")
+    assert sorted(os.listdir()) == ["config.json"]
+
+
+def test_an_import_into_an_address_makes_no_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("export.kvt").write_bytes(b"")
+    done = kvtiers("import", "export.kvt", ADDRESS)
+    assert done.code == 2
+    assert "is the address of a Mooncake store" in done.err
+    assert os.listdir() == ["export.kvt"]
+
+
+def test_other_files_are_no_configuration(tmp_path: Path) -> None:
+    for text in ("", "[1]", '{"tiers": 3}', '{"tiers": [3]}', "\x00", "[" * 10**5):
+        (tmp_path / "file").write_text(text)
+        done = kvtiers("inspect", tmp_path / "file")
+        assert done.code == 2
+        assert "is not a folder" in done.err

@@ -1,0 +1,53 @@
+"""What was given to a command in the place of a tier's folder: the address of a Mooncake store, or
+a server's configuration. Neither can be looked into; the user is told what to do instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ADDRESS = re.compile(
+    r"(?:[a-z]+:/{1,2})?(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", re.ASCII
+)
+CONFIG_BYTES_MOST = 1 << 20
+
+STORE = "is the address of a Mooncake store: the commands that look at records need a folder"
+INSTEAD = (
+    "What it holds is on its master's page (http://{host}:9003/metrics/summary, unless that was "
+    "started with another --metrics_port), what a server finds there on the server's (kvtiers top "
+    "URL). Servers check every record that they read. To empty it, start the master anew."
+)
+
+
+def not_a_folder(path: Path) -> tuple[str, str] | None:
+    """What this is and what to do instead, if it is something that is taken for a tier's path."""
+    if not path.exists():
+        match = _ADDRESS.fullmatch(str(path))
+        return (STORE, INSTEAD.format(host=match["host"])) if match else None
+    tiers = list(_tiers(path)) if path.is_file() else []
+    if not tiers:
+        return None
+    folders = [str(tier["path"]) for tier in tiers if "path" in tier]
+    fixes = [f"Give the path of a tier: {', '.join(folders)}."] if folders else []
+    for tier in tiers:
+        match = _ADDRESS.fullmatch(str(tier.get("master", "")))
+        if match:
+            fixes.append(f"{match[0]} {STORE}. {INSTEAD.format(host=match['host'])}")
+    return "is a configuration and no tier's folder", " ".join(fixes)
+
+
+def _tiers(path: Path) -> Iterator[dict[str, Any]]:
+    """The tiers in a file with a configuration of ours, or vLLM's around it."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(CONFIG_BYTES_MOST))
+    except (OSError, ValueError, RecursionError):
+        return
+    for name in ("kv_transfer_config", "kv_connector_extra_config", "tiers"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    if isinstance(found, list):
+        yield from (t for t in found if isinstance(t, dict) and ("path" in t or "master" in t))
