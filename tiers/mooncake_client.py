@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import queue
 import socket
 from collections.abc import Iterator, Sequence
@@ -28,13 +29,16 @@ BATCH = 64
 """Records in one call of the store."""
 HEADER_STEP = 128
 CONNECT_TIMEOUT_S = 2.0
+CALL_TIMEOUT_MS = 4000
+"""How long Mooncake waits for its master to answer; 30 s if nobody says so."""
 SETUP_BUFFER_BYTES = 16 << 20
 """What the store keeps for copies of its own; we make none."""
 
 NO_ROOM = -200
 NO_SUCH_OBJECT = -704
 NOT_READY = -703
-MASTER_GONE = -900
+MASTER_AWAY = (-900, -901)
+"""It is not there; it is there and does not answer in time."""
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 DOCUMENT_BYTES_MAX = 2 << 20
@@ -100,11 +104,11 @@ class MooncakeClient:
     def close(self) -> None:
         """Leave the store; what lies in this process's segment is gone for everybody.
 
-        Without a master that takes Mooncake a quarter of a minute, in which no Python thread of
-        the process runs (it keeps the interpreter's lock, and its destructor does the same). The
-        end of the process leaves the store as well, so that is left to it then.
+        Without a master that answers it takes Mooncake a quarter of a minute, in which no Python
+        thread of the process runs (it keeps the interpreter's lock, and its destructor does the
+        same). The end of the process leaves the store as well, so that is left to it then.
         """
-        if _is_reachable(self._settings.master):
+        if _is_reachable(self._settings.master) and self._answers():
             self._store.close()
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
@@ -218,6 +222,14 @@ class MooncakeClient:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _answers(self) -> bool:
+        """Whether the master does. It is asked: the client believes in one that hangs."""
+        try:
+            self._exist([self.name(b"", 0)])
+        except TierIoError:
+            return False
+        return True
+
     def _exist(self, names: list[str]) -> list[int]:
         return _checked(self._store.batch_is_exist(names))
 
@@ -285,6 +297,7 @@ def _joined(settings: MooncakeSettings) -> Any:
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
             raise TierIoError(f"nobody answers at {address}, where a Mooncake master should be")
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(CALL_TIMEOUT_MS))
     try:
         store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     except ImportError as error:
@@ -348,6 +361,6 @@ def _repeated(keys: Sequence[Key]) -> list[int]:
 
 def _checked(codes: list[int]) -> list[int]:
     """The codes of a call. Raises ``TierIoError`` if the master did not answer."""
-    if MASTER_GONE in codes:
+    if any(code in MASTER_AWAY for code in codes):
         raise TierIoError("the Mooncake master does not answer")
     return codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,16 @@ class Master(mooncake.Master):
 
     def settings(self, segment_bytes: int = 256 << 20) -> MooncakeSettings:
         return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
+
+    def stop(self) -> None:
+        """SIGSTOP: it takes connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
 
 class OneClient:
