@@ -13,9 +13,7 @@ key on disk is never used itself; each namespace gets its own by HKDF-SHA256. A 
 key of 64 hexadecimal digits per line: the first writes, the others still read (rotation).
 Random nonces allow 2**32 records per key: rotate before that.
 
-Thread-safe: what changes is either per thread or a plain counter whose races do no harm. Threads
-take turns (``turn``) with jobs of many records: the checksum of a small one takes less time than
-giving the interpreter to another thread and getting it back.
+Thread-safe: what changes is either per thread or a plain counter whose races do no harm.
 """
 
 from __future__ import annotations
@@ -106,7 +104,6 @@ class Codec:
     def __init__(self, identity: Identity, *, keys: KeyRing | None, compress: bool) -> None:
         self._identity = identity
         self._keys = keys
-        self.turn = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._planes = BytePlanes() if compress else None
 
     @property

@@ -53,18 +53,14 @@ class WriteJob:
         (self.commit if self.is_written else self.fail)(self.puts)
 
     def _move(self, scratch: Scratch) -> None:
-        rooms = _Rooms(self.codec, scratch, [] if self.codec.is_plain else self.data)
-        sealed = []
-        with self.codec.turn:
-            for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
-                room = rooms.take(data.nbytes)
-                header, stored = self.codec.encode(put.key, put.epoch, data, room)
-                put.stored_pages = pages_for(stored.nbytes)
-                runs, _ = clip(put.runs, put.stored_pages)
-                put.value = pack_value(use, header, runs)
-                sealed.append((runs, stored))
         mover = Mover(self.file, scratch, writing=True)
-        for runs, stored in sealed:
+        rooms = _Rooms(self.codec, scratch, [] if self.codec.is_plain else self.data)
+        for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
+            room = rooms.take(data.nbytes)
+            header, stored = self.codec.encode(put.key, put.epoch, data, room)
+            put.stored_pages = pages_for(stored.nbytes)
+            runs, _ = clip(put.runs, put.stored_pages)
+            put.value = pack_value(use, header, runs)
             mover.add(runs, stored)
         mover.flush()
 
@@ -128,10 +124,9 @@ class ReadJob:
             mover.add(item.runs, room[: min(stored_bytes_of(header), item.into.nbytes)])
             found.append((item, header, room))
         mover.flush()
-        with self.codec.turn:
-            for item, header, room in found:
-                if self.codec.decode(header, item.key, self.epoch, room, item.into):
-                    item.outcome = ReadOutcome.OK
+        for item, header, room in found:
+            if self.codec.decode(header, item.key, self.epoch, room, item.into):
+                item.outcome = ReadOutcome.OK
 
 
 class _Rooms:
