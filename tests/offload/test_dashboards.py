@@ -41,12 +41,22 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "evicted_chunks_total": "removed_chunks has the reasons",
         "events_lost_total": "for whoever follows KV events",
         "late_answers_total": "for whoever looks into a fault",
-        "loaded_tokens_total": "prompt tokens by source, and hits",
-        "missed_tokens_total": "hits and wanted tokens",
+        "hit_tokens_total": "what was planned; what came is in loaded_tokens",
+        "missed_tokens_total": "loaded and wanted tokens",
         "requests_lost_total": "for whoever records requests",
         "resets_total": "done on request",
     }
     assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}
+
+
+def test_what_a_tier_gave_is_what_was_loaded() -> None:
+    """Hits are counted when their load is planned: over a dead disk there are many."""
+    [panel] = [p for p in dashboard()["panels"] if p["title"].startswith("Share of wanted tokens")]
+    [target] = panel["targets"]
+    assert set(parse(target["expr"]).metrics) == {
+        "vllm:kvtiers_loaded_tokens_total",
+        "vllm:kvtiers_wanted_tokens_total",
+    }
 
 
 def test_reasons_that_are_asked_for_exist() -> None:
