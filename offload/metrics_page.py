@@ -131,6 +131,30 @@ class View:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class TierHits:
+    """Tokens since the server started: wanted and there, of those restored, and not there."""
+
+    name: str
+    hit_tokens: float
+    loaded_tokens: float
+    missed_tokens: float
+
+
+def hits(page: Page) -> list[TierHits]:
+    """What every tier had and gave."""
+    return [
+        TierHits(
+            name,
+            *(
+                page.value(f"{PREFIX}{what}_tokens_total", name) or 0.0
+                for what in ("hit", "loaded", "missed")
+            ),
+        )
+        for name in page.tiers
+    ]
+
+
 def metrics_url(text: str) -> str:
     """``host:port`` or any address of a server as that of its metrics. Raises ``ValueError``."""
     address = text if "://" in text else f"http://{text}"

@@ -94,6 +94,16 @@ class Problems(list[Problem]):
             self.add(str(folder), "holds no records of kvtiers", fix)
         return found
 
+    def metrics_url(self, where: str, text: str) -> str:
+        """The address of a server's metrics; empty if none was given."""
+        from offload.metrics_page import metrics_url
+
+        try:
+            return metrics_url(text) if text else ""
+        except ValueError as error:
+            self.add(where, str(error), "Write localhost:8000 or http://host:8000.")
+            return ""
+
     def refuse(self, command: str) -> None:
         """End the program with all of them, if there are any."""
         if self:

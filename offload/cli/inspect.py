@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from offload.cli.common import (
     AsJson,
@@ -10,6 +13,7 @@ from offload.cli.common import (
     Problems,
     age_text,
     at_a_store,
+    give_up,
     make_app,
     print_json,
     progress_bar,
@@ -20,12 +24,13 @@ from offload.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from offload.metrics_page import TierHits
     from offload.store_summary import HomeSummary, StoreSummary
 
 app = make_app()
 
 NO_HITS = (
-    "Hits are not kept on disk: a running server counts them (kvtiers top URL). Last uses are at "
+    "Hits are not kept on disk: a running server counts them (--server URL). Last uses are at "
     "most 5 s behind."
 )
 COLUMNS = (
@@ -44,7 +49,17 @@ AGE_NAMES = {
 
 
 @app.command()
-def inspect(folder: Folder, as_json: AsJson = False) -> None:
+def inspect(
+    folder: Folder,
+    server: Annotated[
+        str,
+        typer.Option(
+            help="Address of a server that uses it, as localhost:8000: adds the hits of its tiers "
+            "since it started."
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
     """Show the namespaces below a tier's path: records, sizes, ages, and who uses them.
 
     Works while a server runs on the folder. Ends with 1 if something there cannot be read.
@@ -53,19 +68,34 @@ def inspect(folder: Folder, as_json: AsJson = False) -> None:
 
     problems = Problems()
     homes = problems.homes(folder)
+    address = problems.metrics_url("--server", server)
     problems.refuse("inspect")
+    hits = _hits(address) if address else []
     with at_a_store("inspect"), progress_bar(is_bytes=False) as bar:
         task = bar.add_task("records", total=None)
         found = summarise(homes, lambda count: bar.advance(task, count))
     if as_json:
-        print_json({"folder": str(folder), "namespaces": to_json(found)})
+        told = {"server": {"url": address, "tiers": [asdict(tier) for tier in hits]}}
+        of_server = told if address else {}
+        print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
-        _print(found)
+        _print(found, hits)
     if any(home.problem or any(store.problem for store in home.stores) for home in found):
         raise SystemExit(1)
 
 
-def _print(homes: list[HomeSummary]) -> None:
+def _hits(address: str) -> list[TierHits]:
+    """What the server's tiers have given."""
+    from offload.metrics_page import PageError, fetch, hits, parse
+
+    try:
+        return hits(parse(fetch(address), 0.0))
+    except PageError as error:
+        text = str(error)
+        give_up("inspect", text if text.startswith("http") else f"{address}: {text}")
+
+
+def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:
     from rich.markup import escape
 
     out = screen()
@@ -79,7 +109,14 @@ def _print(homes: list[HomeSummary]) -> None:
             if store.problem:
                 line = f"  replica {store.replica} rank {store.rank}: {store.problem}"
                 out.print(line, markup=False, soft_wrap=True)
-    out.print(NO_HITS, style="dim", soft_wrap=True)
+    for tier in hits:
+        line = (
+            f"server: {tier.name} had {tier.hit_tokens:,.0f} tokens that were wanted and gave "
+            f"{tier.loaded_tokens:,.0f}; {tier.missed_tokens:,.0f} it did not have"
+        )
+        out.print(line, markup=False, soft_wrap=True)
+    if not hits:
+        out.print(NO_HITS, style="dim", soft_wrap=True)
 
 
 def _about(home: HomeSummary) -> str:

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import Counter
 
+from tests.cli.test_top import Server, serving
 from tests.cli.world import (
     CAPACITY,
     FIELDS,
@@ -48,6 +50,24 @@ def test_counts_and_sizes_of_a_store_at_rest(tmp_path: Path, kind: str) -> None:
     assert sum(found["ages"].values()) == 7
     assert (found["owner_pid"], found["hits"], found["problem"]) == (None, None, "")
     assert found["file_bytes"] >= 7 * SIZE
+
+
+def test_hits_come_from_the_server(tmp_path: Path) -> None:
+    make_store(tmp_path, range(2))
+    server = Server()
+    server.fill()
+    server.add(Counter, "vllm:kvtiers_hit_tokens", 400, "lmdb")
+    with serving([server.page]) as address:
+        found = kvtiers("inspect", tmp_path, "--server", address, "--json").json
+        shown = kvtiers("inspect", tmp_path, "--server", address).out
+    assert found["server"]["url"] == f"http://{address}/metrics"
+    lmdb = {"name": "lmdb", "hit_tokens": 400, "loaded_tokens": 640, "missed_tokens": 0}
+    assert lmdb in found["server"]["tiers"]
+    assert "lmdb had 400 tokens that were wanted and gave 640" in shown
+    assert "server" not in kvtiers("inspect", tmp_path, "--json").json
+    for wrong, code in ((address, 1), ("no server", 2)):
+        result = kvtiers("inspect", tmp_path, "--server", wrong)
+        assert (result.code, result.out) == (code, ""), result.err
 
 
 def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -> None:
