@@ -104,8 +104,10 @@ def _write(home: Home, file: Path, rate: int, key_file: str) -> list[Exported]:
                 stores.append((store, store.open(key_file)))
                 undo.callback(stores[-1][1].close)
         total = sum(r.stored_bytes for _, out in stores for batch in out.batches() for r in batch)
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(part, flags, 0o600)
         undo.callback(lambda: part.unlink(missing_ok=True))
+        os.fchmod(fd, 0o600)  # it may have been there
         out = undo.enter_context(os.fdopen(fd, "wb"))
         bar = undo.enter_context(progress_bar(is_bytes=True))
         task = bar.add_task("export", total=total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -302,6 +303,32 @@ def test_choosing_a_namespace(tmp_path: Path) -> None:
     assert "exists. Name another file, or give --overwrite." in again.err
     export(tmp_path / "a", tmp_path / "f", "--namespace", NAME[:6], "--overwrite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_export_that_is_ended_leaves_nothing_behind(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    make_store(tmp_path / "a", range(40))
+    part = tmp_path / "f.part"
+    part.write_bytes(b"")
+    part.chmod(0o644)  # somebody's leftover
+    words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "1KiB")  # it would take minutes
+    command = [sys.executable, "-m", "offload.cli", *map(str, words)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while part.exists() and part.stat().st_mode & 0o777 != 0o600:
+        assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", range(2))
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "f.part").symlink_to(tmp_path / "precious")
+    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
