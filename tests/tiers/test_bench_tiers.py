@@ -45,3 +45,21 @@ def test_restart_runs_and_reports_every_step(tmp_path: Path) -> None:
     found = {(row["case"], row["series"]) for row in report["rows"]}
     assert found == {(case, step) for case in cases for step in steps}
     assert not list(tmp_path.iterdir()), "the benchmark cleans up"
+
+
+def test_shared_runs_and_reports_every_tier(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "shared", "--json", "--sizes", "64KiB"]
+    command += ["--total", "1MiB", "--rounds", "1", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    found = {(row["case"].split(",")[0], row["series"]) for row in report["rows"]}
+    wanted = {("write", "lmdb tier"), ("read", "lmdb tier")}
+    shared = ["shared lmdb tier"]
+    if not any("Not measured: Mooncake" in note for note in report["notes"]):
+        shared += ["Mooncake's client", "Mooncake tier"]
+    wanted |= {(phase, name) for phase in ("write", "read", "lookup") for name in shared}
+    assert found == wanted
+    limited = [row for row in report["rows"] if row["series"] == "shared lmdb tier"]
+    assert all(row["values"].get("share", 1) > 0 for row in limited)
+    assert not list(tmp_path.iterdir()), "the benchmark cleans up"
