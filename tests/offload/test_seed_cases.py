@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from offload.block_ids import expand_blocks, expand_groups, trim_to_common
+from offload.block_ids import expand_blocks
 from offload.coordinator import Coordinator
 from offload.errors import AlignmentError, UnsupportedSpecError
 from offload.layout import FULL, STATE, WINDOW
@@ -147,20 +147,14 @@ def test_case_3_layers_are_registered_into_their_own_group_only():
 
 
 def test_case_4_pr_42097_blocks_expand_with_the_writers_ratio():
-    assert expand_groups([[5, 6], [2]], [False, True], 34) == [list(range(170, 238)), [2]]
-    assert expand_groups([[0, 1, 2], [3, 4]], [False, False], 2) == [
+    """Groups of attention and Mamba, whose states are never split. What happens where two sides
+    have ratios 34 and 66 is in ``test_translation.py``."""
+    attention, mamba = [5, 6], [2]
+    assert [expand_blocks(attention, 34), expand_blocks(mamba, 1)] == [list(range(170, 238)), [2]]
+    assert [expand_blocks(ids, 2) for ids in ([0, 1, 2], [3, 4])] == [
         [0, 1, 2, 3, 4, 5],
         [6, 7, 8, 9],
     ]
-
-
-def test_case_4_trimmed_to_what_both_sides_have():
-    """Ratios 34 and 66: 100 tokens are 3 blocks here and 2 there, rounded up on both sides."""
-    local, remote = expand_blocks([0, 1, 2], 34), expand_blocks([4, 5], 66)
-    assert [len(side) for side in trim_to_common(local, remote, has_state=True)] == [102, 102]
-    assert trim_to_common([0, 1, 2], [9, 8, 7, 6, 5], has_state=True) == ([0, 1, 2], [9, 8, 7])
-    assert trim_to_common([0, 1], [9, 8, 7, 6, 5], has_state=False) == ([0, 1], [6, 5])
-    assert trim_to_common([], [9], has_state=False) == ([], [])
 
 
 def test_case_5_pr_38554_num_blocks_is_the_configurations():

@@ -267,6 +267,23 @@ def test_seed_case_4_ratios_34_and_66_of_single_blocks_are_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize("ends", [((3, 34), (2, 66)), ((2, 66), (3, 34))])
+def test_seed_case_4_ends_that_would_have_to_be_trimmed_are_refused(
+    ends: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    """100 tokens, rounded up to whole blocks: 102 kernel blocks on one side, 132 on the other."""
+    (there, here), sides = ends, []
+    for blocks, ratio in ends:
+        cut = Cut(blocks, ratio, 1)
+        sides.append(example(LATENT, heads=1, ranks=(1, 1), cuts=(cut, cut)).geometry(0, 0))
+    [found] = obstacles(*sides)
+    assert str(found) == (
+        f"groups[0].chunk_tokens is {there[0] * there[1]} ({there[0]} blocks of {there[1]}) stored,"
+        f" {here[0] * here[1]} ({here[0]} blocks of {here[1]}) now: chunks end at other tokens"
+    )
+    assert found.flags == f'--block-size {there[1]} and "chunk_blocks": {there[0]}'
+
+
 def test_states_are_never_split() -> None:
     one, two = (example(STATE, heads=1, ranks=(n, n)).geometry(0, 0) for n in (1, 2))
     assert obstacles(two, two) == []
