@@ -96,11 +96,14 @@ class TimedPins:
 
     def keep(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
         """Keep these chunks of one group (prefix order) for so long, as far as some tier holds or
-        gets them; returns how many of them are kept in at least one tier."""
+        gets them; returns how many from the first on are kept in at least one tier."""
         until = int(now + seconds) + 1
         held = [key for key in keys if self._is_held(key)]
         kept = max(tier.keep(held, until) for tier in self._tiers)
         self.refused += len(held) - kept
+        for position, key in enumerate(held[:kept]):
+            if key != keys[position]:
+                return position  # that one is gone: what comes after it is no prefix
         return kept
 
     def _is_held(self, key: bytes) -> bool:

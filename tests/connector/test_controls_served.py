@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from offload.connector import scheduler_side
-from tests.connector.oracle_models import MODELS
+from tests.connector.oracle_models import MODELS, OracleModel
 from tests.connector.oracle_world import Conditions, World
 from tests.connector.test_requests_told import _request
+from tests.connector.vllm_configs import full, sliding
 from tiers.base import ReadOutcome
 
 PROMPT = list(range(64))
@@ -150,6 +151,27 @@ def test_what_could_not_be_loaded_is_not_told_as_loaded(world: World) -> None:
     world.executor._tiers[0].read = read
     assert serve(world, "b", PROMPT, session="s") == {"loaded_tokens": {}}
     assert loaded(world) == 0
+
+
+TWO_FULL_GROUPS = OracleModel(
+    lambda: {
+        **{f"f.{n}": full(4) for n in range(4)},
+        **{f"s.{n}": sliding(4, 10) for n in range(2)},
+    },
+    blocks=90,
+)
+"""vLLM makes groups of as many layers as the smallest kind has."""
+
+
+def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
+    """The share is used up by the first group, so that a prefix is whole in none but a part."""
+    with World(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
+        assert world.connector._scheduler is not None
+        kinds = [group.kind for group in world.connector._scheduler.layout.groups]
+        assert kinds == ["full", "full", "window"]
+        report = serve(world, "a", PROMPT, pin_s=600, pinned=48)
+        assert report["pinned_tokens"] == 12, "15 slots: 12 chunks of one group, 3 of the other"
+        world.check_idle()
 
 
 def test_wrong_values_are_told_and_counted(world: World) -> None:

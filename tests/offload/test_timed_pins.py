@@ -77,6 +77,14 @@ def test_absent_chunks_are_not_kept() -> None:
     assert bed.pins.refused == 0
 
 
+def test_what_comes_after_a_hole_is_kept_but_not_told() -> None:
+    """The end of a prefix without its beginning cannot be loaded; of a window it can."""
+    bed = Bed()
+    bed.put(bed.cpu, 0, 2, 3)
+    assert bed.pins.keep([key(n) for n in range(4)], 60.0, now=0.0) == 1
+    assert bed.pins.used()["cpu"] == 3
+
+
 def test_a_longer_time_wins_and_a_shorter_does_not() -> None:
     bed = Bed()
     bed.put(bed.cpu, 0)
