@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
 from offload import asker
 from offload.asker import IN_FLIGHT, Asker
 from offload.plans import Answer, Observed, Question
+from tiers.base import Tier
 from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
 from tiers.testing import key_of, put
 from tiers.wrappers import FailingTier, HoldingTier
@@ -40,14 +42,18 @@ async def held() -> SharedMemoryTier:
     return tier
 
 
+def asking(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> Asker:
+    return Asker(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
+
+
 async def test_what_the_tier_says_is_the_answer(seen: list[Observed]) -> None:
-    asked = Asker([await held()], [Writer()], lambda _tier, what: seen.append(what))  # type: ignore[list-item]
+    asked = asking([await held()], [Writer()], seen)
     assert await asked.ask(QUESTION) == Answer(b"\1\0\1\0")
     assert seen == []
 
 
 async def test_a_tier_of_an_epoch_that_is_over_is_not_asked(seen: list[Observed]) -> None:
-    asked = Asker([await held()], [Writer(is_behind=True)], lambda *_: None)  # type: ignore[list-item]
+    asked = asking([await held()], [Writer(is_behind=True)], seen)
     assert await asked.ask(QUESTION) == Answer(None)
 
 
@@ -55,7 +61,7 @@ async def test_failures_and_lateness_are_seen_and_answered(seen: list[Observed])
     failing = FailingTier(await held(), methods={"present"})
     slow = HoldingTier(await held(), methods={"present"})
     tiers = [failing, slow]
-    asked = Asker(tiers, [Writer(), Writer()], lambda _tier, what: seen.append(what))  # type: ignore[list-item]
+    asked = asking(tiers, [Writer(), Writer()], seen)
     assert await asked.ask(QUESTION) == Answer(None)
     assert seen == [Observed(reads_failed=1)]
     asking = [asyncio.create_task(asked.ask(Question(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)]

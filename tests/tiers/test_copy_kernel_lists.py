@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 torch: Any = pytest.importorskip("torch")
 
 from tests.tiers.copy_world import batch, separate_layers  # noqa: E402  # after the skips
-from tests.tiers.cuda_world import BLOCKS, World  # noqa: E402
-from tests.tiers.fake_cuda import FakeCuda  # noqa: E402
-from tiers.copy import TransferError  # noqa: E402
-from tiers.cuda_copy import CopyPath  # noqa: E402
-from tiers.cuda_copy_kernel import PREPARED_LISTS, CopyKernel  # noqa: E402
+from tests.tiers.cuda_world import BLOCKS, World  # noqa: E402  # after the skips
+from tests.tiers.fake_cuda import FakeCuda  # noqa: E402  # after the skips
+from tiers.copy import TransferError  # noqa: E402  # after the skips
+from tiers.cuda_copy import CopyPath  # noqa: E402  # after the skips
+from tiers.cuda_copy_kernel import PREPARED_LISTS, CopyKernel  # noqa: E402  # after the skips
 
 LIST = 4
 
