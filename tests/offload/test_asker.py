@@ -42,18 +42,18 @@ async def held() -> SharedMemoryTier:
     return tier
 
 
-def asking(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> Asker:
+def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> Asker:
     return Asker(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
 
 
 async def test_what_the_tier_says_is_the_answer(seen: list[Observed]) -> None:
-    asked = asking([await held()], [Writer()], seen)
+    asked = asker_of([await held()], [Writer()], seen)
     assert await asked.ask(QUESTION) == Answer(b"\1\0\1\0")
     assert seen == []
 
 
 async def test_a_tier_of_an_epoch_that_is_over_is_not_asked(seen: list[Observed]) -> None:
-    asked = asking([await held()], [Writer(is_behind=True)], seen)
+    asked = asker_of([await held()], [Writer(is_behind=True)], seen)
     assert await asked.ask(QUESTION) == Answer(None)
 
 
@@ -61,7 +61,7 @@ async def test_failures_and_lateness_are_seen_and_answered(seen: list[Observed])
     failing = FailingTier(await held(), methods={"present"})
     slow = HoldingTier(await held(), methods={"present"})
     tiers = [failing, slow]
-    asked = asking(tiers, [Writer(), Writer()], seen)
+    asked = asker_of(tiers, [Writer(), Writer()], seen)
     assert await asked.ask(QUESTION) == Answer(None)
     assert seen == [Observed(reads_failed=1)]
     asking = [asyncio.create_task(asked.ask(Question(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)]
