@@ -168,3 +168,8 @@ def test_names_of_tiers() -> None:
     config = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": tiers})
     assert tier_names(config) == ["lmdb", "lmdb2", "lmdb3", "lmdb_translated", "lmdb3_translated"]
     assert [config.is_read_only(tier) for tier in range(5)] == [False] * 3 + [True] * 2
+    store = {"type": "mooncake", "master": "10.0.0.1:50051"}
+    tiers = [store, tiers[0], store | {"geometry": "translate"}]
+    config = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": tiers})
+    translated = ["lmdb_translated", "mooncake2_translated"]
+    assert tier_names(config) == ["mooncake", "lmdb", "mooncake2", *translated]
