@@ -10,14 +10,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from offload.errors import NamespaceError
 from offload.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespace import MANIFEST_BYTES_MAX, Namespace, differing_fields
-from tiers.mooncake_board import Notice
+from tiers.mooncake_board import Notice, Posted
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,12 @@ _DOMAIN = b"kvtiers model\n"
 
 @dataclass(frozen=True)
 class Described:
-    """A namespace, and how one rank orders the records that it keeps there."""
+    """A namespace, how one rank orders the records that it keeps there, and whether somebody still
+    says so."""
 
     namespace: Namespace
     geometry: Geometry
+    is_alive: bool = True
 
 
 def board_of(fields: Mapping[str, Any], rank: int) -> str:
@@ -77,21 +79,22 @@ def load(content: bytes, where: str) -> Described:
     return Described(namespace, Geometry.load(geometry, where))
 
 
-def load_all(contents: Sequence[bytes], tell: Callable[[str], object]) -> list[Described]:
+def load_all(posted: Sequence[Posted], tell: Callable[[str], object]) -> list[Described]:
     """What documents say, as far as they can be read; ``tell`` is told of the others."""
     found = []
-    for content in contents:
+    for each in posted:
         try:
-            found.append(load(content, "a notice in the store"))
+            described = load(each.content, "a notice in the store")
+            found.append(replace(described, is_alive=each.is_alive))
         except NamespaceError as error:
             tell(f"kvtiers: {error}")
     return found
 
 
-def _tell(namespace: Namespace, contents: Sequence[bytes]) -> None:
+def _tell(namespace: Namespace, posted: Sequence[Posted]) -> None:
     others = {
         found.namespace.name: found.namespace
-        for found in load_all(contents, logger.warning)
+        for found in load_all(posted, logger.warning)
         if found.namespace != namespace
     }
     for other in others.values():
@@ -107,5 +110,5 @@ def _tell(namespace: Namespace, contents: Sequence[bytes]) -> None:
         )
 
 
-def _ignore(_contents: Sequence[bytes]) -> None:
+def _ignore(_posted: Sequence[Posted]) -> None:
     """Whoever translates looks for the others himself."""

@@ -2,7 +2,8 @@
 
 Each rank of an engine says in the store how its records are ordered (``offload.foreign_notice``).
 At the start somebody of the same model whose records cannot be translated is a refusal, as with
-folders; whoever comes later is translated, or told of once in the log.
+folders, unless nobody has looked after the description for a day; whoever comes later is
+translated, or told of once in the log.
 
 Ownership: ``StoreSource`` is called by several threads; what it knows of others is one value that
 ``look`` replaces, and everything else is made for one call.
@@ -97,9 +98,9 @@ class StoreView:
                 continue
             replica = {f"namespace {name} in {self.place}": ranks}
             problems = problems_with(other, replica, self.namespace, self.now, self.how)
-            if problems:
+            if problems and any(each.is_alive for each in described):
                 refused[name] = problems
-            elif (neighbour := _neighbour(ranks, self.now)) is not None:
+            if not problems and (neighbour := _neighbour(ranks, self.now)) is not None:
                 found.append(neighbour)
         return found, refused
 
@@ -114,8 +115,8 @@ class StoreView:
         ranks = max((each.geometry.ranks for each in described), default=1)
         boards = [board_of(fields, rank) for rank in range(1, min(ranks, RANKS_MOST))]
         if boards:
-            contents = [content for board in read_boards(client, boards) for content in board]
-            described += load_all(contents, tell)
+            posted = [each for board in read_boards(client, boards) for each in board]
+            described += load_all(posted, tell)
         found: dict[tuple[str, bytes], list[Described]] = {}
         for each in described:
             if each.namespace != self.namespace:

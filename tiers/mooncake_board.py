@@ -7,7 +7,8 @@ removed here.
 
 Documents are pinned, so the store does not evict them, and lie in several memories where there are
 several. They go when the last of these goes, and when the master forgets everything: whoever posted
-one looks after it (``Keeper``).
+one looks after it (``Keeper``). Beside each lies a sign of life for every day on which somebody
+looked after it, which the store may evict.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tiers.daemon_threads import DaemonThreads
@@ -32,13 +34,23 @@ POST_TIMEOUT_S = 5.0
 """How long the start of a server waits until its document is there."""
 
 
+DAY_S = 86_400
+
+
+class Posted(NamedTuple):
+    """What lies on a board, and whether somebody has looked after it today or yesterday."""
+
+    content: bytes
+    is_alive: bool
+
+
 class Notice(NamedTuple):
     """A document and the board for it. ``heard`` is called once, in some thread, with all that is
     on the board then."""
 
     board: str
     content: bytes
-    heard: Callable[[Sequence[bytes]], None] = lambda _contents: None
+    heard: Callable[[Sequence[Posted]], None] = lambda _all: None
 
 
 def places_of(board: str) -> list[str]:
@@ -46,25 +58,46 @@ def places_of(board: str) -> list[str]:
     return [f"{board}/{place}" for place in range(PLACES)]
 
 
-def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[bytes]]:
+def today() -> int:
+    """The number of the day. Machines whose clocks differ by less than a day understand each
+    other."""
+    return int(time.time() // DAY_S)
+
+
+def _signs(name: str) -> list[str]:
+    """Signs of life of yesterday, today, and of somebody whose clock is ahead."""
+    return [f"{name}/{today() + day}" for day in (-1, 0, 1)]
+
+
+def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Posted]]:
     """What lies on each board, as far as it can be read now. Raises ``TierIoError``."""
-    found = client.documents([name for board in boards for name in places_of(board)])
-    return [
-        [content for content in found[at : at + PLACES] if content]
-        for at in range(0, len(found), PLACES)
-    ]
+    names = [name for board in boards for name in places_of(board)]
+    contents = client.documents(names)
+    held = [n for n, content in enumerate(contents) if content]
+    signs = client.have_documents([sign for n in held for sign in _signs(names[n])])
+    alive = {n: any(signs[3 * at : 3 * at + 3]) for at, n in enumerate(held)}
+
+    def on(board: int) -> Iterator[Posted]:
+        for n in range(board * PLACES, (board + 1) * PLACES):
+            if content := contents[n]:
+                yield Posted(content, alive[n])
+
+    return [list(on(board)) for board in range(len(boards))]
 
 
 def post(client: MooncakeClient, board: str, content: bytes) -> bool:
-    """Have ``content`` on the board; whether it is there then. Raises ``TierIoError``."""
+    """Have ``content`` on the board, with a sign of life; whether it is there then. Raises
+    ``TierIoError``."""
     names = places_of(board)
     tried: set[int] = set()
     while True:
         found = client.documents(names)
         if content in found:
+            sign = f"{names[found.index(content)]}/{today()}"
+            client.put_document(sign, b"1", is_pinned=False)
             return True
         free = [n for n, held in enumerate(found) if held is None and n not in tried]
-        if not free or not client.put_document(names[free[0]], content):
+        if not free or not client.put_document(names[free[0]], content, is_pinned=True):
             return False
         tried.add(free[0])  # if it is not ours now, somebody was faster
 

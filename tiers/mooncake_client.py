@@ -214,10 +214,14 @@ class MooncakeClient:
             found.append(self._store.get(name) if 0 < size <= DOCUMENT_BYTES_MAX else b"")
         return found
 
-    def put_document(self, name: str, content: bytes) -> bool:
-        """Store a small object that is never evicted. False if there is no room for it; one that is
-        there already stays as it is, and nothing is said of that."""
-        [code] = _checked([self._store.put(name, content, _pinned())])
+    def have_documents(self, names: Sequence[str]) -> list[bool]:
+        """Which of these are there."""
+        return [code == 1 for code in self._exist(list(names))]
+
+    def put_document(self, name: str, content: bytes, *, is_pinned: bool) -> bool:
+        """Store a small object; if pinned it is never evicted. False if there is no room for it;
+        one that is there already stays as it is, and nothing is said of that."""
+        [code] = _checked([self._store.put(name, content, _placed(is_pinned))])
         return bool(code == 0)
 
     # -- inside ------------------------------------------------------------------------------
@@ -317,9 +321,9 @@ def _joined(settings: MooncakeSettings) -> Any:
     return store
 
 
-def _pinned() -> Any:
+def _placed(is_pinned: bool) -> Any:
     config = importlib.import_module("mooncake.store").ReplicateConfig()
-    config.with_hard_pin = True
+    config.with_hard_pin = is_pinned
     config.replica_num = DOCUMENT_COPIES  # in different memories, as far as there are so many
     return config
 

@@ -18,7 +18,7 @@ from offload.geometry import OWN
 from tests.offload.foreign_world import KEYS, geometry_of, namespace_of, payload, read
 from tests.offload.store_world import engine, opened, store_specs
 from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_without_mooncake
-from tiers import mooncake_client, remote_foreign_tier
+from tiers import mooncake_board, mooncake_client, remote_foreign_tier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake_board import places_of, post
 from tiers.record import HEADER_BYTES
@@ -169,6 +169,27 @@ async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) ->
 
 
 @quick
+async def test_who_is_gone_for_days_refuses_nobody(
+    master: Master, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has left is read all the same where that is exact."""
+    states = {"model": model, "geometry": geometry_of(1, 0, OWN)}
+    async with engine(master, 4, model=model):
+        pass
+    async with opened(store_specs(master, 2, model=model, geometry=geometry_of(2, 0, OWN)), 0):
+        pass
+    with pytest.raises(NamespaceError, match="cannot be split"):
+        store_specs(master, 1, 0, "translate", **states)
+    with pytest.raises(NamespaceError, match="is 2 stored, 1 now"):
+        store_specs(master, 1, 0, "translate", model=model)
+    day = mooncake_board.today() + 2
+    monkeypatch.setattr(mooncake_board, "today", lambda: day)
+    store_specs(master, 1, 0, "translate", **states)
+    async with opened(store_specs(master, 1, 0, "translate", model=model), 1) as tier:
+        assert await read(tier, KEYS[0], 1) is ReadOutcome.OK
+
+
+@quick
 async def test_the_choice(master: Master, model: str, caplog: pytest.LogCaptureFixture) -> None:
     async with engine(master, 2, model=model):
         with pytest.raises(
@@ -257,7 +278,7 @@ async def test_rubbish_on_the_board_harms_nobody(
     async with opened(store_specs(master, 2, 1, model=model), 0) as tier:
         client: Any = tier._client  # type: ignore[attr-defined]  # to plant it
         for name, content in zip(places_of(board_of(fields, 0)), rubbish, strict=False):
-            assert client.put_document(name, content)
+            assert client.put_document(name, content, is_pinned=True)
         async with engine(master, 2, model=model):
             specs = store_specs(master, 1, how="translate", model=model)
             async with opened(specs, 1) as foreign:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_without_mooncake
 from tiers import mooncake_board, mooncake_client
-from tiers.mooncake_board import PLACES, Notice, places_of, post, read_boards
+from tiers.mooncake_board import PLACES, Notice, Posted, places_of, post, read_boards
 from tiers.mooncake_client import MooncakeClient
 from tiers.mooncake_tier import MooncakeTier
 from tiers.record import Identity
@@ -41,12 +41,34 @@ def client(store: Any, master: Master, monkeypatch: pytest.MonkeyPatch) -> Itera
     made.close()
 
 
+def contents_of(client: MooncakeClient, board: str) -> list[bytes]:
+    return [posted.content for posted in read_boards(client, [board])[0]]
+
+
 def test_what_is_posted_is_there_once(client: MooncakeClient) -> None:
-    assert read_boards(client, ["empty"]) == [[]]
+    assert contents_of(client, "empty") == []
     for _ in range(2):
         assert post(client, "one", b"a")
         assert post(client, "one", b"b")
-    assert read_boards(client, ["one", "empty", "one"]) == [[b"a", b"b"], [], [b"a", b"b"]]
+    both = [Posted(b"a", True), Posted(b"b", True)]
+    assert read_boards(client, ["one", "empty", "one"]) == [both, [], both]
+
+
+def test_whom_nobody_has_looked_after_for_a_day_is_not_alive(
+    client: MooncakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alive() -> list[bool]:
+        return [posted.is_alive for posted in read_boards(client, ["signs"])[0]]
+
+    day = mooncake_board.today()
+    assert post(client, "signs", b"a")
+    assert post(client, "signs", b"b")
+    for later, expected in ((-1, True), (1, True), (2, False), (-2, False)):
+        monkeypatch.setattr(mooncake_board, "today", lambda later=later: day + later)
+        assert alive() == [expected] * 2, later
+    monkeypatch.setattr(mooncake_board, "today", lambda: day + 5)
+    assert post(client, "signs", b"b")
+    assert alive() == [False, True]
 
 
 def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
@@ -54,7 +76,7 @@ def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
     for content in contents:
         assert post(client, "full", content)
     assert not post(client, "full", b"one more")
-    assert read_boards(client, ["full"]) == [contents]
+    assert contents_of(client, "full") == contents
     assert client._store.remove(places_of("full")[3], True) == 0
     assert post(client, "full", b"one more")
 
@@ -76,8 +98,7 @@ def test_many_that_post_at_once_are_all_there(client: MooncakeClient, number: in
     for thread in threads:
         thread.join()
     assert posted == dict.fromkeys(contents, True)
-    [found] = read_boards(client, [f"crowd {number}"])
-    assert set(found) == set(contents)
+    assert set(contents_of(client, f"crowd {number}")) == set(contents)
 
 
 async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
@@ -92,7 +113,7 @@ async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
             client = tier._client
             assert client is not None
             assert await tier.present([key_of(0)]) == [False], "nothing was evicted"
-            assert read_boards(client, ["board"]) == [[b"document"]]
+            assert contents_of(client, "board") == [b"document"]
         finally:
             await tier.aclose()
 
@@ -105,7 +126,7 @@ def test_it_outlives_the_server_in_whose_memory_it_lies(tmp_path: Path) -> None:
         for content in contents:
             assert post(leaves, "board", content)
         leaves.close()
-        assert read_boards(stays, ["board"]) == [contents]
+        assert contents_of(stays, "board") == contents
         stays.close()
 
 
@@ -114,15 +135,18 @@ async def test_what_the_store_has_lost_is_posted_again(
 ) -> None:
     monkeypatch.setattr(mooncake_board, "KEEP_S", 0.02)
     heard: list[list[bytes]] = []
+
+    def hear(posted: Sequence[Posted]) -> None:
+        heard.append([each.content for each in posted])
+
     assert post(client, "lost", b"another's")
-    notice = Notice("lost", b"document", lambda contents: heard.append(list(contents)))
-    tier = MooncakeTier(master.settings(), notice=notice)
+    tier = MooncakeTier(master.settings(), notice=Notice("lost", b"document", hear))
     await tier.open()
     try:
-        assert read_boards(client, ["lost"]) == [[b"another's", b"document"]]
+        assert contents_of(client, "lost") == [b"another's", b"document"]
         assert client._store.remove(places_of("lost")[1], True) == 0
         async with asyncio.timeout(30):
-            while len(read_boards(client, ["lost"])[0]) < 2:
+            while len(contents_of(client, "lost")) < 2:
                 await tier.present([key_of(0)])  # time passes
         assert heard == [[b"another's", b"document"]], "once"
     finally:
