@@ -12,7 +12,9 @@ they ended, except ``grow``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 from pathlib import Path
 
 import lmdb
@@ -48,6 +50,15 @@ GROW_BYTES_MAX = 64 << 20
 """The file grows inside a transaction, for which the others wait."""
 
 
+def _twin_hint() -> str:
+    """LMDB locks the byte of its table of readers that has the number of the process."""
+    return (
+        f". A process in another container has the same number as this one (pid {os.getpid()}), "
+        "and LMDB tells processes apart by it: let the containers share one pid namespace "
+        "(docker: --pid=host, Kubernetes: hostPID)"
+    )
+
+
 class SharedStore:
     """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
     epoch. ``pages_max`` and ``records_max`` are limits of all processes together. ``dropped``
@@ -77,7 +88,8 @@ class SharedStore:
                     self._open_beside(undo)
                 self.own_epoch = self._begin()
             except (OSError, lmdb.Error, IndexUnusableError) as error:
-                raise TierIoError(f"cannot open the tier in {folder}: {error}") from error
+                hint = _twin_hint() if os.strerror(errno.EAGAIN) in str(error) else ""
+                raise TierIoError(f"cannot open the tier in {folder}: {error}{hint}") from error
             undo.pop_all()
 
     def _divide(self) -> int:

@@ -74,11 +74,13 @@ async def test_what_other_ranks_stored_is_read(
 
 @quick
 async def test_a_batch_is_read_at_once(master: Master, model: str) -> None:
-    """Repeated keys, missing ones and other groups in one call."""
+    """Repeated keys, missing ones and other groups in one call, more than one call of the store
+    takes."""
     async with engine(master, 2, model=model):
         specs = store_specs(master, 1, how="translate", model=model)
         async with opened(specs, 1) as tier:
-            keys = [KEYS[0], b"z" * 32 + KEYS[0][-4:], *KEYS, b"z" * 36]
+            absent = [bytes([100 + n]) * 32 + KEYS[0][-4:] for n in range(100)]
+            keys = [KEYS[0], *absent, *KEYS, b"z" * 36]
             right = [payload(geometry_of(1, 0), key) for key in keys]
             into = [aligned(data.nbytes) for data in right]
             outcomes = await tier.read(keys, into)
@@ -89,11 +91,14 @@ async def test_a_batch_is_read_at_once(master: Master, model: str) -> None:
 
 @quick
 async def test_what_only_some_ranks_have_is_not_there(master: Master, model: str) -> None:
-    async with engine(master, 2, model=model) as (_, second):
-        await second.delete(KEYS[:2])
+    async with engine(master, 2, model=model) as (first, second):
+        await first.delete(KEYS[:1])
+        await second.delete(KEYS[2:3])
         async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
-            assert await tier.present(KEYS) == [False] * 2 + [True] * 4
+            assert await tier.present(KEYS) == [False, True, False, True, True, True]
             assert await read(tier, KEYS[0], 1) is ReadOutcome.MISS
+            assert await read(tier, KEYS[2], 1) is ReadOutcome.MISS
+            assert await read(tier, KEYS[1], 1) is ReadOutcome.OK
 
 
 @quick

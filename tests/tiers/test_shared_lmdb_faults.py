@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 import threading
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -170,3 +172,29 @@ async def test_a_reset_overtakes_writes_that_hang(tmp_path: Path) -> None:
     assert np.array_equal(into, new)
     tier.check()
     await tier.aclose()
+
+
+TWIN = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(sys.argv[2]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_process_of_the_same_number_in_another_container(tmp_path: Path) -> None:
+    """LMDB takes a lock at the offset of its pid; here a process takes the one of ours."""
+    first = await opened(tmp_path, DiskIo())
+    await first.aclose()
+    arguments = ["-c", TWIN, str(tmp_path / "lock.mdb"), str(os.getpid())]
+    twin = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE)
+    try:
+        assert twin.stdout is not None
+        assert await twin.stdout.readline() == b"locked\n"
+        with pytest.raises(TierIoError, match=rf"pid {os.getpid()}\).*share one pid namespace"):
+            await opened(tmp_path, DiskIo())
+    finally:
+        await twin.communicate(b"")
+    again = await opened(tmp_path, DiskIo())
+    await again.aclose()
