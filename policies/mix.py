@@ -17,6 +17,9 @@ from dataclasses import dataclass, fields
 from policies.trace import Request, Trace
 
 REQUESTS_MAX = 2_000_000
+TURNS_MAX = 10_000
+TOKENS_MAX = 100_000_000
+"""Of one prompt: every block of it is a number in memory while it is simulated."""
 _PART = re.compile(r"([a-z]+)=([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 
 
@@ -49,6 +52,12 @@ class Mix:
         if mix.requests > REQUESTS_MAX:
             raise ValueError(
                 f"makes {mix.requests:,.0f} requests, more than {REQUESTS_MAX:,}. Give fewer hours"
+            )
+        longest = mix.tokens(mix.turns - 1)
+        if mix.turns > TURNS_MAX or longest > TOKENS_MAX:
+            raise ValueError(
+                f"makes conversations of {mix.turns:,} turns and {longest:,} tokens, more than "
+                f"{TURNS_MAX:,} or {TOKENS_MAX:,}. Give fewer turns or tokens"
             )
         return mix
 

@@ -113,6 +113,15 @@ def test_endurance_is_a_budget_per_day() -> None:
     assert 0 < found["hit_ratio"] <= found["hit_ratio_max"] < 1
 
 
+@pytest.mark.parametrize(
+    "mix", ["users=1,turns=1000000000", "prompt=99999999999", "turns=100,answer=9999999"]
+)
+def test_a_mix_that_fits_no_memory_is_refused(mix: str) -> None:
+    result = kvtiers("plan", "--token-bytes", "1KiB", "--cpu", "1GiB", "--mix", mix)
+    assert result.code == 2
+    assert "Give fewer turns or tokens" in result.err
+
+
 def test_a_mix_is_what_it_says() -> None:
     mix = Mix.parse("users=50,turns=4,system=320,prompt=100,answer=60,gap=20,hours=2")
     trace = mix_trace(mix, 16)
