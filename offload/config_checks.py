@@ -81,6 +81,7 @@ def check_machine(config: OffloadConfig) -> Findings:
         if tier.path and not _check_folder(tier, f"{where}.path", problems, warnings):
             _check_space(tier, where, taken, problems)
         _check_extras(tier, where, problems)
+    problems.extend(_recordings(config))
     return Findings(tuple(problems), tuple(warnings))
 
 
@@ -267,6 +268,28 @@ def _key_file_problem(path: str, where: str) -> Problem | None:
         what = f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
         return Problem(where, what, f"Run: chmod 600 {path}")
     return None
+
+
+def _recordings(config: OffloadConfig) -> Iterator[Problem]:
+    """What a server would find out in a thread, and say in a line of its log that nobody reads
+    before they look for the file."""
+    for name, path in (
+        ("record_trace", config.record_trace),
+        ("record_requests", config.record_requests),
+    ):
+        if path is None:
+            continue
+        where, folder = f"$.{name}", Path(path).parent
+        if os.path.exists(path) and not os.path.isfile(path):
+            yield Problem(where, f"{path} is not a regular file", "Give another path.")
+        elif not os.path.isdir(folder):
+            yield Problem(where, f"there is no folder {folder}", "Make it, or give another path.")
+        elif reason := _not_writable(folder):
+            fix = "Give the user write access, or choose another folder."
+            what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
+            yield Problem(where, what, fix)
+    if config.record_trace is not None and config.record_trace == config.record_requests:
+        yield Problem("$.record_requests", "is the file of record_trace", "Give another path.")
 
 
 def _existing(path: str) -> Path:

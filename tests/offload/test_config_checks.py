@@ -57,6 +57,31 @@ def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["record_trace", "record_requests"])
+def test_files_that_cannot_be_written_are_found_at_start(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, words in (
+        (tmp_path, "is not a regular file"),
+        (tmp_path / "no" / "x.jsonl", "there is no folder"),
+        (tmp_path / "file" / "x.jsonl", "there is no folder"),
+        ("/proc/x.jsonl", "cannot write to /proc"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load_config({"cpu": {"capacity": "64MiB"}, name: str(path)})
+        assert f"$.{name}: " in str(refused.value)
+        assert words in str(refused.value)
+    for path in (tmp_path / "file", tmp_path / "new.jsonl"):
+        load_config({"cpu": {"capacity": "64MiB"}, name: str(path)})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_both_recordings_cannot_be_one_file(tmp_path: Path) -> None:
+    file = str(tmp_path / "x.jsonl")
+    both = {"record_trace": file, "record_requests": file}
+    with pytest.raises(ConfigError, match="is the file of record_trace"):
+        load_config({"cpu": {"capacity": "64MiB"}, **both})
+
+
 def test_notes_say_what_was_chosen() -> None:
     notes = load_config({}).notes
     assert len(notes) == 2
