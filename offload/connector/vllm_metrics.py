@@ -6,6 +6,7 @@ are, each under a flat name: ``metric`` or ``metric:label``, with labels in thei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -23,6 +24,8 @@ from offload.stats import LEFT_FOR
 from offload.tier_factory import tier_names
 from offload.why import Reason
 
+logger = logging.getLogger(__name__)
+
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped here
     """Flat numbers, see the module."""
@@ -36,8 +39,9 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped h
     def aggregate(self, other: KVConnectorStats) -> OffloadStats:
         merged = dict(self.data)
         for name, value in other.data.items():
-            counter = METRICS[name.partition(":")[0]].counter
-            merged[name] = merged.get(name, 0) + value if counter else value
+            metric = METRICS.get(name.partition(":")[0])
+            is_gauge = metric is not None and not metric.counter
+            merged[name] = value if is_gauge else merged.get(name, 0) + value
         return OffloadStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
@@ -57,6 +61,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {}
+        self._has_failed = False
         known = _label_values(vllm_config.kv_transfer_config.kv_connector_extra_config)
         for name, metric in METRICS.items():
             about: dict[str, Any] = {
@@ -75,15 +80,23 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
                     self._metrics[name].labels(*values, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one batch of numbers."""
-        values = self.per_engine_labelvalues[engine_idx]
+        """Add one batch of numbers. Never raises: vLLM takes an exception here for the end of the
+        engine, and every request would fail for a number."""
         for name, value in transfer_stats_data.items():
-            metric, *labels = name.split(":")
-            found = self._metrics[metric].labels(*values, *labels)
-            if METRICS[metric].counter:
-                found.inc(value)
-            else:
-                found.set(value)
+            try:
+                self._observe(name, value, self.per_engine_labelvalues[engine_idx])
+            except Exception as error:  # as said above
+                if not self._has_failed:
+                    self._has_failed = True
+                    logger.error("kvtiers: the metric %s cannot be published: %r", name, error)
+
+    def _observe(self, name: str, value: float, engine: Sequence[object]) -> None:
+        metric, *labels = name.split(":")
+        found = self._metrics[metric].labels(*engine, *labels)
+        if METRICS[metric].counter:
+            found.inc(value)
+        else:
+            found.set(value)
 
 
 def started(

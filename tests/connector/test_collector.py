@@ -35,14 +35,14 @@ class Scraped:
             kind: partial(kind, registry=self._registry) for kind in (Counter, Gauge, Histogram)
         }
         labels: dict[int, list[object]] = {0: ["tiny", "0"]}
-        self._metrics = OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], labels)
+        self.metrics = OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], labels)
         connector: Any = world.connector
         take = connector.get_kv_connector_stats
 
         def observing() -> Any:
             stats = take()
             if stats is not None:
-                self._metrics.observe(stats.data)
+                self.metrics.observe(stats.data)
             return stats
 
         connector.get_kv_connector_stats = observing
@@ -125,6 +125,18 @@ def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path
         OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
     assert modes
     assert set(modes) == {"mostrecent"}
+
+
+def test_a_number_that_cannot_be_published_costs_no_other(tmp_path: Path) -> None:
+    """An exception would end vLLM's engine for everybody."""
+    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+        scraped = Scraped(world)
+    wrong = {"no_such": 1.0, "loads": -1.0, "misses": 2.0, "used_ratio:cpu:x": 0.5}
+    scraped.metrics.observe({**wrong, "resets": 3.0})
+    scraped.metrics.observe({"resets": 1.0}, engine_idx=7)
+    page = scraped.page()
+    assert page["resets"] == 3.0
+    assert page["loads"] == 0.0
 
 
 def test_stats_of_several_steps_add_up() -> None:
