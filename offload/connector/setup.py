@@ -20,7 +20,7 @@ from offload.connector.identity import (
     namespace_fields,
     startup_warnings,
 )
-from offload.connector.vllm_geometry import describe
+from offload.connector.vllm_geometry import describe, kernel_of
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError
 from offload.geometry import Geometry
@@ -145,10 +145,21 @@ class Setup:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
         """Where the KV caches of this worker lie, and on what kind of device."""
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
-        form = _form_of(self.kv_cache_config.num_blocks, kv_caches)
+        form = _form_of(self.kv_cache_config.num_blocks, kv_caches, self._kernels(kv_caches))
         self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
         self._geometry = self._describe(kv_caches, registration)
         return registration, registration.tensors[0].device.type
+
+    def _kernels(self, kv_caches: Mapping[str, LayerTensors]) -> dict[str, str]:
+        """The kernels of the layers, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        found = {}
+        for name in kv_caches:
+            try:
+                found[name] = kernel_of(layers.get(name))
+            except Exception:  # a layer that nobody has thought of; its shape is left to tell
+                found[name] = ""
+        return found
 
     def _describe(
         self, kv_caches: Mapping[str, LayerTensors], registration: Registration
@@ -231,12 +242,16 @@ class Setup:
         return adapter_digest(lora) if lora is not None else b""
 
 
-def _form_of(num_blocks: int, kv_caches: Mapping[str, LayerTensors]) -> bytes:
-    """How the kernels of this worker order the bytes inside a page: kernel blocks of a block, shape
-    and type, by layer. vLLM may choose other kernels at the next start, with pages of equal size;
-    their records are not ours then."""
+def _form_of(
+    num_blocks: int, kv_caches: Mapping[str, LayerTensors], kernels: Mapping[str, str]
+) -> bytes:
+    """How the kernels of this worker order the bytes inside a page: their names, kernel blocks of a
+    block, shape and type, by layer. vLLM may choose other kernels at the next start, with pages of
+    equal size and shape, by what is installed or in the environment; their records are not ours
+    then."""
     forms = [
-        f"{name} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} {tensor.dtype}"
+        f"{name} {kernels[name]} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} "
+        f"{tensor.dtype}"
         for name, tensors in sorted(kv_caches.items())
         for tensor in as_list(tensors)
     ]

@@ -67,7 +67,7 @@ def describe(
             _layer(
                 name,
                 _spec_of(spec, name),
-                _kernel(layers.get(name)),
+                kernel_of(layers.get(name)),
                 as_list(kv_caches[name]),
                 kv_cache_config.num_blocks,
                 group.block_tokens,
@@ -99,7 +99,7 @@ def _spec_of(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _kernel(layer: Any) -> str:
+def kernel_of(layer: Any) -> str:
     """The name of the attention backend of a layer; empty where there is none."""
     find = getattr(layer, "get_attn_backend", None)
     return str(find().get_name()) if find is not None else ""

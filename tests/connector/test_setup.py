@@ -17,8 +17,8 @@ from tests.connector.vllm_configs import config_of, full, groups_of, mamba, vllm
 BLOCKS = 6
 
 
-def form(*shape: int, dtype: torch.dtype = torch.bfloat16) -> bytes:
-    return _form_of(BLOCKS, {"layers.0": torch.empty(shape, dtype=dtype)})
+def form(*shape: int, dtype: torch.dtype = torch.bfloat16, kernel: str = "CPU_ATTN") -> bytes:
+    return _form_of(BLOCKS, {"layers.0": torch.empty(shape, dtype=dtype)}, {"layers.0": kernel})
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ def form(*shape: int, dtype: torch.dtype = torch.bfloat16) -> bytes:
         form(2 * BLOCKS, 4, 16, 64),  # two kernel blocks in a block: other order, same bytes
         form(BLOCKS, 32, 4, 64),
         form(BLOCKS, 4, 32, 64, dtype=torch.float16),
+        form(BLOCKS, 4, 32, 64, kernel="ROCM_ATTN"),  # equal shapes, K packed in its own way
     ],
 )
 def test_another_order_of_bytes_in_a_page_is_another_identity(other: bytes) -> None:
@@ -34,13 +35,15 @@ def test_another_order_of_bytes_in_a_page_is_another_identity(other: bytes) -> N
 
 
 def test_the_number_of_blocks_is_not_part_of_it() -> None:
-    more = _form_of(2 * BLOCKS, {"layers.0": torch.empty((2 * BLOCKS, 4, 32, 64)).bfloat16()})
+    caches = {"layers.0": torch.empty((2 * BLOCKS, 4, 32, 64)).bfloat16()}
+    more = _form_of(2 * BLOCKS, caches, {"layers.0": "CPU_ATTN"})
     assert form(BLOCKS, 4, 32, 64) == more
 
 
 def test_state_lists_count_tensor_by_tensor() -> None:
     states = [torch.empty((BLOCKS, 8)), torch.empty((BLOCKS, 3))]
-    assert _form_of(BLOCKS, {"mamba.0": states}) != _form_of(BLOCKS, {"mamba.0": states[::-1]})
+    one, other = ({"mamba.0": tensors} for tensors in (states, states[::-1]))
+    assert _form_of(BLOCKS, one, {"mamba.0": ""}) != _form_of(BLOCKS, other, {"mamba.0": ""})
 
 
 @pytest.mark.parametrize(
