@@ -25,11 +25,27 @@ from tiers.record import (
     NO_NAMESPACE,
     Identity,
     check_identity,
-    check_key,
-    check_payload,
+    check_records,
     seal,
     verify,
 )
+
+Record = tuple[bytes, Buffer]
+"""Header and payload."""
+
+
+def copied(
+    record: Record | None, identity: Identity, key: Key, epoch: int, into: Buffer
+) -> ReadOutcome:
+    """Fill ``into`` from a record, if it is the one that is meant, and whole."""
+    if record is None:
+        return ReadOutcome.MISS
+    header, payload = record
+    if payload.nbytes != into.nbytes:
+        return ReadOutcome.CORRUPT
+    np.copyto(into, payload)
+    good = verify(header, identity, key, epoch, into)
+    return ReadOutcome.OK if good else ReadOutcome.CORRUPT
 
 
 class MemoryTier(Tier):
@@ -44,8 +60,8 @@ class MemoryTier(Tier):
         self._epoch = epoch
         self._open = False
         self._used_bytes = 0
-        self.records: dict[Key, tuple[bytes, Buffer]] = {}
-        """Header and payload by key, for tests that damage them behind the tier's back."""
+        self.records: dict[Key, Record] = {}
+        """By key, for tests that damage them behind the tier's back."""
 
     @property
     def epoch(self) -> int:
@@ -61,9 +77,7 @@ class MemoryTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         self._check_open()
-        for key, data in zip(keys, buffers, strict=True):
-            check_key(key)
-            check_payload(data.nbytes)
+        check_records(keys, buffers)
         return [self._write_one(key, data) for key, data in zip(keys, buffers, strict=True)]
 
     def _write_one(self, key: Key, data: Buffer) -> WriteOutcome:
@@ -81,15 +95,7 @@ class MemoryTier(Tier):
         return [self._read_one(key, data) for key, data in zip(keys, into, strict=True)]
 
     def _read_one(self, key: Key, into: Buffer) -> ReadOutcome:
-        record = self.records.get(key)
-        if record is None:
-            return ReadOutcome.MISS
-        header, payload = record
-        if payload.nbytes != into.nbytes:
-            return ReadOutcome.CORRUPT
-        np.copyto(into, payload)
-        good = verify(header, self._identity, key, self._epoch, into)
-        return ReadOutcome.OK if good else ReadOutcome.CORRUPT
+        return copied(self.records.get(key), self._identity, key, self._epoch, into)
 
     async def delete(self, keys: Sequence[Key]) -> None:
         self._check_open()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from tiers.base import (
     Buffer,
     Key,
@@ -22,14 +20,13 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
+from tiers.memory_tier import Record, copied
 from tiers.record import (
     NO_NAMESPACE,
     Identity,
     check_identity,
-    check_key,
-    check_payload,
+    check_records,
     seal,
-    verify,
 )
 
 
@@ -46,7 +43,7 @@ class SharedMemory:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.records: dict[Address, tuple[bytes, Buffer]] = {}
+        self.records: dict[Address, Record] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -99,9 +96,7 @@ class SharedMemoryTier(Tier):
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         self._check_open()
-        for key, data in zip(keys, buffers, strict=True):
-            check_key(key)
-            check_payload(data.nbytes)
+        check_records(keys, buffers)
         return [self._write_one(key, data) for key, data in zip(keys, buffers, strict=True)]
 
     def _write_one(self, key: Key, data: Buffer) -> WriteOutcome:
@@ -117,14 +112,7 @@ class SharedMemoryTier(Tier):
 
     def _read_one(self, key: Key, into: Buffer) -> ReadOutcome:
         record = self.memory.records.get(self._address(key))
-        if record is None:
-            return ReadOutcome.MISS
-        header, payload = record
-        if payload.nbytes != into.nbytes:
-            return ReadOutcome.CORRUPT
-        np.copyto(into, payload)
-        good = verify(header, self._identity, key, self._epoch, into)
-        return ReadOutcome.OK if good else ReadOutcome.CORRUPT
+        return copied(record, self._identity, key, self._epoch, into)
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         self._check_open()
