@@ -14,6 +14,7 @@ import importlib
 import os
 import queue
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,8 +44,12 @@ HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 DOCUMENT_BYTES_MAX = 2 << 20
 DOCUMENT_COPIES = 3
+GIVEN_UP_AFTER_S = 10.0
+"""Mooncake gives up a transfer after half a minute or a minute, and does not end it: bytes may come
+later. Over TCP what has failed sooner has ended."""
 GIVEN_UP_MOST = 1 << 30
-"""Bytes of memory that may be set aside because transfers into it were given up."""
+"""Bytes of memory that may be set aside because transfers into it were given up; with more of it
+nothing is read any more."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,6 @@ class MooncakeClient:
         self._settings = settings
         self._identity = identity
         self._memory = memory or range(0)
-        # Over RDMA a transfer that Mooncake has given up may still end: its memory is never reused.
-        self.reads_apart = settings.protocol == "rdma"
         self._given_up: list[Buffer] = []
         self._store = _joined(settings)
         self._headers = np.zeros((threads * BATCH, HEADER_STEP), np.uint8)
@@ -155,24 +158,26 @@ class MooncakeClient:
         into: Sequence[Buffer],
         of: Identity | None = None,
     ) -> list[ReadOutcome]:
-        """Read at most ``BATCH`` records, our own or somebody else's; each is verified where it
-        will be used."""
+        """Read at most ``BATCH`` records, our own or somebody else's. Never straight to where they
+        will be used: a transfer that was given up may go on there, after everything was verified.
+        """
         again = _repeated(keys)  # of which the store would answer only one
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
         names = [self.name(key, epoch, of) for key in keys]
-        apart = self.reads_apart
-        with self._lent_headers() as headers, self._reachable(into, apart=apart) as places:
+        if sum(place.nbytes for place in self._given_up) > GIVEN_UP_MOST:
+            raise TierIoError("too many transfers were given up; restart the server to go on")
+        with self._lent_headers() as headers, self._reachable(into, apart=True) as places:
+            begun = time.monotonic()
             codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, places))
-            if apart and any(code < 0 and code not in ABSENT for code in codes):
-                self._give_up(places)
+            if self._may_go_on(codes, time.monotonic() - begun):
+                self._given_up += places
             outcomes = []
             for n, code in enumerate(_checked(codes)):
                 if code != HEADER_BYTES + into[n].nbytes:
                     outcomes.append(self._failed(names[n], code, into[n].nbytes))
                     continue
-                if places[n] is not into[n]:
-                    np.copyto(into[n], places[n])
+                np.copyto(into[n], places[n])
                 header = headers[n, :HEADER_BYTES].tobytes()
                 good = verify(header, of or self._identity, keys[n], epoch, into[n])
                 outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
@@ -262,11 +267,13 @@ class MooncakeClient:
         finally:
             self._free.put(first)
 
-    def _give_up(self, places: Sequence[Buffer]) -> None:
-        """Keep memory that somebody may still write into, as long as the process lives."""
-        self._given_up += places
-        if sum(place.nbytes for place in self._given_up) > GIVEN_UP_MOST:
-            raise TierIoError("too many transfers were given up; restart the server to go on")
+    def _may_go_on(self, codes: Sequence[int], seconds: float) -> bool:
+        """Whether something may still be written into the memory of a read that has ended."""
+        if self._settings.protocol == "tcp" and seconds < GIVEN_UP_AFTER_S:
+            return False
+        return any(
+            code < 0 and (code not in ABSENT or seconds >= GIVEN_UP_AFTER_S) for code in codes
+        )
 
     @contextmanager
     def _reachable(

@@ -1,14 +1,23 @@
-"""A Mooncake master that is there and does not answer: every call ends, and none says "absent"."""
+"""A master or another engine of a Mooncake store that is there and does not answer: every call
+ends, none says "absent", and what comes late harms nothing."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.tiers.mooncake_world import Master, skip_without_mooncake
-from tiers.base import TierIoError
+from tiers.base import ReadOutcome, TierIoError
 from tiers.mooncake_client import MooncakeClient
 from tiers.record import Identity
 from tiers.testing import key_of
@@ -36,3 +45,72 @@ def test_a_master_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
         client.close()  # which would stop every thread of the process for 90 s, were it tried
         master.resume()
         client._store.close()  # now, not at the end of the process
+
+
+RECORDS, SIZE = 8, 16 << 20
+OTHER = f"""
+import os, sys
+import numpy as np
+from tiers.mooncake_client import MooncakeClient, MooncakeSettings
+from tiers.record import Identity
+from tiers.testing import key_of
+settings = MooncakeSettings(sys.argv[1], sys.argv[2], 400 << 20, host="127.0.0.1")
+client = MooncakeClient(settings, Identity(), None, 1)
+data = [np.full({SIZE}, n + 1, np.uint8) for n in range({RECORDS})]
+client.put([key_of(n) for n in range({RECORDS})], 0, data)
+print("stored", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(
+    "KVTIERS_MOONCAKE_HANGS" not in os.environ, reason="KVTIERS_MOONCAKE_HANGS=1: over a minute"
+)
+def test_what_arrives_late_is_not_written_into_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake gives a transfer up after a minute; when its other end goes on, so does the
+    transfer. By then the slots may hold other blocks."""
+    slab = np.zeros(RECORDS * SIZE, np.uint8)
+    slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
+    keys = [key_of(n) for n in range(RECORDS)]
+    memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    targets: list[Any] = []
+    with Master(tmp_path / "log") as master:
+        client = MooncakeClient(master.settings(0), Identity(), memory, 1)
+        arguments = [sys.executable, "-c", OTHER, master.address, master.metadata]
+        with subprocess.Popen(arguments, stdin=PIPE, stdout=PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"stored\n"
+            whole = client._store.batch_get_into_multi_buffers
+
+            def begun(names: list[str], at: list[list[int]], sizes: list[list[int]]) -> Any:
+                """Stop the other end when the first bytes are here."""
+                targets[:] = [(ctypes.c_uint8 * SIZE).from_address(place) for _, place in at]
+                views = [np.frombuffer(target, np.uint8) for target in targets]
+                for view in views:
+                    view[:] = 0
+                watch = threading.Thread(target=stop_when, args=(views,))
+                watch.start()
+                try:
+                    return whole(names, at, sizes)
+                finally:
+                    watch.join()
+
+            def stop_when(views: list[Any]) -> None:
+                while not any(view[::4096].any() for view in views):
+                    pass
+                other.send_signal(signal.SIGSTOP)
+
+            monkeypatch.setattr(client._store, "batch_get_into_multi_buffers", begun)
+            outcomes = client.get(keys, 0, slots)
+            assert ReadOutcome.OK not in outcomes
+            before = [bytes(target) for target in targets]
+            slab[:] = 0xEE  # other blocks
+            other.send_signal(signal.SIGCONT)
+            while [bytes(target) for target in targets] == before:
+                pass  # it does go on: else the test would show nothing
+            other.kill()
+        assert (slab == 0xEE).all()
+        client.close()
