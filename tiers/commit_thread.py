@@ -2,8 +2,9 @@
 
 Changes queue up while a commit runs; the next commit takes all of them, so the number of flushes
 follows the speed of the disk by itself. While writes are still on their way to the disk the
-thread waits a moment for them (``GATHER_S``). Deletions and uses wait longer, for any write
-(``LAZY_S``), unless somebody is in a ``hurry``: each flush saved is milliseconds of the disk.
+thread waits for them (``GATHER_S``): a flush among them holds them up, and tells nobody anything
+whose call is not written as a whole. Deletions and uses wait for any write (``LAZY_S``), unless
+somebody is in a ``hurry``: each flush saved is milliseconds of the disk.
 
 Ownership: ``submit`` is called by the event loop (removals, refreshes, clears) and the I/O
 threads (puts); a change belongs to this thread until it is handed to ``post``, which must be
@@ -27,7 +28,7 @@ from tiers.direct_io import PayloadFile
 from tiers.extents import Runs
 from tiers.lmdb_index import Changes, LmdbIndex
 
-GATHER_S = 0.01
+GATHER_S = 0.1
 LAZY_S = 0.1
 """How long what nobody waits for (deletions, recency) may wait for a write to share its commit."""
 CHANGES_MAX = 8192
