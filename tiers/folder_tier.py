@@ -135,7 +135,11 @@ class FolderTier(Tier, Generic[Open]):
     async def aclose(self) -> None:
         if self._store is not None and self._closing is None:
             self._closing = asyncio.ensure_future(self._close(self._store))
-        if self._closing is not None:
+        if self._closing is None:
+            return
+        if self._close_timeout_s is not None:  # it ends: a cancelled caller sees a free folder too
+            await settled(self._closing)
+        else:
             await asyncio.shield(self._closing)  # goes on although nobody waits for it any more
 
     async def _close(self, store: Open) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.direct_io import DiskIo
+from tiers.lmdb_tier import LmdbTier
 from tiers.shared_changes import Changes
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import aligned, assert_holds, assert_misses, key_of, payload_of, put
@@ -197,4 +198,28 @@ async def test_a_process_of_the_same_number_in_another_container(tmp_path: Path)
     finally:
         await twin.communicate(b"")
     again = await opened(tmp_path, DiskIo())
+    await again.aclose()
+
+
+@pytest.mark.parametrize("kind", [LmdbTier, SharedLmdbTier])
+async def test_a_cancelled_close_ends_when_the_folder_is_free(
+    tmp_path: Path, kind: type[LmdbTier] | type[SharedLmdbTier]
+) -> None:
+    """Closing is bounded: who gives it up finds the tier closed nevertheless."""
+    io = HangingIo()
+    tier = kind(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
+    await tier.open()
+    writing = asyncio.create_task(put(tier, KEYS, SIZE))
+    assert await asyncio.to_thread(io.reached.wait, 60)
+    closing = asyncio.create_task(tier.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing], timeout=0.05)
+    assert not closing.done()
+    io.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert await writing == [WriteOutcome.OK] * 6
+    again = kind(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    assert (await again.open()).record_count == 6
     await again.aclose()
