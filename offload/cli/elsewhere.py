@@ -4,6 +4,7 @@ a server's configuration. Neither can be looked into; the user is told what to d
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +25,11 @@ INSTEAD = (
 
 def not_a_folder(path: Path) -> tuple[str, str] | None:
     """What this is and what to do instead, if it is something that is taken for a tier's path."""
-    if not path.exists():
+    # Of os.path, because those of Path raise where a parent may not be looked into.
+    if not os.path.exists(path):
         match = _ADDRESS.fullmatch(str(path))
         return (STORE, INSTEAD.format(host=match["host"])) if match else None
-    tiers = list(_tiers(path)) if path.is_file() else []
+    tiers = list(_tiers(path)) if os.path.isfile(path) else []
     if not tiers:
         return None
     folders = [str(tier["path"]) for tier in tiers if "path" in tier]
