@@ -14,7 +14,6 @@ import importlib
 import os
 import queue
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
+from tiers.mooncake_rooms import Rooms, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
 BATCH = 64
@@ -44,12 +44,6 @@ HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 DOCUMENT_BYTES_MAX = 2 << 20
 DOCUMENT_COPIES = 3
-GIVEN_UP_AFTER_S = 10.0
-"""Mooncake gives up a transfer after half a minute or a minute, and does not end it: bytes may come
-later. Over TCP what has failed sooner has ended."""
-GIVEN_UP_MOST = 1 << 30
-"""Bytes of memory that may be set aside because transfers into it were given up; with more of it
-nothing is read any more."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +79,8 @@ class MooncakeClient:
         self._settings = settings
         self._identity = identity
         self._memory = memory or range(0)
-        self._given_up: list[Buffer] = []
         self._store = _joined(settings)
+        self._rooms = Rooms(settings.protocol, self._register, self._store.unregister_buffer)
         self._headers = np.zeros((threads * BATCH, HEADER_STEP), np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for first in range(0, threads * BATCH, BATCH):
@@ -164,20 +158,27 @@ class MooncakeClient:
         again = _repeated(keys)  # of which the store would answer only one
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
+        outcomes: list[ReadOutcome] = []
+        for some in portions([data.nbytes for data in into]):
+            outcomes += self._get(keys[some], epoch, into[some], of)
+        return outcomes
+
+    def _get(
+        self, keys: Sequence[Key], epoch: int, into: Sequence[Buffer], of: Identity | None
+    ) -> list[ReadOutcome]:
+        """One call of the store."""
         names = [self.name(key, epoch, of) for key in keys]
-        if sum(place.nbytes for place in self._given_up) > GIVEN_UP_MOST:
-            raise TierIoError("too many transfers were given up; restart the server to go on")
-        with self._lent_headers() as headers, self._reachable(into, apart=True) as places:
-            begun = time.monotonic()
-            codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, places))
-            if self._may_go_on(codes, time.monotonic() - begun):
-                self._given_up += places
-            outcomes = []
+        sizes = [data.nbytes for data in into]
+        outcomes = []
+        with self._lent_headers() as headers, self._rooms.lend(sizes) as lent:
+            parts = _parts(headers, lent.places)
+            codes = self._store.batch_get_into_multi_buffers(names, *parts)
+            self._rooms.ended(lent, codes, ABSENT)
             for n, code in enumerate(_checked(codes)):
-                if code != HEADER_BYTES + into[n].nbytes:
-                    outcomes.append(self._failed(names[n], code, into[n].nbytes))
+                if code != HEADER_BYTES + sizes[n]:
+                    outcomes.append(self._failed(names[n], code, sizes[n]))
                     continue
-                np.copyto(into[n], places[n])
+                np.copyto(into[n], lent.places[n])
                 header = headers[n, :HEADER_BYTES].tobytes()
                 good = verify(header, of or self._identity, keys[n], epoch, into[n])
                 outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
@@ -267,22 +268,12 @@ class MooncakeClient:
         finally:
             self._free.put(first)
 
-    def _may_go_on(self, codes: Sequence[int], seconds: float) -> bool:
-        """Whether something may still be written into the memory of a read that has ended."""
-        if self._settings.protocol == "tcp" and seconds < GIVEN_UP_AFTER_S:
-            return False
-        return any(
-            code < 0 and (code not in ABSENT or seconds >= GIVEN_UP_AFTER_S) for code in codes
-        )
-
     @contextmanager
-    def _reachable(
-        self, buffers: Sequence[Buffer], *, apart: bool = False
-    ) -> Iterator[list[Buffer]]:
-        """Memory that the store may use, as large as ``buffers``: these themselves where they lie
-        in what was registered at the start (unless ``apart``), else some that is registered for
-        this call."""
-        known = range(0) if apart else self._memory
+    def _reachable(self, buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+        """Memory that the store may take records from, as large as ``buffers``: these themselves
+        where they lie in what was registered at the start, else some that is registered for this
+        call."""
+        known = self._memory
         outside = [buffer for buffer in buffers if buffer.ctypes.data not in known]
         if not outside:
             yield list(buffers)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.mooncake_world import Master, skip_without_mooncake
+from tiers import mooncake_rooms
 from tiers.base import ReadOutcome, TierIoError
 from tiers.mooncake_client import MooncakeClient
 from tiers.record import Identity
@@ -33,6 +34,7 @@ def test_a_master_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
         memory = range(start, start + data[0].nbytes)
         client = MooncakeClient(master.settings(32 << 20), Identity(), memory, 1)
         client.put([key_of(0)], 0, data)
+        assert client.get([key_of(0)], 0, data) == [ReadOutcome.OK]
         master.stop()
         with pytest.raises(TierIoError, match="does not answer"):
             client.present([key_of(0)], 0)
@@ -64,6 +66,37 @@ os._exit(0)
 """
 
 
+class StopsOther:
+    """A store whose other end is stopped when the first bytes of a read have come."""
+
+    def __init__(self, store: Any, other: subprocess.Popen[bytes]) -> None:
+        self._store = store
+        self._other = other
+        self._places: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def written(self) -> int:
+        return sum(int(np.count_nonzero(place)) for place in self._places)
+
+    def batch_get_into_multi_buffers(self, names: list[str], at: Any, sizes: Any) -> Any:
+        memory = [(ctypes.c_uint8 * SIZE).from_address(place) for _, place in at]
+        self._places = [np.ctypeslib.as_array(place) for place in memory]
+        for place in self._places:
+            place[:] = 0
+        watch = threading.Thread(target=self._stop_when)
+        watch.start()
+        codes = self._store.batch_get_into_multi_buffers(names, at, sizes)
+        watch.join()
+        return codes
+
+    def _stop_when(self) -> None:
+        while not any(place[::4096].any() for place in self._places):
+            pass
+        self._other.send_signal(signal.SIGSTOP)
+
+
 @pytest.mark.skipif(
     "KVTIERS_MOONCAKE_HANGS" not in os.environ, reason="KVTIERS_MOONCAKE_HANGS=1: over a minute"
 )
@@ -72,44 +105,25 @@ def test_what_arrives_late_is_not_written_into_slots(
 ) -> None:
     """Mooncake gives a transfer up after a minute; when its other end goes on, so does the
     transfer. By then the slots may hold other blocks."""
+    monkeypatch.setattr(mooncake_rooms, "ROOM_BYTES", RECORDS * SIZE)  # all in one call
     slab = np.zeros(RECORDS * SIZE, np.uint8)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
     keys = [key_of(n) for n in range(RECORDS)]
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
-    targets: list[Any] = []
     with Master(tmp_path / "log") as master:
         client = MooncakeClient(master.settings(0), Identity(), memory, 1)
         arguments = [sys.executable, "-c", OTHER, master.address, master.metadata]
         with subprocess.Popen(arguments, stdin=PIPE, stdout=PIPE) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == b"stored\n"
-            whole = client._store.batch_get_into_multi_buffers
-
-            def begun(names: list[str], at: list[list[int]], sizes: list[list[int]]) -> Any:
-                """Stop the other end when the first bytes are here."""
-                targets[:] = [(ctypes.c_uint8 * SIZE).from_address(place) for _, place in at]
-                views = [np.frombuffer(target, np.uint8) for target in targets]
-                for view in views:
-                    view[:] = 0
-                watch = threading.Thread(target=stop_when, args=(views,))
-                watch.start()
-                try:
-                    return whole(names, at, sizes)
-                finally:
-                    watch.join()
-
-            def stop_when(views: list[Any]) -> None:
-                while not any(view[::4096].any() for view in views):
-                    pass
-                other.send_signal(signal.SIGSTOP)
-
-            monkeypatch.setattr(client._store, "batch_get_into_multi_buffers", begun)
+            stopping = StopsOther(client._store, other)
+            monkeypatch.setattr(client, "_store", stopping)
             outcomes = client.get(keys, 0, slots)
             assert ReadOutcome.OK not in outcomes
-            before = [bytes(target) for target in targets]
+            before = stopping.written()
             slab[:] = 0xEE  # other blocks
             other.send_signal(signal.SIGCONT)
-            while [bytes(target) for target in targets] == before:
+            while stopping.written() == before:
                 pass  # it does go on: else the test would show nothing
             other.kill()
         assert (slab == 0xEE).all()

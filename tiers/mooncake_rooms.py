@@ -1,0 +1,109 @@
+"""Memory that reads from a Mooncake store go into, before they are copied to where they are used.
+
+Mooncake gives up a transfer after half a minute or a minute and does not end it: when its other end
+goes on, bytes are still written, long after everything was verified and perhaps after the place was
+given to something else. So they go into rooms, which are registered once and used again and again,
+but for those of a read that may go on: they are never used again.
+
+Any thread may call; a room belongs to the thread that has it lent.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiers.base import Buffer, TierIoError
+
+ROOM_BYTES = 32 << 20
+"""A room is as large, or as one record."""
+GIVEN_UP_AFTER_S = 10.0
+"""Over TCP what has failed sooner has ended."""
+GIVEN_UP_MOST = 1 << 30
+"""Bytes that may be set aside because something may still be written there; with more of it nothing
+is read any more."""
+
+
+@dataclass(slots=True)
+class Lent:
+    """A place for each record. ``is_over``: nothing will be written there any more."""
+
+    places: list[Buffer]
+    is_over: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
+class Rooms:
+    """``register(address, bytes)`` and ``unregister(address)`` tell the store of memory."""
+
+    def __init__(
+        self,
+        protocol: str,
+        register: Callable[[int, int], object],
+        unregister: Callable[[int], object],
+    ) -> None:
+        self._ends_what_fails = protocol == "tcp"
+        self._register = register
+        self._unregister = unregister
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self.given_up: list[Buffer] = []
+
+    @contextmanager
+    def lend(self, sizes: Sequence[int]) -> Iterator[Lent]:
+        """Places of these sizes, in a room that is used again if they are ``over`` at the end.
+        Raises ``TierIoError``."""
+        if sum(room.nbytes for room in self.given_up) > GIVEN_UP_MOST:
+            raise TierIoError("too many transfers were given up; restart the server to go on")
+        room = self._room(sum(sizes))
+        starts = np.cumsum([0, *sizes])
+        lent = Lent([room[at : at + size] for at, size in zip(starts, sizes, strict=False)])
+        try:
+            yield lent
+        finally:
+            if lent.is_over:
+                self._free.put(room)
+            else:
+                self.given_up.append(room)
+                self._unregister(room.ctypes.data)
+
+    def ended(self, lent: Lent, codes: Sequence[int], absent: Sequence[int]) -> None:
+        """The read has ended with these codes, negative for what has failed; those that are
+        ``absent`` say so before anything is transferred."""
+        is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S
+        if self._ends_what_fails and not is_late:
+            lent.is_over = True
+        else:
+            lent.is_over = not any(c < 0 and (is_late or c not in absent) for c in codes)
+
+    def _room(self, nbytes: int) -> Buffer:
+        try:
+            room = self._free.get_nowait()
+        except queue.Empty:
+            return self._new(nbytes)
+        if room.nbytes >= nbytes:
+            return room
+        self._unregister(room.ctypes.data)
+        return self._new(nbytes)
+
+    def _new(self, nbytes: int) -> Buffer:
+        room = np.empty(max(ROOM_BYTES, nbytes), np.uint8)
+        self._register(room.ctypes.data, room.nbytes)
+        return room
+
+
+def portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbours that fit into a room together."""
+    first = held = 0
+    for n, size in enumerate(sizes):
+        if n > first and held + size > ROOM_BYTES:
+            yield slice(first, n)
+            first = n
+            held = 0
+        held += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
