@@ -39,7 +39,9 @@ from tiers.record_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
 
 COMMON = 0
 GRANT_SHARE = 128
-"""A grant is this part of the capacity, or one record if that is more."""
+"""A grant is this part of the capacity, or one record if that is more;"""
+GRANTS_EACH = 16
+"""with many engines less: two grants of each are an eighth of the capacity at most."""
 EVICT_SHARE = 0.05
 """How much below the limit an eviction ends, as part of the capacity."""
 READ_USE_NS = 60 * 10**9
@@ -218,17 +220,16 @@ class SharedFolder(RecordFiles):
     def _take_grant(self, size_bytes: int) -> bool:
         """Whether so many bytes may be written now. Raises ``OSError``."""
         with self._lock:
-            if self._granted < size_bytes:
-                grant = max(self._capacity_bytes // GRANT_SHARE, size_bytes)
-                if not self._make_room(grant):
-                    return False
-                self._granted = grant
+            if self._granted < size_bytes and not self._make_room(size_bytes):
+                return False
             self._granted -= size_bytes
             return True
 
-    def _make_room(self, grant: int) -> bool:
-        """Have a grant's room, for every engine that lives."""
+    def _make_room(self, size_bytes: int) -> bool:
+        """Have a grant's room, at least so much, for every engine that lives; take the grant."""
         stored, alive = self.scan()
+        share = max(GRANT_SHARE, GRANTS_EACH * alive)
+        grant = max(self._capacity_bytes // share, size_bytes)
         limit = self._capacity_bytes - 2 * alive * grant
         if limit < 0:
             return False
@@ -241,6 +242,8 @@ class SharedFolder(RecordFiles):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{one.folder}/{one.name}", dir_fd=self._fd)
                 used -= one.size_bytes
+        if used <= limit:
+            self._granted = grant
         return used <= limit
 
     def scan(self) -> tuple[list[Stored], int]:

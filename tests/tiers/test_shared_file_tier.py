@@ -60,6 +60,17 @@ async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
         await assert_misses(one, keys[:1], SIZE)
 
 
+async def test_many_engines_leave_room_for_records(tmp_path: Path) -> None:
+    """A hundred of another machine: what each may write unseen becomes less."""
+    folder = tmp_path / "tier"
+    async with engines(folder, 1) as (one,):
+        for number in range(100):
+            (folder / "engines" / f"{'a' * 12}-1-1-{number:08x}").write_text("0\n")
+        keys = [key_of(n) for n in range(150)]
+        assert await put(one, keys, 100) == [OK] * 150
+        await assert_holds(one, keys, 100)
+
+
 async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
     old, new = [key_of(1), key_of(2)], [key_of(3)]
     async with engines(tmp_path / "tier", 3) as (one, two, three):
