@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import vllm
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -43,6 +44,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from offload.connector.weights import config_identity, find_model, weights_identity
 from offload.errors import TierUnavailableError
 from offload.loop import OffloadLoop
 from offload.sizes import parse_size
@@ -214,10 +216,26 @@ def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
 
 def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     """The folder, and the namespace of its records: what vLLM's file tier tells apart by a path,
-    and the bytes of a chunk."""
+    the bytes of a chunk, vLLM's version, and the model's files. The model's name alone would have
+    blocks of other weights used that have replaced them under it."""
     mapper = FileMapper.from_offloading_spec(str(root), spec, spec.blocks_per_chunk)
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
+    fields |= {"vllm": ".".join(vllm.__version__.split(".")[:2])} | _model(spec.config)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
     folder = root / f"vllm-{digest.hex()[:16]}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder, digest[:NAMESPACE_BYTES]
+
+
+def _model(config: Any) -> dict[str, Any]:
+    """The model's files. Where none can be found its blocks are good for this engine only."""
+    place = find_model(config.model.name, None, None)
+    found: dict[str, Any] = {"weights": weights_identity(place), "config": config_identity(place)}
+    if found["weights"]["kind"] == "unknown":
+        found["engine"] = config.engine_id
+        logger.warning(
+            "kvtiers: no weight files were found for %s: other weights under the same name cannot "
+            "be told apart, so stored blocks are not used after a restart",
+            config.model.name,
+        )
+    return found

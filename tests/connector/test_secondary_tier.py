@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from offload.connector.secondary_tier import LmdbSecondaryTier
+from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
 from tiers.lmdb_store import PAYLOAD_NAME
 
@@ -169,6 +169,19 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
     with world_at(tmp_path / "kv") as world:
         assert world.load(KEYS[0]) is None
         holds(world, range(1, 12))
+
+
+def test_weights_that_replaced_others_under_a_name_find_nothing(tmp_path: Path) -> None:
+    spec = spec_of(str(tmp_path / "model"))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"old")
+    before = _place(tmp_path / "kv", spec, ROW)
+    assert _place(tmp_path / "kv", spec, ROW) == before
+    weights.write_bytes(b"new")
+    after = _place(tmp_path / "kv", spec, ROW)
+    assert after[0] != before[0]
+    assert after[1] != before[1]
 
 
 def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
