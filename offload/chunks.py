@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from typing import NamedTuple
+from itertools import chain, compress, repeat
+from typing import Any
 
 from offload.controls import NO_CONTROLS, Controls
 from offload.hints import NO_HINTS, RequestHints
@@ -39,35 +39,52 @@ class Origin:
 UNKNOWN = Origin()
 
 
-class Wanted(NamedTuple):
-    """One chunk that a request needs: its key, and the GPU blocks to fill (below 0: skip).
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of one group that a request needs, in prefix order and by columns, because a long
+    prompt has thousands of them: their keys; the GPU blocks of all, one after the other and as many
+    of each (below 0: skip); and where each ends in the prompt (tokens)."""
 
-    A tuple, because a long prompt has thousands of them.
-    """
-
-    key: bytes
+    keys: Sequence[bytes]
     group: int
-    blocks: tuple[int, ...]
-    depth_tokens: int
+    blocks: Sequence[int]
+    depths: Sequence[int]
     origin: Origin = UNKNOWN
 
+    def __len__(self) -> int:
+        return len(self.keys)
 
-# Without the Python function that names fields.
-_wanted = partial(tuple.__new__, Wanted)
-_entry = partial(tuple.__new__, EntryInfo)
+    @property
+    def width(self) -> int:
+        """GPU blocks of a chunk."""
+        return len(self.blocks) // len(self.keys) if self.keys else 1
+
+    def part(self, first: int, end: int) -> Run:
+        """Chunks ``[first, end)`` of these."""
+        width = self.width
+        return Run(
+            self.keys[first:end],
+            self.group,
+            self.blocks[first * width : end * width],
+            self.depths[first:end],
+            self.origin,
+        )
+
+    def chosen(self, flags: Sequence[object]) -> Run:
+        """Those with a true flag."""
+        if all(flags):
+            return self
+        blocks = self.blocks
+        if (width := self.width) == 1:
+            chosen = list(compress(blocks, flags))
+        else:
+            rows = compress(zip(*[iter(blocks)] * width, strict=True), flags)
+            chosen = list(chain.from_iterable(rows))
+        keys = list(compress(self.keys, flags))
+        return Run(keys, self.group, chosen, list(compress(self.depths, flags)), self.origin)
 
 
-def wanted_chunks(
-    keys: Sequence[bytes],
-    group: int,
-    blocks: Iterable[tuple[int, ...]],
-    depths: Iterable[int],
-    origin: Origin,
-) -> list[Wanted]:
-    """Many chunks of one group at once; ``keys``, ``blocks`` and ``depths`` belong together."""
-    count = len(keys)
-    columns = keys, repeat(group, count), blocks, depths, repeat(origin, count)
-    return list(map(_wanted, zip(*columns, strict=True)))
+_entry = partial(tuple.__new__, EntryInfo)  # without the Python function that names fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +96,18 @@ class GroupInfo:
     chunk_tokens: int
     footprints: tuple[int, ...]
 
-    def entry(self, chunk: Wanted, size: int) -> EntryInfo:
-        """What policies are told of a chunk of this group that takes ``size`` of a tier. The cost
-        of computing it again is in units of a prompt's first token."""
-        depth, origin = chunk.depth_tokens, chunk.origin
+    def entries(self, run: Run, size: int) -> list[EntryInfo]:
+        """What policies are told of chunks of this group that take ``size`` of a tier each. The
+        cost of computing one again is in units of a prompt's first token."""
+        count, depths, origin = len(run), run.depths, run.origin
         cost = float(self.chunk_tokens)
-        if self.kind == FULL:  # the others look back at a window, or at a state
-            cost *= 1.0 + max(0.0, depth - self.chunk_tokens / 2) / PAIR_TOKENS
-        hints = origin.hints.of_chunk(depth)
-        return EntryInfo(chunk.group, self.kind, depth, size, cost, origin.salt, hints)
-
-    def entries(self, chunks: Sequence[Wanted], size: int) -> list[EntryInfo]:
-        """``entry`` of chunks of one request, all at once."""
-        if not chunks or chunks[0].origin.hints.pinned_tokens:
-            return [self.entry(chunk, size) for chunk in chunks]
-        _, group, _, _, origin = chunks[0]
-        cost = float(self.chunk_tokens)
+        # All groups but full ones look back at a window, or at a state.
         slope = cost / PAIR_TOKENS if self.kind == FULL else 0.0
         begin = self.chunk_tokens / 2
-        depths = [chunk.depth_tokens for chunk in chunks]
         costs = [cost + slope * (depth - begin if depth > begin else 0.0) for depth in depths]
-        count = len(chunks)
-        constant = (repeat(value, count) for value in (origin.salt, origin.hints.stored))
-        kinds, sizes = repeat(self.kind, count), repeat(size, count)
-        columns = repeat(group, count), kinds, depths, sizes, costs, *constant
+        hints: Iterable[Mapping[str, Any]] = repeat(origin.hints.stored, count)
+        if origin.hints.pinned_tokens:
+            hints = map(origin.hints.of_chunk, depths)
+        constant = (repeat(value, count) for value in (run.group, self.kind))
+        columns = *constant, depths, repeat(size, count), costs, repeat(origin.salt, count), hints
         return list(map(_entry, zip(*columns, strict=True)))

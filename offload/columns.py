@@ -7,7 +7,7 @@ chunk does. Rows are made by whoever carries the load out, on a thread of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -17,31 +17,49 @@ Row = tuple[bytes, int, tuple[int, ...], int, int]
 
 
 class Columns(NamedTuple):
-    """Key, group, GPU blocks, slot and tier of each chunk, as in ``offload.plans.LoadItem``."""
+    """Key, group, GPU blocks, slot and tier of each chunk, as in ``offload.plans.LoadItem``. The
+    blocks of all are in one list; ``widths`` says how many each has, in one number if all have as
+    many."""
 
     keys: Sequence[bytes]
     groups: Sequence[int]
-    blocks: Sequence[tuple[int, ...]]
+    blocks: Sequence[int]
+    widths: Sequence[int]
     slots: Sequence[int]
     tiers: Sequence[int]
 
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Columns:
+        """By columns what was given by rows."""
+        keys, groups, blocks, slots, tiers = map(list, zip(*rows, strict=True))
+        flat = list(chain.from_iterable(blocks))
+        return cls(keys, groups, flat, one_width(list(map(len, blocks))), slots, tiers)
+
     def rows(self) -> Iterator[Row]:
         """One tuple per chunk."""
-        return zip(*self, strict=True)
+        widths = list(self.widths)
+        if len(widths) == 1:
+            widths *= len(self.groups)
+        ends = accumulate(widths)
+        blocks = [tuple(self.blocks[e - w : e]) for e, w in zip(ends, widths, strict=True)]
+        return zip(self.keys, self.groups, blocks, self.slots, self.tiers, strict=True)
 
     def pack(self) -> Packed:
         """The same in fewer objects."""
-        keys, key_bytes = pack_keys(self.keys)
-        widths = list(set(map(len, self.blocks)))
-        if len(widths) != 1:
-            widths = list(map(len, self.blocks))
-        flat = list(chain.from_iterable(self.blocks))
-        return Packed(keys, key_bytes, self.groups, flat, widths, self.slots, self.tiers)
+        return Packed(*pack_keys(self.keys), *self[1:])
+
+
+NO_CHUNKS = Columns((), (), (), (), (), ())
+
+
+def one_width(widths: list[int]) -> list[int]:
+    """One number where all are equal."""
+    return widths[:1] if widths.count(widths[0]) == len(widths) else widths
 
 
 class Packed(NamedTuple):
-    """``Columns`` with all keys in one piece and all blocks in one list. ``key_bytes`` and
-    ``widths`` are their lengths: of each, or one number if all are equal."""
+    """``Columns`` with all keys in one piece. ``key_bytes`` are their lengths: of each, or one
+    number if all are equal."""
 
     keys: bytes
     key_bytes: Sequence[int]
@@ -53,10 +71,4 @@ class Packed(NamedTuple):
 
     def unpack(self) -> Columns:
         """What was packed."""
-        keys = unpack_keys(self.keys, self.key_bytes)
-        widths = list(self.widths)
-        if len(widths) == 1:
-            widths *= len(self.groups)
-        ends = accumulate(widths)
-        blocks = [tuple(self.blocks[e - w : e]) for e, w in zip(ends, widths, strict=True)]
-        return Columns(keys, self.groups, blocks, self.slots, self.tiers)
+        return Columns(unpack_keys(self.keys, self.key_bytes), *self[2:])

@@ -237,3 +237,12 @@ class DemotionQueue:
         cpu.unpin(self._waiting)
         self._waiting.clear()
         self._told.clear()
+
+
+def queues_of(cpu: TierIndex, lower: Sequence[TierIndex], gates: Gates) -> list[DemotionQueue]:
+    """A queue per lower tier. What hangs keeps its slots: at most a quarter of the CPU tier."""
+    flying = max(1, cpu.space.capacity // 4)
+    return [
+        DemotionQueue(tier, index, gate=gates.tiers[tier], max_flying=flying)
+        for tier, index in enumerate(lower)
+    ]

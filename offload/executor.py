@@ -2,8 +2,8 @@
 
 Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
 and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
-runner (or to the loop itself, in one process) and own `_sources`, `_poisoned`, `_due` and
-`_stalled`. Plans cross by ``call_soon_threadsafe``, answers by a deque; there is no lock.
+runner (or to the loop itself, in one process) and own `_sources`, `_poisoned`, `_deadlines`
+and `_stalled`. Plans cross by ``call_soon_threadsafe``, answers by a deque; there is no lock.
 
 Every job is answered exactly once, also when it failed, hung or could not be understood.
 """
@@ -11,6 +11,7 @@ Every job is answered exactly once, also when it failed, hung or could not be un
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -25,6 +26,7 @@ import numpy as np
 
 from offload.asker import Asker
 from offload.load_task import LoadLane, LoadTask
+from offload.owed import Deadlines, Unanswered
 from offload.plans import Answer, JobResult, Observed, Question, StepPlan, StepReport, StoreJob
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
@@ -61,18 +63,6 @@ class Drained:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     report: StepReport = field(default_factory=StepReport)
-
-
-class _Unanswered:
-    """The jobs and requests of a plan that nobody has taken charge of yet."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.jobs = [
-            *(store.job for store in plan.stores),
-            *(demote.job for demote in plan.demotes),
-            *(load.job for load in plan.loads),
-        ]
-        self.requests = [load.request for load in plan.loads]
 
 
 class Executor:
@@ -120,7 +110,7 @@ class Executor:
         self._ended: deque[tuple[str, bool]] = deque()
         self._sources: dict[int, Future[None]] = {}
         self._poisoned: set[int] = set()
-        self._due: dict[str, float] = {}
+        self._deadlines = Deadlines()
         self._stalled = False
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,21 +122,30 @@ class Executor:
         """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
         if plan.empty or self._loop is None:
             return
+        due = time.monotonic() + self.limits.load_timeout_s + STALL_S
+        for load in plan.loads:
+            self._deadlines.expect(load, due)
         if self._stalled:
             nobody = replace(plan, deletes={}, touches={}, demotes=(), reset=False, epochs={})
-            self._refuse(_Unanswered(nobody), RuntimeError("the loop does not answer"))
+            self._refuse(Unanswered(nobody), RuntimeError("the loop does not answer"))
+            self._refuse_on_loop(plan)
             plan = replace(plan, loads=(), stores=(), fence=(), questions=())
         try:
             sources: dict[int, Future[None]] = {store.job: Future() for store in plan.stores}
             self._sources |= sources
-            due = time.monotonic() + self.limits.load_timeout_s + STALL_S
-            self._due |= {load.request: due for load in plan.loads if load.request}
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
         except Exception as error:  # the plan's jobs must be answered all the same
             for store in plan.stores:
                 self._sources.pop(store.job, None)
-            self._refuse(_Unanswered(plan), error)
+            self._refuse(Unanswered(plan), error)
+            self._refuse_on_loop(plan)
+
+    def _refuse_on_loop(self, plan: StepPlan) -> None:
+        """Nobody may join what these loads were to read, nor wait for their parts."""
+        if plan.loads and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
+                self._loop.call_soon_threadsafe(self._lane.refuse, plan.loads)
 
     def fence(self, jobs: Sequence[int]) -> None:
         """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
@@ -184,7 +183,7 @@ class Executor:
         out = Drained()
         while self._ended:
             request, ok = self._ended.popleft()
-            if self._due.pop(request, None) is None and request in self._lane.forsaken:
+            if not self._deadlines.ended(request) and request in self._lane.forsaken:
                 continue
             out.finished.add(request)
             if not ok:
@@ -209,10 +208,8 @@ class Executor:
     def _forsake(self, out: Drained) -> None:
         """End loads that the loop should have ended long ago. Their slots stay taken: nobody knows
         who still writes there."""
-        now = time.monotonic()
-        late = [request for request, due in self._due.items() if due < now]
+        late = self._deadlines.take_overdue(time.monotonic())
         for request in late:
-            del self._due[request]
             self._lane.forsaken.add(request)
             out.finished.add(request)
             out.failed.add(request)
@@ -237,18 +234,19 @@ class Executor:
         after: object | None,
     ) -> None:
         """Start everything in a plan. Order: reset, deletes, stores, demotes, loads."""
-        unanswered = _Unanswered(plan)
+        unanswered = Unanswered(plan)
         try:
             self._accept(plan, sources, after, unanswered)
         except Exception as error:  # every job must be answered, whatever went wrong
             self._refuse(unanswered, error)
+            self._lane.refuse(unanswered.loads)
 
     def _accept(
         self,
         plan: StepPlan,
         sources: dict[int, Future[None]],
         after: object | None,
-        unanswered: _Unanswered,
+        unanswered: Unanswered,
     ) -> None:
         if plan.reset:
             self._lane.cancel_all()
@@ -267,9 +265,13 @@ class Executor:
         for tier, writer in enumerate(self._writers):
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
-            self._spawn(self._run_load(self._lane.open(load, after)))
-            unanswered.jobs.remove(load.job)
-            unanswered.requests.remove(load.request)
+            if load.part:
+                self._lane.go_on(load)
+            else:
+                self._spawn(self._run_load(self._lane.open(load, after)))
+                unanswered.jobs.remove(load.job)
+                unanswered.requests.remove(load.request)
+            unanswered.loads.remove(load)
 
     def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
         if self.degraded or not source.set_running_or_notify_cancel():
@@ -279,7 +281,7 @@ class Executor:
             self._lane.overwrite(store.slots)
             batch = CopyBatch(
                 store.group,
-                np.asarray(store.blocks, dtype=np.int64),
+                np.asarray(store.blocks, dtype=np.int64).reshape(len(store.slots), -1),
                 np.asarray(store.slots, dtype=np.int64),
             )
             ticket = self._engine.submit_store([batch], after)
@@ -317,8 +319,10 @@ class Executor:
         body = asyncio.ensure_future(task.run())
         self._tasks.add(body)
         body.add_done_callback(self._tasks.discard)
-        done, _ = await asyncio.wait({body}, timeout=self.limits.load_timeout_s)
-        if not done:
+        timeout_s = self.limits.load_timeout_s
+        while not body.done() and (left := task.time_left(timeout_s)) > 0:
+            await asyncio.wait({body}, timeout=left)
+        if not body.done():
             task.give_up(late=True)
             self.stats.load_timeouts += 1
             await task.copies_ended()
@@ -330,7 +334,7 @@ class Executor:
         self._answer(task.job, result)
         self._end_request(task.request, ok=not (result.failed or result.bad))
 
-    def _refuse(self, unanswered: _Unanswered, error: Exception) -> None:
+    def _refuse(self, unanswered: Unanswered, error: Exception) -> None:
         """Fail what nobody has taken charge of."""
         self._degrade(f"a plan could not be carried out: {error!r}")
         for job in unanswered.jobs:

@@ -7,14 +7,14 @@ because a disk tier may hold ten million of them; pins and the rarer states live
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice, repeat
 from operator import attrgetter
 from typing import NoReturn
 
 from offload.errors import InvariantError
-from offload.space import Space
+from offload.space import Reservation, Space
 from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 
@@ -23,17 +23,6 @@ _size_bytes = attrgetter("size_bytes")
 PASSED_MOST = 64
 MANY = 64
 """From so many keys on it pays to look at them all before they are changed all at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A granted prefix of what was asked for: ``places[i]`` is for the i-th key asked.
-
-    ``evicted`` are the keys that left the tier to make room.
-    """
-
-    places: tuple[int, ...]
-    evicted: tuple[bytes, ...]
 
 
 class TierIndex:
@@ -50,7 +39,9 @@ class TierIndex:
         self.space = space
         self.policy = policy
         self.evictions = 0
-        self.kept: Container[bytes] = _NOTHING  # not to be evicted, but dropped like any other
+        # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
+        self.kept: Container[bytes] = _NOTHING
+        self.held: Container[bytes] = _NOTHING
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
@@ -73,7 +64,7 @@ class TierIndex:
 
     def some(self, count: int) -> tuple[bytes, ...]:
         """Up to ``count`` resident keys, whichever."""
-        return tuple(itertools.islice(self._resident, count))
+        return tuple(islice(self._resident, count))
 
     @property
     def filling_count(self) -> int:
@@ -81,12 +72,17 @@ class TierIndex:
         return len(self._filling)
 
     def is_pinned(self, key: bytes) -> bool:
-        """Whether a job uses this chunk now."""
-        return key in self._pins
+        """Whether a job uses this chunk now, or is about to."""
+        return key in self._pins or key in self.held
 
     def is_filling(self, key: bytes) -> bool:
         """Whether a job is writing this chunk now."""
         return key in self._filling
+
+    @property
+    def barred(self) -> tuple[Container[bytes], ...]:
+        """What is not resident and cannot be reserved all the same."""
+        return self._filling, self._doomed
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of ``keys`` that a job is writing now."""
@@ -136,10 +132,11 @@ class TierIndex:
         Stops at the first key that finds no place, so the granted keys are never a prefix with
         a hole.
         """
-        if self._reserve_at_once(keys, infos):
-            return Reservation(tuple(map(self._filling.__getitem__, keys)), ())
-        places: list[int] = []
         evicted: list[bytes] = []
+        if self._reserve_at_once(keys, infos, protect if evict else None, evicted):
+            places = tuple(map(self._filling.__getitem__, keys))
+            return Reservation(places, tuple(evicted))
+        granted: list[int] = []
         take, filling, told = self.space.take, self._filling, self._infos
         resident, doomed = self._resident, self._doomed
         for key, info in zip(keys, infos, strict=True):
@@ -147,23 +144,34 @@ class TierIndex:
                 self._refuse(key, ChunkEvent.RESERVE)
             place = take(info.size_bytes)
             if place is None and evict:
-                evicted += self._make_room(info.size_bytes, protect)
+                evicted += self._make_room(self.space.missing(info.size_bytes), protect)
                 place = take(info.size_bytes)
             if place is None:
                 break
             filling[key] = place
             told[key] = info
-            places.append(place)
-        return Reservation(tuple(places), tuple(evicted))
+            granted.append(place)
+        return Reservation(tuple(granted), tuple(evicted))
 
-    def _reserve_at_once(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> bool:
-        """All of many keys, if all are absent and there is room; ``False``: nothing was done."""
+    def _reserve_at_once(
+        self,
+        keys: Sequence[bytes],
+        infos: Sequence[EntryInfo],
+        protect: Container[bytes] | None,
+        evicted: list[bytes],
+    ) -> bool:
+        """All of many keys, if all are absent and there is, or can be made, room for them;
+        ``False``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return False
         told = dict(zip(keys, infos, strict=True))
         if len(told) < len(keys):
             return False
-        places = self.space.take_all(list(map(_size_bytes, infos)))
+        sizes = list(map(_size_bytes, infos))
+        places = self.space.take_all(sizes)
+        if places is None and protect is not None:
+            evicted += self._make_room(self.space.missing_all(sizes), protect)
+            places = self.space.take_all(sizes)
         if places is None:
             return False
         self._filling.update(zip(keys, places, strict=True))
@@ -296,7 +304,7 @@ class TierIndex:
 
     def evict(self, count_bytes: int) -> list[bytes]:
         """Evict by policy until ``used`` has fallen by this much or nothing more can go."""
-        return self._make_room(0, _NOTHING, at_least=count_bytes)
+        return self._make_room(count_bytes, _NOTHING)
 
     def clear(self) -> None:
         """Forget every chunk at once; what jobs still use stays DOOMED until they let go."""
@@ -331,30 +339,30 @@ class TierIndex:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _make_room(self, size: int, protect: Container[bytes], at_least: int = 0) -> list[bytes]:
-        """Evict until ``size`` fits, ahead to the low watermark, never more than needed there."""
-        space, pins, kept = self.space, self._pins, self.kept
+    def _make_room(self, missing: int, protect: Container[bytes]) -> list[bytes]:
+        """Evict so much, ahead to the low watermark, never more than needed there."""
+        space, pins, kept, held = self.space, self._pins, self.kept, self.held
         passed: list[bytes] = []
 
         def evictable(key: object) -> bool:
             if key in kept:
                 passed.append(key)  # type: ignore[arg-type]  # policies see Hashable
                 return False
-            return key not in pins and key not in protect
+            return key not in pins and key not in protect and key not in held
 
-        goal = max(space.missing(size), at_least)
-        if goal and self._low < space.capacity:
-            goal = max(goal, space.used - self._low)
+        if missing and self._low < space.capacity:
+            missing = max(missing, space.used - self._low)
         evicted: list[bytes] = []
         freed = 0
-        while freed < goal:
+        while freed < missing:
             per_key = max(1, self._typical_amount())
-            names = self.policy.victims(max(1, (goal - freed + per_key - 1) // per_key), evictable)
+            names = self.policy.victims(
+                max(1, (missing - freed + per_key - 1) // per_key), evictable
+            )
             if not names:
                 break
-            for name in names:
-                freed += self._evict_one(name)  # type: ignore[arg-type]  # policies see Hashable
-                evicted.append(name)  # type: ignore[arg-type]  # policies see Hashable
+            freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
+            evicted += names  # type: ignore[arg-type]  # policies see Hashable
         if len(passed) > PASSED_MOST:
             self.policy.touch(passed)  # or each eviction would pass them by again
         return evicted
@@ -362,14 +370,18 @@ class TierIndex:
     def _typical_amount(self) -> int:
         return self.space.used // max(1, len(self._resident) + len(self._filling))
 
-    def _evict_one(self, key: bytes) -> int:
-        if key in self._pins or key not in self._resident:
-            self._refuse(key, ChunkEvent.EVICT)
-        place = self._resident.pop(key)
-        self.policy.remove(key, RemoveCause.EVICTED)
-        self.evictions += 1
-        self.space.give(place)
-        return self.space.amount(place)
+    def _evict(self, keys: Sequence[bytes]) -> int:
+        """RESIDENT -> ABSENT; how much that has freed."""
+        named = set(keys)
+        for key in keys:
+            if key in self._pins or key not in self._resident or key not in named:
+                self._refuse(key, ChunkEvent.EVICT)
+            named.discard(key)  # a policy must not name it twice
+        used = self.space.used
+        self.space.give_all(list(map(self._resident.pop, keys)))
+        deque(map(self.policy.remove, keys, repeat(RemoveCause.EVICTED)), maxlen=0)
+        self.evictions += len(keys)
+        return used - self.space.used
 
     def _doom_filling(self, key: bytes) -> None:
         """The job that fills the chunk counts as one more pin from here on."""

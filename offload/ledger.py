@@ -7,8 +7,9 @@ answers to jobs that are not open (a worker that was restarted) are counted, nev
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from offload.errors import InvariantError
 from offload.plans import JobResult
@@ -36,10 +37,10 @@ class Job:
 
     job: int
     kind: JobKind
-    fills: tuple[bytes, ...] = ()
+    fills: Sequence[bytes] = ()
     fill_tier: int = CPU
-    pins: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
-    blocks: tuple[int, ...] = ()
+    pins: Sequence[tuple[int, Sequence[bytes]]] = ()
+    blocks: Sequence[int] = ()
     request: str = ""
     chunks: int = 0
     holds: int = 0
@@ -72,7 +73,7 @@ class Ledger:
         self._ranks = ranks
         self._next = 1
         self._jobs: dict[int, Job] = {}
-        self._readers: dict[int, set[int]] = {}
+        self._readers: dict[int, tuple[int, ...]] = {}
         self.late_answers = 0
 
     def __len__(self) -> int:
@@ -88,17 +89,24 @@ class Ledger:
         if job.job in self._jobs:
             raise InvariantError(f"ledger: job {job.job} is open already")
         self._jobs[job.job] = job
-        for block in job.blocks:
-            self._readers.setdefault(block, set()).add(job.job)
+        if job.blocks:
+            readers = self._readers
+            own: tuple[int, ...] = (job.job,)
+            mine = dict.fromkeys(job.blocks, own)
+            if not readers.keys().isdisjoint(mine):
+                mine = {block: readers.get(block, ()) + own for block in mine}
+            readers.update(mine)
 
     def close(self, job_id: int) -> Job:
         """Take a job out, whatever its answers."""
         job = self._jobs.pop(job_id)
-        for block in job.blocks:
-            readers = self._readers[block]
-            readers.discard(job_id)
-            if not readers:
-                del self._readers[block]
+        blocks = set(job.blocks)
+        found = list(map(self._readers.pop, blocks))
+        if found.count((job_id,)) < len(found):
+            for block, readers in zip(blocks, found, strict=True):
+                others = tuple(reader for reader in readers if reader != job_id)
+                if others:
+                    self._readers[block] = others
         return job
 
     def answer(self, job_id: int, result: JobResult) -> Job | None:
@@ -121,12 +129,7 @@ class Ledger:
         """The open stores that read any of these GPU blocks."""
         if not self._readers:
             return set()
-        found: set[int] = set()
-        for block in blocks:
-            readers = self._readers.get(block)
-            if readers:
-                found |= readers
-        return found
+        return set(chain.from_iterable(set(filter(None, map(self._readers.get, blocks)))))
 
     def distrust(self, kind: JobKind) -> None:
         """Nothing that open jobs of this kind fill may be committed."""

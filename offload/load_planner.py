@@ -1,38 +1,71 @@
-"""Loads: where the chunks that a request needs come from, and the way they take.
+"""Loads: what a request waits for, planned part by part, and the budget of chunks in flight.
 
-Part of the planner, on the same thread. Owns the loads that were planned and not sent, the
-chunks that are being read into the CPU tier, and the budget of chunks in flight.
+Part of the planner, on the same thread. A load of more chunks than a step may plan (all loads
+together) is one job, of which the workers are told a part per step. Until its part is planned no
+chunk of it is evicted; what else happens to it (lost, forgotten, its tier shut out) makes the load
+fail.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
-from itertools import compress, groupby, repeat
-from operator import itemgetter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from offload.chunks import GroupInfo, Wanted
-from offload.columns import Columns
+from offload.chunks import GroupInfo, Run
+from offload.columns import NO_CHUNKS, Columns
 from offload.gates import TierGate
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
+from offload.load_sources import LoadSources, Pins
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.shared import SharedTiers
 from offload.stats import PlannerStats
-from policies.base import EntryInfo
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
+STEP_CHUNKS = 2048
+"""Chunks of loads that one step plans, so that it stays short; the same number bounds stores, and
+what ended jobs leave to be done."""
+SHARE_LEAST = 64
+NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
+"""A chunk that nobody holds: a load with it fails."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What a request waits for. ``fills`` and ``pins`` are its job's; ``rest`` is not planned yet,
+    and ``parts`` are; ``is_held``: the chunks of the rest must stay where they are."""
+
+    job: Job
+    fills: list[bytes]
+    pins: list[Pins]
+    rest: list[Run]
+    read: frozenset[int] | None
+    is_held: bool = False
+    parts: int = 0
+    counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def take(self, most: int) -> list[Run]:
+        """The next chunks of the rest."""
+        taken = []
+        while self.rest and most > 0:
+            run = self.rest.pop(0)
+            taken.append(run.part(0, most))
+            if len(run) > most:
+                self.rest.insert(0, run.part(most, len(run)))
+            most -= len(run)
+        return taken
 
 
 class LoadPlanner:
     """Plans loads over the CPU tier and the lower tiers.
 
     ``failed`` are the last loads that failed, with their requests, for whoever explains them;
-    ``promoting`` are the chunks that some load is reading into the CPU tier, with its job;
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
-    that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load.
+    that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load. ``held`` are the
+    chunks that wait for their part, with how many loads they do for.
     """
 
     def __init__(
@@ -46,44 +79,40 @@ class LoadPlanner:
         max_chunks: int,
         max_blocks: int,
         shared: SharedTiers,
+        step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        self.promoting: dict[bytes, int] = {}
         self.loading = self.holding = 0
         self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MOST)
+        self.held: Counter[bytes] = Counter()
+        self.sources = LoadSources(groups, cpu, lower, gates, stats)
         self._gates = tuple(gates)
-        self._groups = groups
-        self._cpu = cpu
         self._lower = tuple(lower)
         self._ledger = ledger
         self._stats = stats
         self._max_chunks = max_chunks
         self._max_blocks = max_blocks
         self._shared = shared
+        self._step_chunks = self._room = step_chunks
         self._planned: list[LoadJob] = []
-        self._waited_for: dict[str, Job] = {}
+        self._waited_for: dict[str, _Load] = {}
+        self._queue: deque[_Load] = deque()
+        for index in (cpu, *lower):
+            index.held = self.held
 
     def __len__(self) -> int:
-        """Loads that were planned and not sent."""
-        return len(self._planned)
+        """Parts that were planned and not sent, and loads that are not planned to the end."""
+        return len(self._planned) + len(self._queue)
 
     def holders(
         self, read: frozenset[int] | None, above: int | None = None
     ) -> tuple[Container[bytes], ...]:
-        """Where a chunk can be found now, nearest first, among the tiers ``read`` (``None``: all)
-        and ``above`` a lower one. A promotion under way counts, unless it may come from a tier
-        that is not to be waited for."""
-        asked = [tier for tier, gate in enumerate(self._gates) if gate.readable]
-        asked = [tier for tier in asked if read is None or tier in read]
-        lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
-        if read is not None and CPU not in read:
-            return tuple(lower)
-        if len(asked) < len(self._lower):
-            return (self._cpu.resident, *lower)
-        return (self._cpu.resident, *lower, self.promoting)
+        """See ``LoadSources.holders``."""
+        return self.sources.holders(read, above)
 
     def take(self) -> tuple[LoadJob, ...]:
-        """The loads planned since the last call."""
+        """What was planned since the last call."""
         planned, self._planned = tuple(self._planned), []
+        self._room = self._step_chunks
         return planned
 
     def tick(self, now: float) -> None:
@@ -110,102 +139,127 @@ class LoadPlanner:
                 self._gates[slowest].too_late(tokens[slowest], job.answer.seconds, now)
             elif not failed:
                 self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
-        if self._waited_for.get(job.request) is job:
+        load = self._waited_for.get(job.request)
+        if load is not None and load.job is job:
             self.request_ended(job.request)
-        deque(map(self.promoting.pop, job.fills, repeat(None)), maxlen=0)
 
     def request_ended(self, request: str) -> None:
         """A request does not wait for its load any more. A read that hangs may go on, but it
         holds no GPU block and must not use up the budgets of loads from other tiers."""
-        job = self._waited_for.pop(request, None)
-        if job is not None:
-            self.loading -= job.chunks
-            self.holding -= job.holds
+        load = self._waited_for.pop(request, None)
+        if load is not None:
+            self.loading -= load.job.chunks
+            self.holding -= load.job.holds
+            if load.rest:
+                self._cut(load, NOBODY)
 
-    def plan(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
-        """Plan to restore these chunks for a request.
+    def cancel(self, request: str) -> None:
+        """Nobody wants this request's load any more: what is not planned of it need not be."""
+        load = self._waited_for.get(request)
+        if load is not None and load.rest:
+            self._cut(load)
+
+    def forget_all(self) -> None:
+        """Everything is forgotten: loads that are not planned to the end fail."""
+        for load in list(self._queue):
+            self._cut(load, NOBODY)
+        self.sources.promoting.clear()
+
+    def plan(self, request: str, runs: Sequence[Run]) -> Mapping[int, int]:
+        """Plan to restore these chunks for a request: in this step, or if they are too many in
+        several.
 
         What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
         CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
         (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
         Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
         """
-        job = self._ledger.next_id()
-        read = chunks[0].origin.controls.read if chunks else None
-        keys, groups, blocks = (list(map(itemgetter(field), chunks)) for field in range(3))
-        slots, tiers = self._find(keys, read)
-        below = list(compress(chunks, map(IN_SLAB.__ne__, tiers)))
-        pins = self._pin(keys, slots, tiers)
-        promoted = self._reserve_promotions(job, below)
-        if below:
-            slots = list(map(promoted.get, keys, slots))
-        tokens = self._tokens_by_tier(groups, tiers)
-        self._stats.planned({tier: count for tier, count in tokens.items() if tier >= CPU})
-        opened = Job(
-            job,
+        read = runs[0].origin.controls.read if runs else None
+        job = Job(
+            self._ledger.next_id(),
             JobKind.LOAD,
-            fills=tuple(promoted),
-            pins=pins,
             request=request,
-            chunks=len(chunks),
-            holds=sum(map(len, blocks)),
-            tokens_by_tier=tokens,
+            chunks=sum(map(len, runs)),
+            holds=sum(len(run.blocks) for run in runs),
         )
-        self._ledger.open(opened)
-        columns = Columns(keys, groups, blocks, slots, tiers)
-        self._planned.append(LoadJob(job, request, columns))
+        load = _Load(job, [], [], list(runs), read)
+        job.fills, job.pins = load.fills, load.pins
+        at_once = not self._queue and job.chunks <= self._room
+        if at_once:
+            self._plan_part(load, self._room)
+        else:
+            job.tokens_by_tier = self.sources.expected(runs, read)
+            for run in runs:
+                self.held.update(run.keys)
+            load.is_held = True
+            self._queue.append(load)
+        self._ledger.open(job)
         self.request_ended(request)
-        self._waited_for[request] = opened
-        self.loading += opened.chunks
-        self.holding += opened.holds
-        return tokens
+        self._waited_for[request] = load
+        self.loading += job.chunks
+        self.holding += job.holds
+        return job.tokens_by_tier or {}
 
-    def _find(
-        self, keys: Sequence[bytes], read: frozenset[int] | None
-    ) -> tuple[list[int], list[int]]:
-        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if it lies there or
-        is on its way there, else ``STAGED`` and the lower tier to read."""
-        count = len(keys)
-        cpu_counts = read is None or CPU in read
-        places = map(self._cpu.resident.get, keys) if cpu_counts else repeat(None, count)
-        slots = [STAGED if place is None else place for place in places]
-        if STAGED not in slots:
-            return slots, [IN_SLAB] * count
-        tiers = self._sources(keys, read)
-        if slots.count(STAGED) < count or (self.promoting and cpu_counts):
-            for at, slot in enumerate(slots):
-                if slot != STAGED:
-                    tiers[at] = IN_SLAB
-                elif self.promoting and cpu_counts and self._joins(keys[at], tiers[at]):
-                    slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
-        return slots, tiers
+    def advance(self) -> None:
+        """Plan the next parts of the loads that are not planned to the end: a share of each."""
+        errors: list[Exception] = []
+        for left in range(len(self._queue), 0, -1):
+            if self._room <= 0:
+                break
+            load = self._queue.popleft()
+            try:
+                share = max(SHARE_LEAST, self._room // left)
+                self._plan_part(load, min(self._room, share))
+            except Exception as error:  # its request must get an answer, and so must the others
+                self._cut(load, NOBODY)
+                errors.append(error)
+            if load.rest:
+                self._queue.append(load)
+        if errors:
+            raise errors[0]
 
-    def _sources(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
-        """The highest lower tier among ``read`` that holds each key, if possible one that may be
-        read now; ``IN_SLAB`` if none does."""
-        found = [IN_SLAB] * len(keys)
-        best_last = sorted(
-            range(len(self._lower)), key=lambda tier: (self._gates[tier].readable, -tier)
-        )
-        for tier in best_last:
-            if read is None or tier in read:
-                held = map(self._lower[tier].resident.__contains__, keys)
-                found = [tier if here else f for here, f in zip(held, found, strict=True)]
-        return found
+    def _plan_part(self, load: _Load, most: int) -> None:
+        job = load.job
+        runs = load.take(most)
+        count = sum(map(len, runs))
+        self._room -= count
+        self._release(load, runs)
+        taken = self.sources.take(job.job, runs, load.read, later=load.is_held)
+        if taken is None:
+            self._cut(load, NOBODY)
+            return
+        load.fills += taken.fills
+        load.pins += taken.pins
+        load.counts.update(taken.counts)
+        if not load.rest:
+            job.tokens_by_tier = self.sources.tokens(load.counts)
+            below = {tier: tokens for tier, tokens in job.tokens_by_tier.items() if tier >= CPU}
+            self._stats.planned(below)
+        self._send(load, taken.columns)
 
-    def _pin(
-        self, keys: Sequence[bytes], slots: Sequence[int], tiers: Sequence[int]
-    ) -> tuple[tuple[int, tuple[bytes, ...]], ...]:
-        """Keep every chunk where it is until the load has ended; what was pinned, by tier."""
-        by_tier: dict[int, Sequence[bytes]] = {
-            tier: list(compress(keys, map(tier.__eq__, tiers))) for tier in set(tiers) - {IN_SLAB}
-        }
-        if IN_SLAB in tiers:
-            columns = zip(keys, slots, tiers, strict=True)
-            by_tier[CPU] = [k for k, slot, tier in columns if tier == IN_SLAB and slot != STAGED]
-        for tier, held in by_tier.items():
-            (self._cpu if tier == CPU else self._lower[tier]).pin(held)
-        return tuple((tier, tuple(held)) for tier, held in by_tier.items())
+    def _send(self, load: _Load, chunks: Columns) -> None:
+        job, is_last = load.job, not load.rest
+        self._planned.append(LoadJob(job.job, job.request, chunks, load.parts, is_last))
+        load.parts += 1
+
+    def _cut(self, load: _Load, *items: LoadItem) -> None:
+        """Plan no more of this load than these."""
+        self._release(load, load.rest)
+        load.rest = []
+        if load in self._queue:
+            self._queue.remove(load)
+        self._send(load, Columns.of(items) if items else NO_CHUNKS)
+
+    def _release(self, load: _Load, runs: Iterable[Run]) -> None:
+        """Let go of chunks that were held until their part is planned."""
+        if not load.is_held:
+            return
+        held = self.held
+        for run in runs:
+            for key in run.keys:
+                count = held.pop(key, 0)
+                if count > 1:
+                    held[key] = count - 1
 
     def plan_probe(self, tier: int) -> int | None:
         """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the
@@ -216,7 +270,7 @@ class LoadPlanner:
             return None
         job = self._ledger.next_id()
         index.pin(keys)
-        tokens = self._tokens_by_tier([group_of(key) for key in keys], [tier] * len(keys))
+        tokens = self.sources.tokens(Counter((group_of(key), tier) for key in keys))
         pins = ((tier, keys),)
         self._ledger.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
@@ -239,8 +293,7 @@ class LoadPlanner:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
         job = self._ledger.next_id()
         self._ledger.open(Job(job, JobKind.LOAD, request=request))
-        nobody_has_it = LoadItem(b"", 0, (), STAGED, IN_SLAB)
-        self._planned.append(LoadJob(job, request, (nobody_has_it,)))
+        self._planned.append(LoadJob(job, request, (NOBODY,)))
 
     def can_load(self, chunks: int, blocks: int, low: bool = False) -> bool:
         """Whether the budgets have room for a load of so many chunks into so many GPU blocks: one
@@ -253,40 +306,3 @@ class LoadPlanner:
             return True
         self._stats.load_refusals += 1
         return False
-
-    def _joins(self, key: bytes, source: int) -> bool:
-        """Whether to wait for the read of another load: not if that may come from a tier that is
-        shut out while ``source`` has the chunk too and is not."""
-        if key not in self.promoting:
-            return False
-        if all(gate.readable for gate in self._gates):
-            return True
-        return source == IN_SLAB or not self._gates[source].readable
-
-    def _reserve_promotions(self, job: int, chunks: Sequence[Wanted]) -> dict[bytes, int]:
-        keys = list(map(itemgetter(0), chunks))
-        free: Sequence[Wanted] = chunks
-        if not self._cpu.are_absent(keys):
-            free = [chunk for chunk in chunks if self._cpu.is_absent(chunk.key)]
-            keys = list(map(itemgetter(0), free))
-        infos: list[EntryInfo] = []
-        for group, part in groupby(free, key=itemgetter(1)):
-            infos += self._groups[group].entries(list(part), 1)
-        grant = self._cpu.reserve(keys, infos)
-        self._stats.evicted(CPU, grant.evicted)
-        promoted = dict(zip(keys, grant.places, strict=False))
-        self.promoting.update(dict.fromkeys(promoted, job))
-        return promoted
-
-    def _tokens_by_tier(self, groups: Sequence[int], tiers: Sequence[int]) -> dict[int, int]:
-        """Tokens by source tier, counted on the group with the most chunks."""
-        counts: dict[int, dict[int, int]] = {}
-        if len(alone := set(groups)) == 1:
-            (group,) = alone
-            counted = {(group, tier): tiers.count(tier) for tier in set(tiers)}
-        else:
-            counted = Counter(zip(groups, tiers, strict=True))
-        for (group, tier), chunks in counted.items():
-            tokens = chunks * self._groups[group].chunk_tokens
-            counts.setdefault(group, {})[CPU if tier == IN_SLAB else tier] = tokens
-        return max(counts.values(), key=lambda by_tier: sum(by_tier.values()), default={})

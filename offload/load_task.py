@@ -71,28 +71,54 @@ class LoadLane:
         self._probes = [asyncio.Semaphore(1) for _ in tiers]
         self.staging = Staging(staging, len(tiers))
         self._fills: dict[int, asyncio.Future[bool]] = {}
-        self._open: set[LoadTask] = set()
+        self._open: dict[int, LoadTask] = {}
         self.failed = Tally()  # copies
         self.forsaken: set[str] = set()  # requests that were told of a failure without this loop
 
     def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
         """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
         GPU blocks wait for ``after``: a pass that was launched before may still read them."""
+        task = self._open[job.job] = LoadTask(self, job, after)
+        task.add(job)
+        return task
+
+    def go_on(self, job: LoadJob) -> None:
+        """A further part of a load. If that is over, because it was given up, nobody reads into the
+        part's slots, which others may be about to join."""
+        task = self._open.get(job.job)
+        if task is not None:
+            task.add(job)
+        else:
+            self.refuse([job])
+
+    def refuse(self, jobs: Iterable[LoadJob]) -> None:
+        """These loads, or parts of loads, are not carried out."""
+        for job in jobs:
+            if task := self._open.get(job.job):
+                task.give_up()
+            self.expect(job.items)
+            self.fail(job.items)
+
+    def expect(self, items: Iterable[LoadItem]) -> None:
+        """These are about to be read."""
         loop = asyncio.get_running_loop()
-        for item in job.items:
+        for item in items:
             if item.tier != IN_SLAB and item.slot != STAGED:
                 self._fills[item.slot] = loop.create_future()
-        task = LoadTask(self, job, after)
-        self._open.add(task)
-        return task
+
+    def fail(self, items: Iterable[LoadItem]) -> None:
+        """Whatever of these was not read by now never will be."""
+        for item in items:
+            if item.tier != IN_SLAB and item.slot != STAGED:
+                self.filled(item.slot, good=False)
 
     def ended(self, task: LoadTask) -> None:
         """A load is over."""
-        self._open.discard(task)
+        del self._open[task.job]
 
     def cancel_all(self) -> None:
         """No open load may reach its request any more (the cache was reset)."""
-        for task in self._open:
+        for task in self._open.values():
             task.give_up()
 
     def overwrite(self, slots: Iterable[int]) -> None:
@@ -116,14 +142,20 @@ class LoadLane:
 
 
 class LoadTask:
-    """One load. `run` returns when nobody touches its slots any more."""
+    """One load. `run` returns when nobody touches its slots any more: when all parts have come and
+    ended, or it was given up and those that had come have ended."""
 
     def __init__(self, lane: LoadLane, job: LoadJob, after: object | None) -> None:
         self.job = job.job
         self.request = job.request
         self._lane = lane
-        self._items = job.items
+        self._items: list[LoadItem] = []
         self._after = after
+        self._is_whole = False
+        self._new: list[LoadItem] = []
+        self._news = asyncio.Event()
+        self._came_at = 0.0
+        self._running = 0
         self._abandoned = False
         self._late = False
         self._bad: set[bytes] = set()
@@ -134,6 +166,22 @@ class LoadTask:
         self._no_copies = asyncio.Event()
         self._no_copies.set()
 
+    def add(self, job: LoadJob) -> None:
+        """A part of it has come."""
+        self._lane.expect(job.items)
+        self._items += job.items
+        self._new += job.items
+        self._is_whole = self._is_whole or job.is_last
+        self._came_at = asyncio.get_running_loop().time()
+        self._news.set()
+
+    def time_left(self, timeout_s: float) -> float:
+        """Seconds until it is late: ``timeout_s`` after its newest part has come, and not as long
+        as it only waits for the next."""
+        if not self._running and not self._news.is_set():
+            return timeout_s
+        return self._came_at + timeout_s - asyncio.get_running_loop().time()
+
     async def copies_ended(self) -> None:
         """Wait until no copy into the request's GPU blocks is under way."""
         await self._no_copies.wait()
@@ -143,20 +191,28 @@ class LoadTask:
         copy into its GPU blocks."""
         self._abandoned = True
         self._late = self._late or late
+        self._news.set()
 
     async def run(self) -> JobResult:
         """Restore every item; never raises."""
         started = time.perf_counter()
-        ready, joined, reads = self._sort()
-        parts = [self._join(ready), self._join(joined)]
-        parts += [self._read(tier, batch) for tier, batch in reads]
+        parts: list[asyncio.Future[list[BaseException | None]]] = []
         try:
-            for outcome in await asyncio.gather(*parts, return_exceptions=True):
-                if isinstance(outcome, BaseException):
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if self._new:
+                    parts.append(self._start())
+                if self._is_whole or self._abandoned:
+                    break
+            for outcome in [one for part in parts for one in await part]:
+                if outcome is not None:
                     logger.warning("kvtiers: a load failed: %r", outcome)
                     self._failed = True
         finally:
-            self._settle_fills()
+            for part in parts:
+                part.cancel()
+            self._lane.fail(self._items)
             self._lane.ended(self)
         seconds = time.perf_counter() - started
         self._lane.stats.load_seconds += seconds
@@ -169,13 +225,27 @@ class LoadTask:
             late=self._late,
         )
 
+    def _start(self) -> asyncio.Future[list[BaseException | None]]:
+        """Begin with what has come."""
+        items, self._new = self._new, []
+        ready, joined, reads = self._sort(items)
+        pieces = [self._join(ready), self._join(joined)]
+        pieces += [self._read(tier, batch) for tier, batch in reads]
+        part = asyncio.gather(*pieces, return_exceptions=True)
+        self._running += 1
+        part.add_done_callback(self._part_ended)
+        return part
+
+    def _part_ended(self, _part: object) -> None:
+        self._running -= 1
+
     def _sort(
-        self,
+        self, new: Sequence[LoadItem]
     ) -> tuple[list[LoadItem], list[LoadItem], list[tuple[int, list[LoadItem]]]]:
         ready: list[LoadItem] = []
         joined: list[LoadItem] = []
         by_source: dict[tuple[int, bool], list[LoadItem]] = {}
-        for item in self._items:
+        for item in new:
             if item.tier != IN_SLAB:
                 by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
             elif item.slot == STAGED:
@@ -291,9 +361,3 @@ class LoadTask:
         self._lane.stats.load_bytes += sum(
             self._lane.groups[item.group].chunk_bytes for item in items
         )
-
-    def _settle_fills(self) -> None:
-        """Whatever was not read by now never will be."""
-        for item in self._items:
-            if item.tier != IN_SLAB and item.slot != STAGED:
-                self._lane.filled(item.slot, good=False)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload.chunks import Wanted
+from offload.chunks import Run
 from offload.config import OffloadConfig, check_capacity, slot_counts
 from offload.errors import ConfigError, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
@@ -22,6 +22,7 @@ from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.keys import group_suffix
 from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
+from offload.load_planner import NOBODY
 from offload.load_task import io_bytes
 from offload.manager_setup import group_caches, group_infos, in_process_settings, open_tier
 from offload.planner import Planner
@@ -137,6 +138,7 @@ class OffloadManager:
             cpu,
             lower,
             max_store_chunks=slots,  # callers wait, which is bound enough
+            step_chunks=1 << 30,  # there is no thread of vLLM's to spare
             gates=Gates(
                 [index.name for index in lower],
                 GateLimits(settings.breaker_failures, break_even=False),  # callers decide
@@ -175,10 +177,10 @@ class OffloadManager:
         on, are held by a tier now; the rest found no room. The blocks may be reused afterwards,
         also when the call was cancelled: it ends only when nothing reads them any more.
         """
-        chunks = self._wanted(keys, block_ids, group)
-        settled = self.planner.plan_store(chunks)
+        run = self._wanted(keys, block_ids, group)
+        settled = self.planner.plan_store(run)
         self._pump()
-        await _finish(self._filled([chunk.key for chunk in chunks[:settled]]))
+        await _finish(self._filled(run.keys[:settled]))
         return self.lookup(keys[:settled], group)
 
     async def _filled(self, keys: Sequence[bytes]) -> None:
@@ -193,27 +195,27 @@ class OffloadManager:
         Returns how many chunks, from the first on, are restored whole and verified; the content
         of the blocks after them is undefined.
         """
-        chunks = self._wanted(keys, block_ids, group)
+        run = self._wanted(keys, block_ids, group)
         if self.planner.shared.tiers:
-            await self._ask([chunk.key for chunk in chunks])
+            await self._ask(run.keys)
         hit = self.lookup(keys, group)
         if not hit:
             self._pump()  # time passes: a tier that is shut out may be due for a probe
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
-        chunks = chunks[:hit]
-        self.planner.plan_load(request, chunks)
-        self.planner.touch([chunk.key for chunk in chunks])
+        run = run.part(0, hit)
+        self.planner.plan_load(request, [run])
+        self.planner.touch(run.keys)
         ended = self._loads[request] = asyncio.get_running_loop().create_future()
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
         if await _finish(ended):
             return hit
-        if not result.done() or result.result().failed:
+        bad = result.result().bad if result.done() else frozenset()
+        if not result.done() or result.result().failed or NOBODY.key in bad:
             return 0
-        bad = result.result().bad
-        return next((n for n, chunk in enumerate(chunks) if chunk.key in bad), hit)
+        return next((n for n, key in enumerate(run.keys) if key in bad), hit)
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
         """Let shared tiers say which of these they hold, for at most ``lookup_timeout_s``."""
@@ -273,7 +275,7 @@ class OffloadManager:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> list[Wanted]:
+    def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> Run:
         if group not in self._blocks:
             raise ValueError(f"there is no group {group}: groups are {sorted(self._blocks)}")
         size = self._blocks[group]
@@ -288,10 +290,8 @@ class OffloadManager:
                 f"block ids {bad[:5]} are not in 0..{self._registration.num_blocks - 1}"
             )
         suffix = group_suffix(group)
-        return [
-            Wanted(key + suffix, group, tuple(block_ids[n * size : (n + 1) * size]), n + 1)
-            for n, key in enumerate(keys)
-        ]
+        depths = range(1, len(keys) + 1)
+        return Run([key + suffix for key in keys], group, tuple(block_ids), depths)
 
     def _pump(self) -> StepPlan:
         """Send what is planned to the executor."""

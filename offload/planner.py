@@ -7,17 +7,19 @@ GPU block ids and slots, and knows neither requests' tokens nor how bytes move.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from offload.chunks import UNKNOWN, GroupInfo, Origin, Wanted
+from offload.backlog import Backlog
+from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
 from offload.coordinator import present_in
 from offload.deletions import Deletions
-from offload.demotion import DemotionQueue
+from offload.demotion import DemotionQueue, queues_of
 from offload.errors import InvariantError
 from offload.gates import Gates
 from offload.index import TierIndex
 from offload.ledger import CPU, Job, JobKind, Ledger
-from offload.load_planner import LoadPlanner
+from offload.load_planner import STEP_CHUNKS, LoadPlanner
 from offload.plans import StepPlan, StepReport
 from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
@@ -37,7 +39,8 @@ class Planner:
     ``groups`` maps group ids to what is known of them; ``ranks`` is how many workers answer
     every job; ``max_store_chunks`` and ``max_load_chunks`` bound the chunks that may be on their
     way to and from the CPU tier; ``admission`` says what may enter it (``None``: everything).
-    ``shared`` are the numbers of lower tiers that other engines write to as well.
+    ``shared`` are the numbers of lower tiers that other engines write to as well. ``step_chunks``
+    bounds the chunks that one step loads, stores, or takes in as done; others follow in the next.
     """
 
     def __init__(
@@ -55,43 +58,43 @@ class Planner:
         demotions: Sequence[DemotionQueue] | None = None,
         shared: Collection[int] = (),
         shared_limits: SharedLimits | None = None,
+        step_chunks: int = STEP_CHUNKS,
     ) -> None:
         self.cpu = cpu
         self.lower = tuple(lower)
-        self.stats = PlannerStats([index.name for index in self.lower])
+        self.stats = stats = PlannerStats([index.name for index in self.lower])
         self.groups = groups
-        self._ledger = Ledger(ranks)
+        self._ledger = ledger = Ledger(ranks)
         self.gates = gates or Gates([index.name for index in self.lower])
+        tiers = self.gates.tiers
         self._now = 0.0
-        self.shared = SharedTiers(
-            shared, self.lower, self.gates.tiers, groups, ranks, shared_limits
-        )
+        self.shared = SharedTiers(shared, self.lower, tiers, groups, ranks, shared_limits)
         self._loads = LoadPlanner(
             groups,
             cpu,
             self.lower,
-            self.gates.tiers,
-            self._ledger,
-            self.stats,
+            tiers,
+            ledger,
+            stats,
             max_load_chunks,
             max_load_blocks,
             self.shared,
+            step_chunks,
         )
         self.failed_loads = self._loads.failed
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
+        told = self._uses.filled
         self._stores = StorePlanner(
-            groups, cpu, self._ledger, self.stats, self._uses.filled, max_store_chunks, admission
+            groups, cpu, ledger, stats, told, max_store_chunks, admission, step_chunks
         )
+        self._backlog = Backlog(step_chunks)
+        self._step_chunks = step_chunks
         self._reset = False
         self._epochs: dict[int, int] = {}
         if demotions is None:
-            flying = max(1, cpu.space.capacity // 4)  # what hangs keeps its slots
-            demotions = [
-                DemotionQueue(tier, index, gate=self.gates.tiers[tier], max_flying=flying)
-                for tier, index in enumerate(self.lower)
-            ]
+            demotions = queues_of(cpu, self.lower, self.gates)
         self._demotions = tuple(demotions)
 
     # -- lookup ------------------------------------------------------------------------------
@@ -111,8 +114,6 @@ class Planner:
         """``present(key)``: whether some tier can give this chunk now, or is about to. The answer
         holds until the next ``tick`` or ``complete``."""
         holders = self.holders
-        if len(holders) == 1:
-            return holders[0].__contains__
         return lambda key: any(key in holder for holder in holders)
 
     def used(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NOTHING) -> None:
@@ -131,9 +132,10 @@ class Planner:
 
     # -- store -------------------------------------------------------------------------------
 
-    def plan_store(self, chunks: Sequence[Wanted], protect: Container[bytes] = frozenset()) -> int:
+    def plan_store(self, run: Run, protect: Container[bytes] = frozenset()) -> int:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
-        return self._stores.plan(chunks, present_in(*self.holders), protect)
+        present = present_in(*self.holders, *self.cpu.barred)
+        return self._stores.plan(run, present, protect)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
@@ -145,9 +147,13 @@ class Planner:
 
     # -- load --------------------------------------------------------------------------------
 
-    def plan_load(self, request: str, chunks: Sequence[Wanted]) -> Mapping[int, int]:
+    def plan_load(self, request: str, runs: Sequence[Run]) -> Mapping[int, int]:
         """Plan to restore these chunks for a request: see ``LoadPlanner.plan``."""
-        return self._loads.plan(request, chunks)
+        return self._loads.plan(request, runs)
+
+    def cancel_load(self, request: str) -> None:
+        """Nobody waits for this request's load any more: plan no more of it."""
+        self._loads.cancel(request)
 
     def plan_failed_load(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
@@ -183,6 +189,7 @@ class Planner:
             or len(self._uses)
             or len(self._loads)
             or len(self.shared)
+            or len(self._backlog)
             or any(map(self._deletions.waiting, self._ready_for_deletions()))
             or self._reset
             or self._epochs
@@ -191,6 +198,11 @@ class Planner:
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
+        errors = self._backlog.work()
+        self._backlog.next_step()
+        self._loads.advance()
+        if errors:
+            raise errors[0]
         demotes = []
         ready = self._ready_for_deletions()
         for queue in self._demotions if demote else ():
@@ -229,7 +241,7 @@ class Planner:
         ]
 
     def complete(self, report: StepReport) -> None:
-        """Take in what workers have finished."""
+        """Take in what workers have finished, as much as a step may."""
         ended = {
             JobKind.STORE: self._stored,
             JobKind.LOAD: self._loaded,
@@ -249,28 +261,29 @@ class Planner:
                     ended[job.kind](job)
             except Exception as error:  # one bad answer must not lose the others
                 errors.append(error)
+        errors += self._backlog.work()
         if errors:
             raise errors[0]
 
     def _stored(self, job: Job) -> None:
+        self._stores.answered(job)
+        self._backlog.add(len(job.fills), partial(self._take_in_store, job))
+
+    def _take_in_store(self, job: Job) -> None:
         good, bad = job.verdict()
         told = self.cpu.infos(good) if self._demotions else {}
-        kept = self._stores.ended(job, good, bad)
+        kept = self._stores.ended(good, bad)
         for queue in self._demotions:
             if job.write is None or queue.tier in job.write:
                 queue.offer(kept, self.cpu, self.groups, told)
         self._uses.filled(job.fills)
 
     def _loaded(self, job: Job) -> None:
-        good, bad = job.verdict()
         self._loads.ended(job, self._now)
-        self.cpu.abort(bad)
-        self.stats.promoted(self.cpu.commit(good))
-        self._uses.filled(job.fills)
-        for tier, keys in job.pins:
-            index = self.cpu if tier == CPU else self.lower[tier]
-            index.unpin(keys)
-        self.forget(job.answer.lost, job.answer.corrupt)
+        for piece in self._loads.sources.let_go(job, self._step_chunks, self._uses.filled):
+            self._backlog.add(*piece)
+        lost, corrupt = job.answer.lost, job.answer.corrupt
+        self._backlog.add(len(lost), partial(self.forget, lost, corrupt))
 
     def _probed(self, job: Job) -> None:
         self._loads.probed(job, self._now)
@@ -349,7 +362,7 @@ class Planner:
         self.stats.reset(some, {n: len(index) for n, index in enumerate(indexes, CPU)})
         for index in indexes:
             index.clear()
-        self._loads.promoting.clear()
+        self._loads.forget_all()
         self.shared.forget_all()
         self._uses.clear()
         self._deletions.clear()
@@ -383,5 +396,5 @@ class Planner:
         counted = self._stores.storing
         if storing != counted:
             raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
-        if not len(self._ledger) and self.cpu.filling_count:
+        if not (len(self._ledger) or len(self._backlog)) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")

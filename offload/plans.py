@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offload.columns import Columns, Packed
+from offload.columns import NO_CHUNKS, Columns, Packed
 from offload.keys import pack_keys, unpack_keys
 
 STAGED = -1
@@ -23,28 +23,27 @@ IN_SLAB = -1
 
 
 _pack = msgspec.msgpack.encode
-_ROWS = msgspec.msgpack.Decoder(tuple[tuple[tuple[int, ...], ...], tuple[int, ...]])
+_ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 _PACKED = msgspec.msgpack.Decoder(Packed)
 
 
 class StoreJob:
-    """Copy chunks of one group from GPU blocks into slots: ``blocks[i]`` goes to ``slots[i]``.
+    """Copy chunks of one group from GPU blocks into slots: the i-th of as many equal parts of
+    ``blocks`` goes to ``slots[i]``.
 
     Travels as ``LoadJob`` does.
     """
 
     __slots__ = ("_rows", "group", "job")
 
-    def __init__(
-        self, job: int, group: int, blocks: Sequence[tuple[int, ...]], slots: Sequence[int]
-    ) -> None:
+    def __init__(self, job: int, group: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.job = job
         self.group = group
-        self._rows: tuple[Sequence[tuple[int, ...]], Sequence[int]] | bytes = blocks, slots
+        self._rows: tuple[Sequence[int], Sequence[int]] | bytes = blocks, slots
 
     @property
-    def blocks(self) -> Sequence[tuple[int, ...]]:
-        """GPU blocks of each chunk."""
+    def blocks(self) -> Sequence[int]:
+        """GPU blocks of all chunks, one after the other."""
         return self._thawed()[0]
 
     @property
@@ -52,7 +51,7 @@ class StoreJob:
         """The slot of each chunk."""
         return self._thawed()[1]
 
-    def _thawed(self) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+    def _thawed(self) -> tuple[Sequence[int], Sequence[int]]:
         if isinstance(self._rows, bytes):
             self._rows = _ROWS.decode(self._rows)
         assert not isinstance(self._rows, bytes)
@@ -92,22 +91,32 @@ class LoadItem(NamedTuple):
 class LoadJob:
     """Restore chunks for one request. Good only if every item is.
 
+    A long load is told part by part, in later plans: ``part`` counts from 0, and the load is over
+    only after the one that ``is_last``. All parts are one job, which is answered once.
+
     A probe is a load without a request, whose items name no blocks: it only reads. The items are
     made when somebody first asks for them, which is the worker's loop, not vLLM's threads; until
     then what came from another process stays the bytes that it came as.
     """
 
-    __slots__ = ("_chunks", "_items", "job", "request")
+    __slots__ = ("_chunks", "_items", "is_last", "job", "part", "request")
 
     def __init__(
-        self, job: int, request: str, chunks: Iterable[LoadItem] | Columns | bytes
+        self,
+        job: int,
+        request: str,
+        chunks: Iterable[LoadItem] | Columns | bytes,
+        part: int = 0,
+        is_last: bool = True,
     ) -> None:
         self.job = job
         self.request = request
+        self.part = part
+        self.is_last = is_last
         self._items: tuple[LoadItem, ...] | None = None
         if not isinstance(chunks, Columns | bytes):
             self._items = tuple(chunks)
-            chunks = Columns(*zip(*self._items, strict=True)) if self._items else Columns(*[()] * 5)
+            chunks = Columns.of(self._items) if self._items else NO_CHUNKS
         self._chunks = chunks
 
     @property
@@ -123,10 +132,11 @@ class LoadJob:
         chunks = self._chunks
         if isinstance(chunks, Columns):
             chunks = _pack(chunks.pack())
-        return LoadJob, (self.job, self.request, chunks)
+        return LoadJob, (self.job, self.request, chunks, self.part, self.is_last)
 
     def __repr__(self) -> str:
-        return f"LoadJob({self.job}, {self.request!r}, {self.items})"
+        part = f"part {self.part}{', the last' if self.is_last else ''}"
+        return f"LoadJob({self.job}, {self.request!r}, {self.items}, {part})"
 
 
 def _thawed(chunks: bytes) -> Columns:

@@ -7,6 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A granted prefix of what was asked for: ``places[i]`` is for the i-th key asked.
+
+    ``evicted`` are the keys that left the tier to make room.
+    """
+
+    places: tuple[int, ...]
+    evicted: tuple[bytes, ...]
 
 
 class Space(ABC):
@@ -48,6 +60,10 @@ class Space(ABC):
     def missing(self, size: int) -> int:
         """How much ``used`` has to fall so that ``size`` bytes fit; 0 if they fit now."""
 
+    def missing_all(self, sizes: Sequence[int]) -> int:
+        """``missing`` for all of these together."""
+        return self.missing(sum(sizes))
+
     @abstractmethod
     def amount(self, place: int) -> int:
         """What giving this place back takes off ``used``."""
@@ -80,8 +96,15 @@ class SlotSpace(Space):
         self.used -= 1
         self._free.append(place)
 
+    def give_all(self, places: Collection[int]) -> None:
+        self.used -= len(places)
+        self._free += places
+
     def missing(self, size: int) -> int:
         return 0 if self._free else 1
+
+    def missing_all(self, sizes: Sequence[int]) -> int:
+        return max(0, len(sizes) - len(self._free))
 
     def amount(self, place: int) -> int:
         return 1

@@ -7,8 +7,9 @@ fences of the coming step, and the budget of chunks on their way to the CPU tier
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import compress, count, islice
 
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.coordinator import PresentBatch
 from offload.departures import Cause
 from offload.index import TierIndex
@@ -19,9 +20,14 @@ from offload.stats import PlannerStats
 from policies.base import AdmissionPolicy
 from policies.hints import HIGH, LOW
 
+FEW = 64
+"""So many chunks may always be stored: what a request ends with should not be lost because another
+has used up the step."""
+
 
 class StorePlanner:
-    """Plans stores into the CPU tier; at most ``max_chunks`` are ``storing`` at a time.
+    """Plans stores into the CPU tier; at most ``max_chunks`` are ``storing`` at a time, and a step
+    begins to store about ``step_chunks``.
 
     ``admission`` says what may enter (``None``: everything). ``filled(keys)`` is told when a store
     of these keys has ended, however it did.
@@ -36,6 +42,7 @@ class StorePlanner:
         filled: Callable[[Sequence[bytes]], None],
         max_chunks: int,
         admission: AdmissionPolicy | None,
+        step_chunks: int,
     ) -> None:
         self.storing = 0
         self._groups = groups
@@ -45,6 +52,7 @@ class StorePlanner:
         self._filled = filled
         self._max_chunks = max_chunks
         self._admission = admission
+        self._step_chunks = self._room = step_chunks
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
 
@@ -56,80 +64,88 @@ class StorePlanner:
         """The stores planned since the last call, and the jobs to be fenced."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
+        self._room = self._step_chunks
         return taken
 
-    def ended(self, job: Job, good: Sequence[bytes], bad: Sequence[bytes]) -> list[bytes]:
-        """A store has been answered by every rank; the keys that can be hit from now on."""
+    def answered(self, job: Job) -> None:
+        """A store has been answered by every rank."""
         self.storing -= len(job.fills)
+
+    def ended(self, good: Sequence[bytes], bad: Sequence[bytes]) -> list[bytes]:
+        """What a store that was answered has filled; the keys that can be hit from now on."""
         self._cpu.abort(bad)
         kept = self._cpu.commit(good)
         self._stats.stored(CPU, kept, bad)
         return kept
 
-    def plan(
-        self, chunks: Sequence[Wanted], present: PresentBatch, protect: Container[bytes]
-    ) -> int:
+    def plan(self, run: Run, present: PresentBatch, protect: Container[bytes]) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
-        ``present`` tells which chunks some tier holds already; ``protect`` are keys that must not
-        be evicted for these. Returns how many of them, from the first on, need no more attention:
-        those that some tier holds and those that got a slot. The rest may be asked again.
+        ``present`` tells which chunks some tier holds already or a job is writing; ``protect`` are
+        keys that must not be evicted for these. Returns how many of them, from the first on, need
+        no more attention: those that some tier holds and those that got a slot. The rest may be
+        asked again.
         """
-        fresh, settled = self._absent_prefix(chunks, present)
+        fresh, settled = self._absent_prefix(run, present)
         if not fresh:
             return settled
-        infos = self._groups[fresh[0].group].entries(fresh, 1)
-        evict = fresh[0].origin.priority != LOW
-        grant = self._cpu.reserve([chunk.key for chunk in fresh], infos, protect, evict=evict)
+        infos = self._groups[run.group].entries(fresh, 1)
+        evict = run.origin.priority != LOW
+        grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict)
         self._stats.evicted(CPU, grant.evicted)
-        taken = fresh[: len(grant.places)]
-        if len(taken) < len(fresh):
-            self._stats.store_refusals += len(fresh) - len(taken)
-            self._stats.refused(CPU, [fresh[len(taken)].key], Cause.NO_ROOM)
-            settled = chunks.index(fresh[len(taken)])
-        if taken:
-            self._open(taken, grant.places)
+        if (granted := len(grant.places)) < len(fresh):
+            self._stats.store_refusals += len(fresh) - granted
+            self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_ROOM)
+            settled = run.keys.index(fresh.keys[granted])
+        if granted:
+            self._open(fresh.part(0, granted), grant.places)
         return settled
 
-    def _absent_prefix(
-        self, chunks: Sequence[Wanted], present: PresentBatch
-    ) -> tuple[list[Wanted], int]:
-        """The chunks that no tier has, as far as the store budget goes, and how many were seen."""
-        budget = self._max_chunks - self.storing
-        cpu = self._cpu
-        fresh: list[Wanted] = []
-        held = present([chunk.key for chunk in chunks])
+    def _absent_prefix(self, run: Run, present: PresentBatch) -> tuple[Run, int]:
+        """The chunks that no tier has, as far as the budgets of this step and of all stores go, and
+        how many were seen."""
+        held = present(run.keys)
         if 0 not in held:
-            return fresh, len(chunks)
-        for position, chunk in enumerate(chunks):
-            if held[position] or not cpu.is_absent(chunk.key) or not self._admits(chunk):
-                continue
-            # A recurrent state is offered once; what else is refused here is asked again.
-            if len(fresh) >= budget and self._groups[chunk.group].kind != STATE:
+            return run.part(0, 0), len(run)
+        wanted = [not here for here in held]
+        # A recurrent state is offered once; what else is refused here is asked again.
+        left = room = len(run)
+        if self._groups[run.group].kind != STATE:
+            left = max(0, self._max_chunks - self.storing)
+            room = min(left, max(self._room, FEW))
+        if self._admission is not None:
+            wanted = self._admitted(self._admission, run, wanted, room)
+        if wanted.count(True) > room:
+            seen = next(islice(compress(count(), wanted), room, None))
+            if room == left:
                 self._stats.store_refusals += 1
-                self._stats.refused(CPU, [chunk.key], Cause.NO_ROOM)
-                return fresh, position
-            fresh.append(chunk)
-        return fresh, len(chunks)
+                self._stats.refused(CPU, [run.keys[seen]], Cause.NO_ROOM)
+            run, wanted = run.part(0, seen), wanted[:seen]
+        return run.chosen(wanted), len(wanted)
 
-    def _admits(self, chunk: Wanted) -> bool:
-        if self._admission is None:
-            return True
-        entry = self._groups[chunk.group].entry(chunk, 1)
-        admitted = self._admission.admit(chunk.key, entry) or chunk.origin.priority == HIGH
-        if not admitted:
-            self._stats.refused(CPU, [chunk.key], Cause.NOT_ADMITTED)
-        return admitted
+    def _admitted(
+        self, policy: AdmissionPolicy, run: Run, wanted: Sequence[bool], most: int
+    ) -> list[bool]:
+        """``wanted`` without what is not admitted; asked until there are more than ``most``."""
+        found, admitted = list(wanted), 0
+        high = run.origin.priority == HIGH
+        for at in compress(count(), wanted):
+            if admitted > most:
+                break
+            (entry,) = self._groups[run.group].entries(run.part(at, at + 1), 1)
+            found[at] = policy.admit(run.keys[at], entry) or high
+            admitted += found[at]
+            if not found[at]:
+                self._stats.refused(CPU, [run.keys[at]], Cause.NOT_ADMITTED)
+        return found
 
-    def _open(self, chunks: Sequence[Wanted], slots: tuple[int, ...]) -> None:
+    def _open(self, run: Run, slots: Sequence[int]) -> None:
         job = self._ledger.next_id()
-        blocks = tuple(chunk.blocks for chunk in chunks)
-        flat = tuple(block for chunk in blocks for block in chunk)
-        keys = tuple(chunk.key for chunk in chunks)
-        write = chunks[0].origin.controls.write
-        self._ledger.open(Job(job, JobKind.STORE, fills=keys, blocks=flat, write=write))
-        self._planned.append(StoreJob(job, chunks[0].group, blocks, slots))
-        self.storing += len(keys)
+        write = run.origin.controls.write
+        self._ledger.open(Job(job, JobKind.STORE, fills=run.keys, blocks=run.blocks, write=write))
+        self._planned.append(StoreJob(job, run.group, run.blocks, slots))
+        self.storing += len(run)
+        self._room -= len(run)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step.

@@ -6,7 +6,8 @@ a request's computed tokens is, or may be, new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from offload.layout import STATE, ModelLayout
@@ -23,12 +24,14 @@ class BlockTables:
             group.group: group.block_tokens for group in layout.groups if group.kind != STATE
         }
 
-    def beyond(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterator[int]:
+    def beyond(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterable[int]:
         """Blocks that hold tokens from ``computed_tokens`` on. Of groups whose tables do not run
         by position (states, and groups that are not offloaded) every block counts."""
-        for group, table in enumerate(tables):
-            tokens = self._block_tokens.get(group)
-            yield from table[computed_tokens // tokens :] if tokens else table
+        sizes = map(self._block_tokens.get, range(len(tables)))
+        return chain.from_iterable(
+            table[computed_tokens // tokens :] if tokens else table
+            for tokens, table in zip(sizes, tables, strict=True)
+        )
 
     def rewritten(self, output: SchedulerOutput) -> Iterator[int]:
         """Blocks that this step's forward pass (or what precedes it) may write anew."""

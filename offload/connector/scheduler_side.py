@@ -157,6 +157,8 @@ class SchedulerSide:
         self._clock.ended(request, time.monotonic())
         if tracker is None or self.planner is None or self._endings is None:
             return None
+        if tracker.loading:
+            self.planner.cancel_load(request.request_id)
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
             self._look_again(tracker)
@@ -269,12 +271,12 @@ class SchedulerSide:
             settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
             self._skip_held(tracker, index, end)
-            chunks = self._wanted.final(tracker, index, end, block_ids[group.group])
-            if not chunks:
+            run = self._wanted.final(tracker, index, end, block_ids[group.group])
+            if not run:
                 continue
-            settled = self.planner.plan_store(chunks)
-            refused = chunks[settled:]
-            done = refused[0].depth_tokens // group.chunk_tokens - 1 if refused else end
+            settled = self.planner.plan_store(run)
+            refused = run.depths[settled:]
+            done = refused[0] // group.chunk_tokens - 1 if refused else end
             tracker.next_chunk[index] = max(tracker.next_chunk[index], done)
             self._moved_at = time.monotonic()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.breaker import Circuit
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.gates import GateLimits, Gates, TierGate
 from offload.index import TierIndex
 from offload.planner import Planner
@@ -34,8 +34,10 @@ def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
     assert planner.lower[tier].recover(keys, [info] * len(keys)) == []
 
 
-def wanted(*numbers: int, block: int = 1) -> list[Wanted]:
-    return [Wanted(key_of(n), GROUP, (block + at,), 16) for at, n in enumerate(numbers)]
+def wanted(*numbers: int, block: int = 1) -> Run:
+    count = len(numbers)
+    keys = [key_of(n) for n in numbers]
+    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
 def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.index import TierIndex
 from offload.planner import Planner
 from offload.plans import IN_SLAB, STAGED, DemoteJob, JobResult, LoadJob, StepReport, StoreJob
@@ -25,6 +25,11 @@ GROUP = 0
 def key_of(number: int) -> bytes:
     """A key of group 0."""
     return number.to_bytes(8, "big") + GROUP.to_bytes(4, "big")
+
+
+def _run(numbers: list[int], first_block: int) -> Run:
+    blocks = list(range(first_block, first_block + len(numbers)))
+    return Run([key_of(n) for n in numbers], GROUP, blocks, [16 * (n + 1) for n in numbers])
 
 
 @dataclass
@@ -62,11 +67,9 @@ class World:
         """Compute chunks into new blocks and plan to store them."""
         blocks = range(first_block, first_block + len(numbers))
         self.give_away(list(blocks))
-        chunks = []
         for number, block in zip(numbers, blocks, strict=True):
             self.blocks[block] = (key_of(number), self.generation)
-            chunks.append(Wanted(key_of(number), GROUP, (block,), 16 * (number + 1)))
-        self.planner.plan_store(chunks)
+        self.planner.plan_store(_run(numbers, first_block))
 
     def give_away(self, blocks: list[int]) -> None:
         """Hand blocks to new content: fence first, as vLLM's next step would."""
@@ -85,11 +88,7 @@ class World:
         if hit:
             self.requests += 1
             self.planner.fence(range(first_block, first_block + len(hit)))
-            wanted = [
-                Wanted(key_of(number), GROUP, (first_block + at,), 16 * (number + 1))
-                for at, number in enumerate(hit)
-            ]
-            self.planner.plan_load(f"r{self.requests}", wanted)
+            self.planner.plan_load(f"r{self.requests}", [_run(hit, first_block)])
             self.step()
 
     def reset(self) -> None:
@@ -163,8 +162,8 @@ class World:
 
     def _store(self, rank: Rank, job: StoreJob) -> None:
         failed = self._fault()
-        for blocks, slot in zip(job.blocks, job.slots, strict=True):
-            rank.slots[slot] = None if failed else self.blocks[blocks[0]]
+        for block, slot in zip(job.blocks, job.slots, strict=True):
+            rank.slots[slot] = None if failed else self.blocks[block]
             rank.promises.pop(slot, None)
         self._answer(job.job, JobResult(failed=failed))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.chunks import GroupInfo, Origin, Wanted
+from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
 from offload.controls import CONTROL_NAMES, NO_CONTROLS, WRONG_MOST, Controls, parse_controls
 from offload.demotion import DemotionQueue
 from offload.hints import parse_hints
@@ -131,6 +131,11 @@ def test_thousands_of_names_are_described_briefly() -> None:
 # -- obeyed by the planner -----------------------------------------------------------------------
 
 
+def run(numbers: range, origin: Origin = UNKNOWN) -> Run:
+    depths = [16 * (n + 1) for n in numbers]
+    return Run([KEYS[n] for n in numbers], GROUP, list(numbers), depths, origin)
+
+
 class Bed:
     """A planner with a disk, of which every job ends well."""
 
@@ -156,8 +161,7 @@ class Bed:
 
     def store(self, numbers: range, **told: Any) -> None:
         origin = self.origin(**told)
-        chunks = [Wanted(KEYS[n], GROUP, (n,), 16 * (n + 1), origin) for n in numbers]
-        self.planner.plan_store(chunks)
+        self.planner.plan_store(run(numbers, origin))
         self.finish()
 
     @staticmethod
@@ -188,8 +192,7 @@ def test_only_allowed_tiers_are_read() -> None:
     bed.store(range(2, 3), tiers=["cpu"])
     disk_only, cpu_only = bed.origin(tiers=["lmdb"]), bed.origin(tiers=["cpu"])
     assert not any(KEYS[2] in holder for holder in bed.planner.holders_for(disk_only))
-    wanted = [Wanted(KEYS[n], GROUP, (n,), 16 * (n + 1), disk_only) for n in range(2)]
-    assert bed.planner.plan_load("r", wanted) == {0: 32}
+    assert bed.planner.plan_load("r", [run(range(2), disk_only)]) == {0: 32}
     items = bed.planner.step().loads[0].items
     assert {(item.tier, item.slot) for item in items} == {(0, STAGED)}
     bed = Bed()
@@ -197,7 +200,7 @@ def test_only_allowed_tiers_are_read() -> None:
     bed.planner.cpu.drop(KEYS[:1])
     assert not any(KEYS[0] in holder for holder in bed.planner.holders_for(cpu_only))
     # Whatever a caller asks for: nothing is read from a tier that is not allowed.
-    bed.planner.plan_load("r", [Wanted(KEYS[0], GROUP, (0,), 16, cpu_only)])
+    bed.planner.plan_load("r", [run(range(1), cpu_only)])
     assert bed.planner.step().loads[0].items[0].tier == IN_SLAB
 
 
@@ -231,7 +234,7 @@ def test_low_priority_may_use_half_of_the_load_budget() -> None:
     bed = Bed()
     bed.store(range(4))
     low = bed.origin(priority="low")
-    bed.planner.plan_load("r", [Wanted(KEYS[0], GROUP, (0,), 16)])
+    bed.planner.plan_load("r", [run(range(1))])
     assert bed.planner.can_load(1, 1, low)
     assert not bed.planner.can_load(2, 2, low)
     assert bed.planner.can_load(2, 2)

@@ -187,7 +187,7 @@ def test_the_other_tier_goes_on() -> None:
     holding(planner, 2, 3, tier=1)
     break_reads(planner, 0)
     assert [found(planner, n) for n in (1, 2, 3)] == [False, True, True]
-    planner.plan_load("r", wanted(2, 3))
+    planner.plan_load("r", [wanted(2, 3)])
     assert [item.tier for item in step(planner, 0.0).loads[0].items] == [1, 1]
 
 
@@ -195,12 +195,12 @@ def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
     holding(planner, 1, tier=1)
-    planner.plan_load("hung", wanted(1))
+    planner.plan_load("hung", [wanted(1)])
     (hung,) = step(planner, 0.0).loads
     assert hung.items[0].tier == 0
     break_reads(planner, 0)
     assert found(planner, 1)
-    planner.plan_load("r", wanted(1, block=9))
+    planner.plan_load("r", [wanted(1, block=9)])
     (load,) = step(planner, 0.0).loads
     assert (load.items[0].tier, load.items[0].slot) == (1, STAGED)
     answer(planner, load.job)
@@ -211,8 +211,8 @@ def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
 def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
-    planner.plan_load("a", wanted(1))
-    planner.plan_load("b", wanted(1, block=9))
+    planner.plan_load("a", [wanted(1)])
+    planner.plan_load("b", [wanted(1, block=9)])
     first, second = step(planner, 0.0).loads
     assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
 
@@ -220,12 +220,12 @@ def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
 def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
     planner = make(max_load_blocks=4)
     holding(planner, *range(6))
-    planner.plan_load("hung", wanted(0, 1, 2))
+    planner.plan_load("hung", [wanted(0, 1, 2)])
     job = step(planner, 0.0).loads[0].job
     assert not planner.can_load(2, 2)
     planner.request_ended("hung")
     assert planner.can_load(2, 2)
-    planner.plan_load("next", wanted(4, 5))
+    planner.plan_load("next", [wanted(4, 5)])
     next_job = step(planner, 0.0).loads[0].job
     answer(planner, job, JobResult(failed=True))
     assert not planner.can_load(3, 3), "the late answer of the hung load counts only once"
@@ -244,7 +244,7 @@ def compute_at(planner: Planner, rate: float) -> None:
 def load_at(planner: Planner, rate: float, now: float) -> None:
     """One request's load of one chunk from the tier, straight to the GPU."""
     assert found(planner, 1)
-    planner.plan_load("r", wanted(1))
+    planner.plan_load("r", [wanted(1)])
     (load,) = step(planner, now).loads
     # It is not kept in the CPU tier, so that the next load comes from below again.
     bad = JobResult(seconds=TOKENS / rate)
@@ -276,7 +276,7 @@ def test_a_load_of_the_cpu_tier_says_nothing_of_the_tier_below() -> None:
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 2)
     for _ in range(10):
-        planner.plan_load("r", wanted(1))
+        planner.plan_load("r", [wanted(1)])
         (load,) = step(planner, 0.0).loads
         answer(planner, load.job, JobResult(seconds=100.0))
     assert found(planner, 2)
@@ -326,7 +326,7 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     planner = make(tiers=2, ranks=2)
     holding(planner, 1, 2, 3)
     holding(planner, 2, tier=1)
-    planner.plan_load("r", wanted(1))
+    planner.plan_load("r", [wanted(1)])
     see(planner, rank=1, losses=1)
     assert len(planner.lower[0]) == 0
     assert [planner.present(key_of(n)) for n in (2, 3)] == [True, False]
@@ -346,7 +346,7 @@ def test_a_load_that_came_too_late_is_enough() -> None:
     for _ in range(8):
         load_at(planner, 5000.0, 0.0)
     assert found(planner, 1)
-    planner.plan_load("late", wanted(1))
+    planner.plan_load("late", [wanted(1)])
     (load,) = step(planner, 0.0).loads
     answer(planner, load.job, JobResult(failed=True, late=True, seconds=10.0))
     assert not found(planner, 1)
@@ -360,7 +360,7 @@ def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> No
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 1)
     for _ in range(8):
-        planner.plan_load("r", wanted(*range(1, 12)))  # one from the disk, ten from the CPU tier
+        planner.plan_load("r", [wanted(*range(1, 12))])  # one from the disk, ten from the CPU tier
         (load,) = step(planner, 0.0).loads
         planner.cpu.drop([key_of(1)])
         answer(planner, load.job, JobResult(seconds=0.2))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.chunks import GroupInfo, Origin, Wanted
+from offload.chunks import GroupInfo, Origin, Run
 from offload.hints import NO_HINTS, RequestHints, parse_hints
 from offload.index import TierIndex
 from offload.planner import Planner
@@ -120,8 +120,9 @@ def _planner() -> tuple[Planner, Spy, Spy]:
     return Planner(groups, cpu, [lower]), above, below
 
 
-def _wanted(count: int, origin: Origin) -> list[Wanted]:
-    return [Wanted(KEYS[n], GROUP, (n,), 16 * (n + 1), origin) for n in range(count)]
+def _wanted(count: int, origin: Origin) -> Run:
+    depths = range(16, 16 * (count + 1), 16)
+    return Run(KEYS[:count], GROUP, list(range(count)), depths, origin)
 
 
 def _answer(planner: Planner) -> None:

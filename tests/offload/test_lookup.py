@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.coordinator import Coordinator
 from offload.gates import Gates
 from offload.index import TierIndex
@@ -95,5 +95,5 @@ def test_each_of_two_tiers_is_weighed_by_itself() -> None:
 def test_a_read_under_way_is_joined_whatever_its_tier() -> None:
     planner = planner_with(0, 9)
     slow(planner, 0)
-    planner.plan_load("r", [Wanted(key, 0, (n,), n + 1) for n, key in enumerate(KEYS[:9])])
+    planner.plan_load("r", [Run(KEYS[:9], 0, list(range(9)), range(1, 10))])
     assert chunks_to_load(planner) == 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload import index
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.index import TierIndex
 from offload.ledger import CPU, Job
 from offload.planner import Planner
@@ -98,8 +98,10 @@ def make(slots: int = 4, disk_chunks: int = 8) -> Planner:
     return Planner(groups, cpu, [disk])
 
 
-def wanted(*numbers: int, block: int = 1) -> list[Wanted]:
-    return [Wanted(key_of(n), GROUP, (block + at,), 16) for at, n in enumerate(numbers)]
+def wanted(*numbers: int, block: int = 1) -> Run:
+    count = len(numbers)
+    keys = [key_of(n) for n in numbers]
+    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
 def finish(planner: Planner, *jobs: int) -> None:
@@ -136,7 +138,7 @@ def test_a_committed_chunk_is_written_through_and_then_found_below() -> None:
     stored(planner, 1, 2)
     stored(planner, 3, 4)
     assert planner.stats.tier(CPU).evicted_chunks == 2
-    tokens = planner.plan_load("r", wanted(1, 3))
+    tokens = planner.plan_load("r", [wanted(1, 3)])
     assert tokens == {0: 16, CPU: 16}
     items = planner.step().loads[0].items
     assert [(item.tier, item.slot >= 0) for item in items] == [(0, True), (IN_SLAB, True)]
@@ -146,7 +148,7 @@ def test_a_load_larger_than_the_cpu_tier_is_staged() -> None:
     planner = make(slots=2)
     for numbers in ((1, 2), (3, 4), (5, 6)):
         stored(planner, *numbers)
-    planner.plan_load("r", wanted(1, 2, 3, 4, 5, 6))
+    planner.plan_load("r", [wanted(1, 2, 3, 4, 5, 6)])
     items = planner.step().loads[0].items
     assert [item.slot == STAGED for item in items] == [True] * 4 + [False] * 2
 
@@ -155,8 +157,8 @@ def test_two_requests_share_one_read() -> None:
     planner = make(slots=2)
     stored(planner, 1)
     stored(planner, 2, 3)
-    planner.plan_load("a", wanted(1))
-    planner.plan_load("b", wanted(1, block=9))
+    planner.plan_load("a", [wanted(1)])
+    planner.plan_load("b", [wanted(1, block=9)])
     first, second = planner.step().loads
     assert first.items[0].tier == 0
     assert second.items[0].tier == IN_SLAB
@@ -167,7 +169,7 @@ def test_a_lost_record_is_forgotten_and_deleted_on_every_rank() -> None:
     planner = make(slots=2)
     stored(planner, 1)
     stored(planner, 2, 3)
-    planner.plan_load("a", wanted(1))
+    planner.plan_load("a", [wanted(1)])
     job = planner.step().loads[0].job
     lost = frozenset({key_of(1)})
     planner.complete(StepReport({job: JobResult(bad=lost, lost=lost)}))

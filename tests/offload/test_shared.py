@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from offload.breaker import Circuit
-from offload.chunks import GroupInfo, Wanted
+from offload.chunks import GroupInfo, Run
 from offload.gates import Gates
 from offload.index import TierIndex
 from offload.keys import group_suffix
@@ -66,7 +66,7 @@ class World:
         self.answer(self.step(), there)
 
     def load(self, keys: list[bytes], result: JobResult) -> None:
-        self.planner.plan_load("r", [Wanted(k, 0, (n,), n) for n, k in enumerate(keys)])
+        self.planner.plan_load("r", [Run(keys, 0, list(range(len(keys))), range(len(keys)))])
         [job] = self.step().loads
         self.planner.complete(StepReport({job.job: result}))
 
@@ -115,7 +115,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
 def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
     world = World()
     world.learn(KEYS[:3])
-    world.planner.plan_load("r", [Wanted(KEYS[0], 0, (1,), 1)])
+    world.planner.plan_load("r", [Run(KEYS[:1], 0, [1], [1])])
     world.at(6.0)
     assert [world.planner.lower[1].is_pinned(k) for k in KEYS[:3]] == [True, False, False]
     assert KEYS[0] in world.store
@@ -221,7 +221,7 @@ def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> N
 
 def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
     world = World()
-    world.planner.plan_store([Wanted(KEYS[0], 0, (1,), 16)])
+    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult()}))
     demotes: dict[int, DemoteJob] = {job.tier: job for job in world.step().demotes}
@@ -235,7 +235,7 @@ def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
 
 def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
     world = World(ranks=2)
-    world.planner.plan_store([Wanted(KEYS[0], 0, (1,), 16)])
+    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult(ranks=2)}))
     demotes = {job.tier: job for job in world.step().demotes}

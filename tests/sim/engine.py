@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from offload.chunks import Wanted
+from offload.chunks import Run
 from offload.plans import StepPlan, StepReport
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
@@ -37,6 +37,7 @@ class Request:
     hit: int = 0
     planned_at: float = 0.0
     planned_under: int = 0
+    planned_in: int = 0
     must_fail: bool = False
     loading: bool = False
     aborted: bool = False
@@ -105,24 +106,20 @@ class Engine(Server):
         self.planner.fence([b for at in request.blocks for bs in at.values() for b in bs])
         request.decodes = self.rng.randrange(4)
 
-    def _wanted(self, request: Request, group: int, start: int, end: int) -> list[Wanted]:
-        return [
-            Wanted(
-                key_of(request.chain[at], group),
-                group,
-                request.blocks[at][group],
-                (at + 1) * CHUNK_TOKENS,
-            )
-            for at in range(start, end)
-        ]
+    def _wanted(self, request: Request, group: int, start: int, end: int) -> Run:
+        blocks = [block for at in range(start, end) for block in request.blocks[at][group]]
+        keys = [key_of(prefix, group) for prefix in request.chain[start:end]]
+        depths = range((start + 1) * CHUNK_TOKENS, (end + 1) * CHUNK_TOKENS, CHUNK_TOKENS)
+        return Run(keys, group, blocks, depths)
 
     def _load(self, request: Request, hit: int) -> None:
-        chunks = [c for group in GROUPS for c in self._wanted(request, group, 0, hit)]
-        for tier, tokens in self.planner.plan_load(request.name, chunks).items():
+        runs = [self._wanted(request, group, 0, hit) for group in GROUPS]
+        for tier, tokens in self.planner.plan_load(request.name, runs).items():
             self.hits[tier] += tokens // CHUNK_TOKENS
-        self.planner.touch([c.key for c in chunks])
+        self.planner.touch([key for run in runs for key in run.keys])
         request.hit, request.loading = hit, True
         request.planned_at, request.planned_under = self.now(), self.epoch
+        request.planned_in = self.steps
         self.loading[request.name] = request
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
@@ -144,8 +141,8 @@ class Engine(Server):
             for group in GROUPS:
                 start, end = request.stored[group], len(request.epochs)
                 if start < end:
-                    chunks = self._wanted(request, group, start, end)
-                    request.stored[group] += self.planner.plan_store(chunks)
+                    run = self._wanted(request, group, start, end)
+                    request.stored[group] += self.planner.plan_store(run)
 
     async def _send(self, plan: StepPlan, passes: list[tuple[Request, int, int]]) -> None:
         """Fence, launch the forward pass, post: on every rank, as the connector does."""

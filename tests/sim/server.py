@@ -41,6 +41,7 @@ class Setup:
     copy_failures: float = 0.0
     patience: float = 0.9
     lying: bool = False
+    step_chunks: int = 4
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setup:
@@ -53,6 +54,7 @@ class Setup:
             blocks=rng.choice((60, 90, 150)),
             trouble=rng.choice((0.0, 0.03, 0.08)),
             copy_failures=rng.choice((0.0, 0.0, 0.02)),
+            step_chunks=rng.choice((2, 4, 9, 2048)),
         )
 
 
@@ -147,6 +149,7 @@ class Server:
             max_load_blocks=setup.blocks // 2,
             gates=gates,
             demotions=self.queues,
+            step_chunks=setup.step_chunks,
         )
         for tier in range(setup.tiers):
             await self._recover(tier)

@@ -160,7 +160,7 @@ def any_number_of_probes(patch: pytest.MonkeyPatch) -> None:
 def shut_tiers_are_found(patch: pytest.MonkeyPatch) -> None:
     def holders(self: Planner) -> Iterable[Any]:
         lower = [index.resident for index in self.lower]
-        return (self.cpu.resident, *lower, self._loads.promoting)
+        return (self.cpu.resident, *lower, self._loads.sources.promoting)
 
     patch.setattr(Planner, "holders", property(holders))
 

@@ -98,6 +98,7 @@ def test_the_worlds_have_seen_everything(totals: Totals) -> None:
         "restart",
         "recovered",
         "refused",
+        "parts",
         "probes",
         "read hung",
         "write hung",

@@ -117,6 +117,7 @@ class World(Engine):
         self.events["aborted"] += 1
         if request.loading:
             request.aborted = True  # its blocks are held until every rank has let go of them
+            self.planner.cancel_load(request.name)
             return
         (self.waiting if request in self.waiting else self.running).remove(request)
         self._give_back(request)
@@ -154,12 +155,19 @@ class World(Engine):
     # -- what must hold ----------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """A tier that is shut out costs nothing but probes."""
+        """A tier that is shut out costs nothing but probes. A load that was planned in an earlier
+        step is read to its end although that does not pay any more."""
         gates = self.planner.gates.tiers
         for load in plan.loads:
             for item in load.items:
-                shut = item.tier >= 0 and not gates[item.tier].readable
+                gate = gates[item.tier] if item.tier >= 0 else None
+                request = self.loading.get(load.request)
+                is_new = request is None or request.planned_in == self.steps
+                shut = gate and not (gate.readable if is_new else gate.reads.closed)
                 assert not (load.request and shut), f"{load} asks a tier that is shut out"
+            if load.request in self.loading:
+                self.loading[load.request].planned_at = self.now()
+            self.events["parts"] += load.part > 0
         for demote in plan.demotes:
             assert gates[demote.tier].writable, f"{demote} goes to a tier that is shut out"
         probes = Counter(load.items[0].tier for load in plan.loads if not load.request)
@@ -170,7 +178,10 @@ class World(Engine):
         planner, now = self.planner, self.now()
         planner.check()
         assert not self.wrong, self.wrong[0]
+        waited_for = planner._loads._waited_for
         for request in self.loading.values():
+            if request.name in waited_for and waited_for[request.name].rest:
+                continue  # it waits for the next step, which may take any time
             age = now - request.planned_at
             limit = LIMITS.load_timeout_s + LATE_S + FENCE_S * len(self.ranks)
             assert age < limit, f"{request.name} has waited {age:.1f} s for its load"
@@ -246,6 +257,8 @@ class World(Engine):
             0,
             0,
         )
+        assert not planner._loads.held, "chunks are held that nobody waits for"
+        assert not len(planner._loads) and not len(planner._backlog), "something is put off"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"
@@ -257,6 +270,8 @@ class World(Engine):
             assert not executor._lane._open, f"loads are left: {executor._lane._open}"
             assert executor._lane.staging.free == STAGING, "staging buffers got lost"
             assert not executor._sources, f"stores are left: {executor._sources}"
+            deadlines = executor._deadlines
+            assert not (deadlines._due or deadlines._partial), "requests are owed an answer"
             assert not executor._poisoned, f"poisoned stores are left: {executor._poisoned}"
             for key in planner.cpu._resident:
                 slot = planner.cpu.place(key)
