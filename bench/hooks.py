@@ -25,6 +25,7 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, progress_bar
+from offload.plans import StepPlan
 
 BLOCK = 16
 GOAL_CHUNKS = 8192
@@ -35,6 +36,8 @@ RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
 DECODES = 256
 """Requests in the step that only decodes."""
+HOOKS = "all hooks of a step"
+MESSAGES = ("pickle plan", "runner, unpickle plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +50,35 @@ class Config:
 
 
 class Clock:
-    """Microseconds of this thread's CPU time, by name."""
+    """Microseconds of this thread's CPU time: of each hook the most that one step of a request's
+    life takes, and of all hooks of a step together (``HOOKS``)."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = defaultdict(list)
+        self._step: dict[str, float] = defaultdict(float)
+        self._most: dict[str, float] = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
         """The result of ``work``."""
         began = time.thread_time_ns()
         result = work()
-        self.found[name].append((time.thread_time_ns() - began) / 1000)
+        self._step[name] += (time.thread_time_ns() - began) / 1000
         return result
+
+    def next_step(self) -> None:
+        """A step is over."""
+        hooks = [us for name, us in self._step.items() if name not in MESSAGES]
+        for name, us in [*self._step.items(), (HOOKS, sum(hooks))]:
+            self._most[name] = max(self._most.get(name, 0.0), us)
+        self._step.clear()
+
+    def end(self, case: str) -> None:
+        """A request's life is over."""
+        self.next_step()
+        for name, us in self._most.items():
+            runner, _, hook = name.rpartition("runner, ")
+            self.found[f"{'runner, ' if runner or name != hook else ''}{case}: {hook}"].append(us)
+        self._most.clear()
 
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(values) for name, values in self.found.items()}
@@ -110,60 +131,97 @@ class Bed:
             block_hasher=lambda request: hashed[len(request.block_hashes) :],
         )
 
-    def life(self, clock: Clock, where: str, keys: Sequence[bytes], prompt: list[int]) -> None:
+    def fill(self) -> None:
+        """Fill the CPU tier with chunks that nobody asks for."""
+        from policies.base import EntryInfo
+
+        keys = [os.urandom(36) for _ in range(self.planner.cpu.space.capacity)]
+        self.planner.cpu.recover(keys, [EntryInfo()] * len(keys))
+
+    def life(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
         """One request whose chunks lie in a tier: looked up, loaded, ended."""
-        from offload.plans import JobResult, StepReport
-
-        side, planner = self.side, self.planner
-        request = self.request(keys, prompt)
-        tables = (list(range(1, 2 + len(keys))),)
-        case = f"{where}: "
-        clock.time(f"{case}first lookup", lambda: side.lookup(request, 0))
-        found = clock.time(f"{case}lookup", lambda: side.lookup(request, 0))
-        assert found == BLOCK * len(keys), (found, len(keys))
-        clock.time(f"{case}allocated", lambda: side.allocated(request, tables, found))
-        plan = clock.time(f"{case}build plan", lambda: side.build_plan(_output(request, tables)))
-        packed = clock.time(f"{case}pickle plan", lambda: pickle.dumps(plan, 5))
-        clock.time(f"runner, {case}unpickle plan", lambda: pickle.loads(packed))
-        (load,) = plan.loads
-        report = StepReport({load.job: JobResult()})
-        clock.time(f"{case}take in", lambda: side.update(report, [request.request_id], ()))
-        request.num_computed_tokens = found
-        clock.time(f"{case}ended", lambda: side.finished(request, tables))
-        if len(planner.lower[0]) <= CHECKED_MOST:
-            planner.check()
-
-    def store(self, clock: Clock, keys: Sequence[bytes], prompt: list[int]) -> None:
-        """One request that computes all of its chunks in one step."""
         from offload.plans import JobResult, StepReport
 
         side = self.side
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
-        side.lookup(request, 0)
-        output = _output(request, tables, scheduled=len(prompt))
-        plan = clock.time("store: build plan", lambda: side.build_plan(output))
-        (store,) = plan.stores
-        packed = clock.time("store: pickle plan", lambda: pickle.dumps(plan, 5))
-        clock.time("runner, store: unpickle plan", lambda: pickle.loads(packed))
-        report = StepReport({store.job: JobResult()})
-        clock.time("store: take in", lambda: side.update(report, (), ()))
-        clock.time("store: ended", lambda: side.finished(request, tables))
-        self.planner.cpu.clear()
+        clock.time("arrived", lambda: side.on_new_request(request))
+        clock.next_step()
+        clock.time("first lookup", lambda: side.lookup(request, 0))
+        clock.next_step()
+        found = clock.time("lookup", lambda: side.lookup(request, 0))
+        assert found == BLOCK * len(keys), (found, len(keys))
+        clock.time("allocated", lambda: side.allocated(request, tables, found))
+        parts = self._plan(clock, request, tables).loads
+        while not parts[-1].is_last:
+            clock.next_step()
+            parts += self._plan(clock, request, tables).loads
+        clock.next_step()
+        report = StepReport({parts[0].job: JobResult()})
+        clock.time("take in", lambda: side.update(report, [request.request_id], ()))
+        self._rest(clock)
+        request.num_computed_tokens = found
+        clock.time("ended", lambda: side.finished(request, tables))
+        self._rest(clock)
+        clock.end(case)
+
+    def store(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
+        """One request that computes all of its chunks in one step, and then more tokens."""
+        request = self.request(keys, prompt)
+        tables = (list(range(1, 2 + len(keys))),)
+        self.side.lookup(request, 0)
+        plan = self._plan(clock, request, tables, scheduled=len(prompt))
+        stored = 0
+        request.num_computed_tokens = len(prompt)
+        while plan.stores:
+            stored += sum(len(store.slots) for store in plan.stores)
+            clock.next_step()
+            self._answer(clock, plan)
+            plan = self._plan(clock, request, tables)
+        assert stored == len(keys), (stored, len(keys))
+        self._answer(clock, plan)
+        clock.time("ended", lambda: self.side.finished(request, tables))
+        self._rest(clock)
+        clock.end(case)
+
+    def _plan(self, clock: Clock, request: Any, tables: Any, scheduled: int = 1) -> StepPlan:
+        output = _output(request, tables, scheduled)
+        plan = clock.time("build plan", lambda: self.side.build_plan(output))
+        packed = clock.time("pickle plan", lambda: pickle.dumps(plan, 5))
+        clock.time("runner, unpickle plan", lambda: pickle.loads(packed))
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def _answer(self, clock: Clock, plan: StepPlan) -> None:
+        from offload.plans import JobResult, StepReport
+
+        jobs = [job.job for job in (*plan.stores, *plan.demotes)]
+        if jobs:
+            report = StepReport({job: JobResult() for job in jobs})
+            clock.time("take in", lambda: self.side.update(report, (), ()))
+
+    def _rest(self, clock: Clock) -> None:
+        """Steps until nothing is left to be done, in which others compute."""
+        while self.planner.busy:
+            clock.next_step()
+            plan = clock.time("build plan", lambda: self.side.build_plan(_output()))
+            self._answer(clock, plan)
+        clock.next_step()
+        if len(self.planner.lower[0]) <= CHECKED_MOST:
+            self.planner.check()
 
     def decode(self, clock: Clock, prompt: list[int]) -> None:
         """A step of many requests with a token each and nothing else to do."""
-        for queue in self.planner._demotions:
-            queue.clear(self.planner.cpu)
         requests = [self.request([], prompt[: BLOCK // 2]) for _ in range(DECODES)]
         for request in requests:
             self.side.lookup(request, 0)
         output = _output()
         output.num_scheduled_tokens = {r.request_id: 1 for r in requests}
         output.total_num_scheduled_tokens = len(requests)
-        clock.time("decode: build plan", lambda: self.side.build_plan(output))
+        clock.time("build plan", lambda: self.side.build_plan(output))
         for request in requests:
             self.side.finished(request, ([],))
+        clock.end("decode")
 
 
 def _output(request: Any = None, tables: Any = ((),), scheduled: int = 1) -> Any:
@@ -194,7 +252,18 @@ def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
         bed.life(clock, "disk", keys, prompt)  # which promotes them
         bed.life(clock, "cpu", keys, prompt)
         planner.cpu.clear()
-        bed.store(clock, [os.urandom(32) for _ in range(chunks)], prompt)
+        bed.fill()
+        bed.life(clock, "disk, cpu full", keys, prompt)
+        planner.cpu.clear()
+        new = [os.urandom(32) for _ in range(chunks)]
+        bed.store(clock, "store", new, prompt)
+        planner.forget([key + bytes(4) for key in new])
+        planner.cpu.clear()
+        bed.fill()
+        new = [os.urandom(32) for _ in range(chunks)]
+        bed.store(clock, "store, cpu full", new, prompt)
+        planner.forget([key + bytes(4) for key in new])
+        bed._rest(Clock())
         bed.decode(clock, prompt)
     return clock.medians()
 
@@ -207,10 +276,13 @@ def run(config: Config, progress: Progress) -> Report:
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
-            "CPU time of the calling thread, medians. Chunks of one request, of 16 tokens each.",
+            "CPU time of the calling thread: the most that one step of a request's life takes, "
+            "medians over lives. Chunks of one request, of 16 tokens each.",
             "disk, cpu: the request's chunks lie in that tier. store: they are computed in one "
-            "step. decode: a step of 256 requests with one token each.",
-            "pickle and unpickle only happen with several ranks.",
+            "step. full: as many other chunks have to be evicted from the CPU tier. decode: a step "
+            "of 256 requests with one token each.",
+            "all hooks of a step: lookup, allocation and the step's plan come one after the other. "
+            "pickle and unpickle are not among them, they only happen with several ranks.",
         ],
     )
     gc.disable()  # vLLM freezes its heap and collects rarely

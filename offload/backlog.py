@@ -37,6 +37,8 @@ class Backlog:
                 errors.append(error)
         return errors
 
-    def next_step(self) -> None:
-        """A step has ended."""
+    def end_step(self) -> list[Exception]:
+        """``work``, for the last time in this step."""
+        errors = self.work()
         self._room = self._step_chunks
+        return errors

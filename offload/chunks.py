@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain, compress, repeat
 from typing import Any
 
+import numpy as np
+
 from offload.controls import NO_CONTROLS, Controls
 from offload.hints import NO_HINTS, RequestHints
 from offload.layout import FULL
@@ -103,8 +105,11 @@ class GroupInfo:
         cost = float(self.chunk_tokens)
         # All groups but full ones look back at a window, or at a state.
         slope = cost / PAIR_TOKENS if self.kind == FULL else 0.0
-        begin = self.chunk_tokens / 2
-        costs = [cost + slope * (depth - begin if depth > begin else 0.0) for depth in depths]
+        if isinstance(depths, range):
+            ends = np.arange(depths.start, depths.stop, depths.step)
+        else:
+            ends = np.asarray(depths)
+        costs = (cost + slope * np.maximum(ends - self.chunk_tokens / 2, 0.0)).tolist()
         hints: Iterable[Mapping[str, Any]] = repeat(origin.hints.stored, count)
         if origin.hints.pinned_tokens:
             hints = map(origin.hints.of_chunk, depths)

@@ -7,7 +7,7 @@ because a disk tier may hold ten million of them; pins and the rarer states live
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import islice, repeat
 from operator import attrgetter
@@ -47,7 +47,7 @@ class TierIndex:
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._infos: dict[bytes, EntryInfo] = {}
-        self._pins: dict[bytes, int] = {}
+        self._pins: Counter[bytes] = Counter()
 
     # -- questions ---------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ class TierIndex:
         a hole.
         """
         evicted: list[bytes] = []
-        if self._reserve_at_once(keys, infos, protect if evict else None, evicted):
-            places = tuple(map(self._filling.__getitem__, keys))
+        places = self._reserve_at_once(keys, infos, protect if evict else None, evicted)
+        if places is not None:
             return Reservation(places, tuple(evicted))
         granted: list[int] = []
         take, filling, told = self.space.take, self._filling, self._infos
@@ -159,39 +159,31 @@ class TierIndex:
         infos: Sequence[EntryInfo],
         protect: Container[bytes] | None,
         evicted: list[bytes],
-    ) -> bool:
+    ) -> tuple[int, ...] | None:
         """All of many keys, if all are absent and there is, or can be made, room for them;
-        ``False``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
+        ``None``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
-            return False
+            return None
         told = dict(zip(keys, infos, strict=True))
         if len(told) < len(keys):
-            return False
+            return None
         sizes = list(map(_size_bytes, infos))
         places = self.space.take_all(sizes)
         if places is None and protect is not None:
             evicted += self._make_room(self.space.missing_all(sizes), protect)
             places = self.space.take_all(sizes)
-        if places is None:
-            return False
-        self._filling.update(zip(keys, places, strict=True))
-        self._infos.update(told)
-        return True
+        if places is not None:
+            self._filling.update(zip(keys, places, strict=True))
+            self._infos.update(told)
+            return tuple(places)
+        return None
 
     def commit(self, keys: Sequence[bytes]) -> list[bytes]:
         """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.
 
         ``keys`` are in prefix order; the head ends up youngest in the policy.
         """
-        if (
-            len(keys) >= MANY
-            and len(fresh := set(keys)) == len(keys)
-            and self._filling.keys() >= fresh
-        ):
-            backwards = keys[::-1]
-            places = list(map(self._filling.pop, backwards))
-            self._resident.update(zip(backwards, places, strict=True))
-            self.policy.insert_all(backwards, list(map(self._infos.pop, backwards)))
+        if len(keys) >= MANY and self._commit_at_once(keys[::-1]):
             return list(keys)
         kept: list[bytes] = []
         resident, filling, infos, doomed = self._resident, self._filling, self._infos, self._doomed
@@ -208,6 +200,18 @@ class TierIndex:
             kept.append(key)
         kept.reverse()
         return kept
+
+    def _commit_at_once(self, backwards: Sequence[bytes]) -> bool:
+        """All of these, if all are FILLING; ``False``: nothing was done."""
+        filling = self._filling
+        places = list(map(filling.pop, backwards, repeat(None)))
+        filled = dict(zip(backwards, places, strict=True))
+        if None in places or len(filled) < len(places):
+            filling.update({k: p for k, p in zip(backwards, places, strict=True) if p is not None})
+            return False
+        self._resident.update(filled)  # type: ignore[arg-type]  # there is no None
+        self.policy.insert_all(backwards, list(map(self._infos.pop, backwards)))
+        return True
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
@@ -250,33 +254,27 @@ class TierIndex:
 
     def pin(self, keys: Collection[bytes]) -> None:
         """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
-        pins = self._pins
-        if all(map(self._resident.__contains__, keys)) and pins.keys().isdisjoint(keys):
-            once = dict.fromkeys(keys, 1)
-            if len(once) == len(keys):
-                pins.update(once)
-                return
-        for key in keys:
-            if key not in self._resident and key not in self._filling:
-                self._refuse(key, ChunkEvent.PIN)
-            pins[key] = pins.get(key, 0) + 1
+        if not all(map(self._resident.__contains__, keys)):
+            for key in keys:
+                if key not in self._resident and key not in self._filling:
+                    self._refuse(key, ChunkEvent.PIN)
+        self._pins.update(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
         pins, doomed = self._pins, self._doomed
         keys = list(keys)
         if len(keys) >= MANY and not doomed:
-            counts = list(map(pins.get, keys))
-            if counts.count(1) == len(keys) == len(set(keys)):
-                for key in keys:
-                    del pins[key]
+            counts = list(map(pins.pop, keys, repeat(0)))
+            if counts.count(1) == len(keys):
                 return
+            pins.update({key: n for key, n in zip(keys, counts, strict=True) if n})
         for key in keys:
             count = pins.get(key, 0)
             if key in doomed:
                 self._let_go(key, ChunkEvent.UNPIN)
             elif count == 1:
-                del pins[key]
+                pins.pop(key)
             elif count == 0:
                 self._refuse(key, ChunkEvent.UNPIN)
             else:
@@ -396,7 +394,7 @@ class TierIndex:
         if count > 1:
             self._pins[key] = count - 1
             return
-        del self._pins[key]
+        self._pins.pop(key)
         self.space.give(self._doomed.pop(key))
 
     def _refuse(self, key: bytes, event: ChunkEvent) -> NoReturn:

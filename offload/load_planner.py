@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from offload.chunks import GroupInfo, Run
 from offload.columns import NO_CHUNKS, Columns
@@ -26,9 +27,10 @@ from offload.stats import PlannerStats
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
 STEP_CHUNKS = 2048
-"""Chunks of loads that one step plans, so that it stays short; the same number bounds stores, and
-what ended jobs leave to be done."""
-SHARE_LEAST = 64
+"""Chunks of loads that one step plans, so that it stays short, if they lie in the CPU tier: one
+that gets a slot counts twice, and one for which another is evicted four times."""
+PART_MOST = 256
+"""Chunks that are planned at a time; what they cost is known afterwards."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """A chunk that nobody holds: a load with it fails."""
 
@@ -184,9 +186,9 @@ class LoadPlanner:
         )
         load = _Load(job, [], [], list(runs), read)
         job.fills, job.pins = load.fills, load.pins
-        at_once = not self._queue and job.chunks <= self._room
+        at_once = not self._queue and job.chunks <= min(self._room, PART_MOST)
         if at_once:
-            self._plan_part(load, self._room)
+            self._plan_part(load, job.chunks)
         else:
             job.tokens_by_tier = self.sources.expected(runs, read)
             for run in runs:
@@ -201,15 +203,12 @@ class LoadPlanner:
         return job.tokens_by_tier or {}
 
     def advance(self) -> None:
-        """Plan the next parts of the loads that are not planned to the end: a share of each."""
+        """Plan the next parts of the loads that are not planned to the end, in turn."""
         errors: list[Exception] = []
-        for left in range(len(self._queue), 0, -1):
-            if self._room <= 0:
-                break
+        while self._queue and self._room > 0:
             load = self._queue.popleft()
             try:
-                share = max(SHARE_LEAST, self._room // left)
-                self._plan_part(load, min(self._room, share))
+                self._plan_part(load, min(self._room, PART_MOST))
             except Exception as error:  # its request must get an answer, and so must the others
                 self._cut(load, NOBODY)
                 errors.append(error)
@@ -221,13 +220,13 @@ class LoadPlanner:
     def _plan_part(self, load: _Load, most: int) -> None:
         job = load.job
         runs = load.take(most)
-        count = sum(map(len, runs))
-        self._room -= count
         self._release(load, runs)
         taken = self.sources.take(job.job, runs, load.read, later=load.is_held)
         if taken is None:
+            self._room -= most
             self._cut(load, NOBODY)
             return
+        self._room -= taken.cost
         load.fills += taken.fills
         load.pins += taken.pins
         load.counts.update(taken.counts)
@@ -254,12 +253,11 @@ class LoadPlanner:
         """Let go of chunks that were held until their part is planned."""
         if not load.is_held:
             return
-        held = self.held
         for run in runs:
-            for key in run.keys:
-                count = held.pop(key, 0)
-                if count > 1:
-                    held[key] = count - 1
+            counts = list(map(self.held.pop, run.keys, repeat(1)))
+            if counts.count(1) < len(counts):  # other loads wait for some of them
+                counted = zip(run.keys, counts, strict=True)
+                self.held.update({key: count - 1 for key, count in counted if count > 1})
 
     def plan_probe(self, tier: int) -> int | None:
         """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the

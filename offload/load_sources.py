@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat
+from operator import not_
 
 from offload.chunks import GroupInfo, Run
 from offload.columns import Columns, one_width
@@ -20,6 +21,8 @@ from offload.plans import IN_SLAB, STAGED
 from offload.stats import PlannerStats
 from policies.base import EntryInfo
 
+EVICTED_COST = 2
+"""Evicting a chunk for another takes as long as planning two that lie in the CPU tier."""
 Pins = tuple[int, Sequence[bytes]]
 """A tier's number and the keys that are pinned in it."""
 
@@ -27,12 +30,14 @@ Pins = tuple[int, Sequence[bytes]]
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Chunks on their way: what the workers are told, the keys that got a slot to be read into,
-    what is pinned, and how many chunks of which group come from which tier."""
+    what is pinned, how many chunks of which group come from which tier, and what that cost (see
+    ``STEP_CHUNKS``)."""
 
     columns: Columns
     fills: Sequence[bytes]
     pins: Sequence[Pins]
     counts: Counter[tuple[int, int]]
+    cost: int
 
 
 class LoadSources:
@@ -81,9 +86,12 @@ class LoadSources:
                     break
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident
                 held = list(map(resident.__contains__, left))
-                if found := held.count(True):
-                    counts[run.group, tier] += found
-                    left = [key for key, here in zip(left, held, strict=True) if not here]
+                found = held.count(True)
+                counts[run.group, tier] += found
+                if found == len(left):
+                    break
+                if found:
+                    left = list(compress(left, map(not_, held)))
         return self.tokens(counts)
 
     def take(
@@ -102,7 +110,7 @@ class LoadSources:
         if IN_SLAB in used and (IN_SLAB, STAGED) in zip(tiers, slots, strict=True):
             return None
         pins = self._pin(keys, slots, tiers)
-        promoted = self._promote(job, runs, tiers)
+        promoted, evicted = self._promote(job, runs, tiers)
         if promoted:
             slots = list(map(promoted.get, keys, slots))
         columns = Columns(
@@ -113,7 +121,8 @@ class LoadSources:
             slots,
             tiers,
         )
-        return Taken(columns, tuple(promoted), pins, self._count(groups, tiers))
+        cost = len(keys) + len(promoted) + EVICTED_COST * evicted
+        return Taken(columns, tuple(promoted), pins, self._count(groups, tiers), cost)
 
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
@@ -128,11 +137,12 @@ class LoadSources:
             if STAGED not in slots:
                 return slots, [IN_SLAB] * count
         tiers = self._below(keys, read)
-        if slots.count(STAGED) < count or (self.promoting and cpu_counts):
+        joinable = cpu_counts and not self.promoting.keys().isdisjoint(keys)
+        if slots.count(STAGED) < count or joinable:
             for at, slot in enumerate(slots):
                 if slot != STAGED:
                     tiers[at] = IN_SLAB
-                elif self.promoting and cpu_counts and self._joins(keys[at], tiers[at]):
+                elif joinable and self._joins(keys[at], tiers[at]):
                     slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
         return slots, tiers
 
@@ -174,10 +184,12 @@ class LoadSources:
             pins.append((tier, mine))
         return pins
 
-    def _promote(self, job: int, runs: Sequence[Run], tiers: Sequence[int]) -> dict[bytes, int]:
-        """Slots for what is read from below, as far as there are any."""
+    def _promote(
+        self, job: int, runs: Sequence[Run], tiers: Sequence[int]
+    ) -> tuple[dict[bytes, int], int]:
+        """Slots for what is read from below, as far as there are any; how many were evicted."""
         if tiers.count(IN_SLAB) == len(tiers):
-            return {}
+            return {}, 0
         keys: list[bytes] = []
         infos: list[EntryInfo] = []
         at = 0
@@ -192,7 +204,7 @@ class LoadSources:
         self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.places, strict=False))
         self.promoting.update(dict.fromkeys(promoted, job))
-        return promoted
+        return promoted, len(grant.evicted)
 
     def let_go(
         self, job: Job, most: int, filled: Callable[[Sequence[bytes]], None]

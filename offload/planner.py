@@ -40,7 +40,8 @@ class Planner:
     every job; ``max_store_chunks`` and ``max_load_chunks`` bound the chunks that may be on their
     way to and from the CPU tier; ``admission`` says what may enter it (``None``: everything).
     ``shared`` are the numbers of lower tiers that other engines write to as well. ``step_chunks``
-    bounds the chunks that one step loads, stores, or takes in as done; others follow in the next.
+    bounds the chunks that one step loads, and half of it those that it stores or takes in as done;
+    others follow in the next steps.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class Planner:
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
-        told = self._uses.filled
+        told, half = self._uses.filled, max(1, step_chunks // 2)
         self._stores = StorePlanner(
-            groups, cpu, ledger, stats, told, max_store_chunks, admission, step_chunks
+            groups, cpu, ledger, stats, told, max_store_chunks, admission, half
         )
-        self._backlog = Backlog(step_chunks)
-        self._step_chunks = step_chunks
+        self._backlog = Backlog(half)
+        self._piece_chunks = half
         self._reset = False
         self._epochs: dict[int, int] = {}
         if demotions is None:
@@ -198,8 +199,7 @@ class Planner:
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
-        errors = self._backlog.work()
-        self._backlog.next_step()
+        errors = self._backlog.end_step()
         self._loads.advance()
         if errors:
             raise errors[0]
@@ -280,7 +280,7 @@ class Planner:
 
     def _loaded(self, job: Job) -> None:
         self._loads.ended(job, self._now)
-        for piece in self._loads.sources.let_go(job, self._step_chunks, self._uses.filled):
+        for piece in self._loads.sources.let_go(job, self._piece_chunks, self._uses.filled):
             self._backlog.add(*piece)
         lost, corrupt = job.answer.lost, job.answer.corrupt
         self._backlog.add(len(lost), partial(self.forget, lost, corrupt))

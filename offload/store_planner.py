@@ -27,7 +27,7 @@ has used up the step."""
 
 class StorePlanner:
     """Plans stores into the CPU tier; at most ``max_chunks`` are ``storing`` at a time, and a step
-    begins to store about ``step_chunks``.
+    begins to store about ``step_chunks``, of which one counts twice for which another is evicted.
 
     ``admission`` says what may enter (``None``: everything). ``filled(keys)`` is told when a store
     of these keys has ended, however it did.
@@ -86,6 +86,8 @@ class StorePlanner:
         no more attention: those that some tier holds and those that got a slot. The rest may be
         asked again.
         """
+        if self._room <= 0 and len(run) > FEW:
+            return 0
         fresh, settled = self._absent_prefix(run, present)
         if not fresh:
             return settled
@@ -99,6 +101,7 @@ class StorePlanner:
             settled = run.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), grant.places)
+        self._room -= granted + len(grant.evicted)
         return settled
 
     def _absent_prefix(self, run: Run, present: PresentBatch) -> tuple[Run, int]:
@@ -145,7 +148,6 @@ class StorePlanner:
         self._ledger.open(Job(job, JobKind.STORE, fills=run.keys, blocks=run.blocks, write=write))
         self._planned.append(StoreJob(job, run.group, run.blocks, slots))
         self.storing += len(run)
-        self._room -= len(run)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step.

@@ -14,9 +14,9 @@ from offload.index import TierIndex
 
 WAITING_MOST = 256
 """Ended requests whose last chunks are still being stored; further ones are noted at once."""
-AT_ONCE = 2048
+AT_ONCE = 512
 """Keys that are noted at a time; the rest of a long request is noted in the steps that follow."""
-BEHIND_MOST = 64
+BEHIND_MOST = 256
 """Parts that may be put off."""
 
 
@@ -91,6 +91,7 @@ class Uses:
             self._behind.append((use.keys[end - AT_ONCE : end], None))
             end -= AT_ONCE
         self._behind.append((use.keys[:end], use))
-        self.step()
+        if len(use.keys) <= AT_ONCE:
+            self.step()
         while len(self._behind) > BEHIND_MOST:
             self.step()

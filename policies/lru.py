@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+
+_ABSENT = object()
 
 
 class LruPolicy(EvictionPolicy):
@@ -40,20 +42,21 @@ class LruPolicy(EvictionPolicy):
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         if self or not isinstance(keys, dict):
-            order = self._order
-            for key in keys:
-                order[key] = None
+            self._order.update(zip(keys, repeat(None)))
             return
         self._found, self._found_order, self._gone = keys, list(keys), 0
 
     def touch(self, keys: Sequence[Key]) -> None:
-        order, found = self._order, self._found
-        if found:
-            for key in filter(found.__contains__, set(keys)):
-                del found[key]
-                order[key] = None
         # At the speed of C: a request may have thousands.
-        deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), maxlen=0)
+        order, found, backwards = self._order, self._found, keys[::-1]
+        if found:
+            gone = list(map(found.pop, backwards, repeat(_ABSENT)))
+            if _ABSENT not in gone:
+                order.update(zip(backwards, repeat(None)))
+                return
+            known = zip(backwards, gone, strict=True)
+            order.update((key, None) for key, place in known if place is not _ABSENT)
+        deque(map(order.move_to_end, filter(order.__contains__, backwards)), maxlen=0)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []

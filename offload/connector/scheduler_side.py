@@ -22,6 +22,7 @@ from offload.connector.wanted_chunks import WantedChunks
 from offload.coordinator import Coordinator, present_in
 from offload.layout import FULL, STATE, ModelLayout
 from offload.ledger import CPU
+from offload.load_planner import STEP_CHUNKS
 from offload.planner import Planner
 from offload.plans import StepPlan, StepReport
 from offload.recorder import TraceRecorder
@@ -270,22 +271,25 @@ class SchedulerSide:
                 continue  # states are handed over at their boundary
             settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
-            self._skip_held(tracker, index, end)
-            run = self._wanted.final(tracker, index, end, block_ids[group.group])
+            self._store_up_to(tracker, index, end, block_ids[group.group])
+
+    def _store_up_to(
+        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]
+    ) -> None:
+        """As many chunks of one group as one step takes; what some tier holds costs little."""
+        assert self.planner is not None
+        size = self.layout.groups[index].chunk_tokens
+        while (first := tracker.next_chunk[index]) < end:
+            last = min(end, first + STEP_CHUNKS // 2)
+            run = self._wanted.final(tracker, index, last, table)
+            tracker.next_chunk[index] = last
             if not run:
                 continue
-            settled = self.planner.plan_store(run)
-            refused = run.depths[settled:]
-            done = refused[0] // group.chunk_tokens - 1 if refused else end
-            tracker.next_chunk[index] = max(tracker.next_chunk[index], done)
             self._moved_at = time.monotonic()
-
-    def _skip_held(self, tracker: RequestTracker, index: int, end: int) -> None:
-        """What some tier holds, as after a load, needs no attention; seen for all at once."""
-        assert self.planner is not None
-        keys = tracker.keys[index][tracker.next_chunk[index] : end]
-        hole = present_in(*self.planner.holders)(keys).find(0)
-        tracker.next_chunk[index] += hole if hole >= 0 else len(keys)
+            refused = run.depths[self.planner.plan_store(run) :]
+            if refused:
+                tracker.next_chunk[index] = max(first, refused[0] // size - 1)
+                return
 
     def _store_boundary_states(self, output: SchedulerOutput) -> None:
         """Store the recurrent states that vLLM hands over exactly: (group, block, tokens)."""

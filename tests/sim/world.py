@@ -258,7 +258,7 @@ class World(Engine):
             0,
         )
         assert not planner._loads.held, "chunks are held that nobody waits for"
-        assert not len(planner._loads) and not len(planner._backlog), "something is put off"
+        assert not (len(planner._loads) or len(planner._backlog)), "something is put off"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"
@@ -271,7 +271,8 @@ class World(Engine):
             assert executor._lane.staging.free == STAGING, "staging buffers got lost"
             assert not executor._sources, f"stores are left: {executor._sources}"
             deadlines = executor._deadlines
-            assert not (deadlines._due or deadlines._partial), "requests are owed an answer"
+            owed = [*deadlines._due, *deadlines._partial]
+            assert not owed, f"requests are owed an answer: {owed}"
             assert not executor._poisoned, f"poisoned stores are left: {executor._poisoned}"
             for key in planner.cpu._resident:
                 slot = planner.cpu.place(key)
