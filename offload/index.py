@@ -80,9 +80,9 @@ class TierIndex:
         return key in self._filling
 
     @property
-    def barred(self) -> tuple[Container[bytes], ...]:
+    def barred(self) -> tuple[Mapping[bytes, int], ...]:
         """What is not resident and cannot be reserved all the same."""
-        return self._filling, self._doomed
+        return tuple(filter(None, (self._filling, self._doomed)))
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of ``keys`` that a job is writing now."""
@@ -164,19 +164,19 @@ class TierIndex:
         ``None``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
-        told = dict(zip(keys, infos, strict=True))
-        if len(told) < len(keys):
-            return None
         sizes = list(map(_size_bytes, infos))
         places = self.space.take_all(sizes)
         if places is None and protect is not None:
             evicted += self._make_room(self.space.missing_all(sizes), protect)
             places = self.space.take_all(sizes)
-        if places is not None:
-            self._filling.update(zip(keys, places, strict=True))
-            self._infos.update(told)
-            return tuple(places)
-        return None
+        if places is None:
+            return None
+        filling = len(self._filling)
+        self._filling.update(zip(keys, places, strict=True))
+        self._infos.update(zip(keys, infos, strict=True))
+        if len(self._filling) < filling + len(keys):
+            raise InvariantError(f"index {self.name}: a chunk is reserved twice at once")
+        return tuple(places)
 
     def commit(self, keys: Sequence[bytes]) -> list[bytes]:
         """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.

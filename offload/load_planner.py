@@ -26,7 +26,7 @@ from offload.stats import PlannerStats
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
-STEP_CHUNKS = 2048
+STEP_CHUNKS = 1024
 """Chunks of loads that one step plans, so that it stays short, if they lie in the CPU tier: one
 that gets a slot counts twice, and one for which another is evicted four times."""
 PART_MOST = 256
@@ -191,9 +191,7 @@ class LoadPlanner:
             self._plan_part(load, job.chunks)
         else:
             job.tokens_by_tier = self.sources.expected(runs, read)
-            for run in runs:
-                self.held.update(run.keys)
-            load.is_held = True
+            self._hold(load)
             self._queue.append(load)
         self._ledger.open(job)
         self.request_ended(request)
@@ -248,6 +246,12 @@ class LoadPlanner:
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
+
+    def _hold(self, load: _Load) -> None:
+        """Keep the chunks of this load where they are until their part is planned."""
+        for run in load.rest:
+            self.held.update(run.keys)
+        load.is_held = True
 
     def _release(self, load: _Load, runs: Iterable[Run]) -> None:
         """Let go of chunks that were held until their part is planned."""

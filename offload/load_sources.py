@@ -81,16 +81,14 @@ class LoadSources:
         for run in runs:
             left = run.keys
             for tier in tiers:
-                if tier == tiers[-1]:  # a lookup has found them all
-                    counts[run.group, tier] += len(left)
+                if not left or tier == tiers[-1]:  # a lookup has found them all
+                    counts.update({(run.group, tier): len(left)} if left else {})
                     break
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident
                 held = list(map(resident.__contains__, left))
                 found = held.count(True)
-                counts[run.group, tier] += found
-                if found == len(left):
-                    break
                 if found:
+                    counts[run.group, tier] += found
                     left = list(compress(left, map(not_, held)))
         return self.tokens(counts)
 
@@ -111,7 +109,9 @@ class LoadSources:
             return None
         pins = self._pin(keys, slots, tiers)
         promoted, evicted = self._promote(job, runs, tiers)
-        if promoted:
+        if len(promoted) == len(keys):
+            slots = list(promoted.values())
+        elif promoted:
             slots = list(map(promoted.get, keys, slots))
         columns = Columns(
             keys,
@@ -196,14 +196,14 @@ class LoadSources:
         for run in runs:
             below = run.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(run)])))
             at += len(run)
-            if not self._cpu.are_absent(below.keys):
+            if any(not some.keys().isdisjoint(below.keys) for some in self._cpu.barred):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[run.group].entries(below, 1)
         grant = self._cpu.reserve(keys, infos)
         self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.places, strict=False))
-        self.promoting.update(dict.fromkeys(promoted, job))
+        self.promoting.update(zip(promoted, repeat(job)))
         return promoted, len(grant.evicted)
 
     def let_go(

@@ -91,7 +91,6 @@ class Uses:
             self._behind.append((use.keys[end - AT_ONCE : end], None))
             end -= AT_ONCE
         self._behind.append((use.keys[:end], use))
-        if len(use.keys) <= AT_ONCE:
-            self.step()
+        self.step()
         while len(self._behind) > BEHIND_MOST:
             self.step()

@@ -89,7 +89,7 @@ async def fill(rank: Rank, tier: Tier, count: int) -> None:
 
 
 def store(job: int, blocks: list[int], slots: list[int]) -> StoreJob:
-    return StoreJob(job, 0, tuple((block,) for block in blocks), tuple(slots))
+    return StoreJob(job, 0, blocks, slots)
 
 
 def load(job: int, slots: list[int], blocks: list[int], tier: int = IN_SLAB) -> LoadJob:

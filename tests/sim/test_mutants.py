@@ -23,7 +23,7 @@ from offload.ledger import Job, Ledger
 from offload.load_planner import LoadPlanner
 from offload.load_task import LoadLane, LoadTask
 from offload.planner import Planner
-from offload.plans import JobResult
+from offload.plans import JobResult, LoadJob
 from offload.staging import Window
 from offload.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
@@ -134,6 +134,26 @@ def slots_are_free_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "_run_load", run)
 
 
+def loads_end_with_their_first_part(patch: pytest.MonkeyPatch) -> None:
+    add = LoadTask.add
+
+    def whole(self: LoadTask, job: LoadJob) -> None:
+        add(self, job)
+        self._is_whole = True
+
+    patch.setattr(LoadTask, "add", whole)
+
+
+def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: LoadPlanner, load: Any, *_: Any) -> None:
+        self._release(load, load.rest)
+        load.rest = []
+        if load in self._queue:
+            self._queue.remove(load)
+
+    patch.setattr(LoadPlanner, "_cut", cut)
+
+
 def failed_reads_fill_slots(patch: pytest.MonkeyPatch) -> None:
     filled = LoadLane.filled
     patch.setattr(LoadLane, "filled", lambda self, slot, good: filled(self, slot, good=True))
@@ -206,6 +226,16 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         WRONG_BYTES + "|stray",
     ),
     "lower tiers survive a reset": (lower_tiers_survive_a_reset, None, "lost records|was given"),
+    "a load ends with its first part": (
+        loads_end_with_their_first_part,
+        SMALL,
+        WRONG_BYTES + "|ended twice",
+    ),
+    "a load that is cut is not told": (
+        cut_loads_are_not_told,
+        SMALL,
+        "no rest|has waited|KeyError",
+    ),
     "loads go on over a reset": (skip(LoadLane, "cancel_all"), None, "old weights"),
     "lost records stay known": (skip(Planner, "forget"), Setup(trouble=0.08), "has lost|rest"),
     "deletions get lost": (skip(TierWriter, "delete"), None, "stray|no rest"),

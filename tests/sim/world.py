@@ -258,7 +258,8 @@ class World(Engine):
             0,
         )
         assert not planner._loads.held, "chunks are held that nobody waits for"
-        assert not (len(planner._loads) or len(planner._backlog)), "something is put off"
+        assert not len(planner._loads), "loads are put off"
+        assert not len(planner._backlog), "answers are put off"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"
