@@ -195,9 +195,9 @@ class Bed:
     def _answer(self, clock: Clock, plan: StepPlan) -> None:
         from offload.plans import JobResult, StepReport
 
-        jobs = [job.job for job in (*plan.stores, *plan.demotes)]
-        if jobs:
-            report = StepReport({job: JobResult() for job in jobs})
+        if plan.stores or plan.demotes:
+            report = StepReport({store.job: JobResult() for store in plan.stores})
+            report.results |= {demote.job: JobResult() for demote in plan.demotes}
             clock.time("take in", lambda: self.side.update(report, (), ()))
 
     def _rest(self, clock: Clock) -> None:

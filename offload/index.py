@@ -138,9 +138,8 @@ class TierIndex:
             return Reservation(places, tuple(evicted))
         granted: list[int] = []
         take, filling, told = self.space.take, self._filling, self._infos
-        resident, doomed = self._resident, self._doomed
         for key, info in zip(keys, infos, strict=True):
-            if key in resident or key in filling or key in doomed:
+            if not self.is_absent(key):
                 self._refuse(key, ChunkEvent.RESERVE)
             place = take(info.size_bytes)
             if place is None and evict:
@@ -162,7 +161,7 @@ class TierIndex:
     ) -> tuple[int, ...] | None:
         """All of many keys, if all are absent and there is, or can be made, room for them;
         ``None``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
-        if len(keys) < MANY or not self.are_absent(keys):
+        if len(keys) < MANY or not self.are_absent(keys) or len(set(keys)) < len(keys):
             return None
         sizes = list(map(_size_bytes, infos))
         places = self.space.take_all(sizes)
@@ -171,11 +170,8 @@ class TierIndex:
             places = self.space.take_all(sizes)
         if places is None:
             return None
-        filling = len(self._filling)
         self._filling.update(zip(keys, places, strict=True))
         self._infos.update(zip(keys, infos, strict=True))
-        if len(self._filling) < filling + len(keys):
-            raise InvariantError(f"index {self.name}: a chunk is reserved twice at once")
         return tuple(places)
 
     def commit(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -137,8 +137,8 @@ class OffloadManager:
             groups,
             cpu,
             lower,
-            max_store_chunks=slots,  # callers wait, which is bound enough
-            step_chunks=1 << 30,  # there is no thread of vLLM's to spare
+            max_store_chunks=slots,  # callers wait, which is bound enough, here and below
+            step_chunks=1 << 30,
             gates=Gates(
                 [index.name for index in lower],
                 GateLimits(settings.breaker_failures, break_even=False),  # callers decide

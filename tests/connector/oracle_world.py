@@ -217,6 +217,9 @@ class World:
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.planner: Any = self.connector._scheduler.planner
+        if self.seed % 2:  # long loads, stores and answers take several steps
+            for bounded in (self.planner._loads, self.planner._stores, self.planner._backlog):
+                bounded._step_chunks = bounded._room = 2
         self.free_at_start = self._free_blocks()
 
     @contextmanager
