@@ -54,7 +54,7 @@ NO_CHUNKS = Columns((), (), (), (), (), ())
 
 def one_width(widths: list[int]) -> list[int]:
     """One number where all are equal."""
-    return widths[:1] if widths.count(widths[0]) == len(widths) else widths
+    return widths[:1] if len(set(widths)) == 1 else widths
 
 
 class Packed(NamedTuple):

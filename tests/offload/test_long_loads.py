@@ -105,6 +105,14 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     assert bed.planner.totals()[f"loaded_tokens:{where}"] == 160
 
 
+def test_a_load_of_nothing_is_a_load() -> None:
+    bed = Bed()
+    assert bed.planner.plan_load("r", []) == {}
+    (load,) = bed.step().loads
+    assert (load.items, load.is_last) == ((), True)
+    bed.end(load.job)
+
+
 def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
     bed = Bed()
     bed.store(LONG)
