@@ -43,14 +43,16 @@ def joined(columns: Iterable[KeyColumn]) -> tuple[KeyColumn, ...]:
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int]]:
-    """All keys in one piece, and their lengths (one number if they are all the same)."""
+    """All keys in one piece, and their lengths (one number if they are all the same, but not 0: it
+    would not say how many there are)."""
     lengths = set(map(len, keys))
-    return b"".join(keys), list(lengths) if len(lengths) == 1 else list(map(len, keys))
+    are_alike = len(lengths) == 1 and 0 not in lengths
+    return b"".join(keys), list(lengths) if are_alike else list(map(len, keys))
 
 
 def unpack_keys(packed: bytes, lengths: Sequence[int]) -> tuple[bytes, ...]:
     """The keys that were packed."""
-    if len(lengths) == 1:
+    if len(lengths) == 1 and lengths[0]:
         step = lengths[0]
         return tuple([packed[at : at + step] for at in range(0, len(packed), step)])
     ends = itertools.accumulate(lengths)

@@ -196,7 +196,8 @@ class LoadSources:
         for run in runs:
             below = run.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(run)])))
             at += len(run)
-            if any(not some.keys().isdisjoint(below.keys) for some in self._cpu.barred):
+            # Also what lies there: a request that may not read this tier has come.
+            if not self._cpu.are_absent(below.keys):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[run.group].entries(below, 1)

@@ -78,8 +78,9 @@ class LoadLane:
     def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
         """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
         GPU blocks wait for ``after``: a pass that was launched before may still read them."""
-        task = self._open[job.job] = LoadTask(self, job, after)
+        task = LoadTask(self, job, after)
         task.add(job)
+        self._open[job.job] = task
         return task
 
     def go_on(self, job: LoadJob) -> None:
@@ -91,11 +92,12 @@ class LoadLane:
         else:
             self.refuse([job])
 
-    def refuse(self, jobs: Iterable[LoadJob]) -> None:
+    def refuse(self, jobs: Sequence[LoadJob]) -> None:
         """These loads, or parts of loads, are not carried out."""
         for job in jobs:
             if task := self._open.get(job.job):
                 task.give_up()
+        for job in jobs:
             self.expect(job.items)
             self.fail(job.items)
 
@@ -152,6 +154,7 @@ class LoadTask:
         self._items: list[LoadItem] = []
         self._after = after
         self._is_whole = False
+        self._parts = 0
         self._new: list[LoadItem] = []
         self._news = asyncio.Event()
         self._came_at = 0.0
@@ -167,7 +170,11 @@ class LoadTask:
         self._no_copies.set()
 
     def add(self, job: LoadJob) -> None:
-        """A part of it has come."""
+        """A part of it has come. If one before it has not, the load is given up: nobody must take
+        what has come for the whole."""
+        if job.part != self._parts:
+            self.give_up()
+        self._parts = job.part + 1
         self._lane.expect(job.items)
         self._items += job.items
         self._new += job.items

@@ -49,6 +49,8 @@ def test_a_load_is_unpacked_by_whoever_reads_it() -> None:
     again = pickle.loads(pickle.dumps(found))
     assert again.items == items
     assert pickle.loads(pickle.dumps(LoadJob(1, "", ()))).items == ()
+    nameless = (LoadItem(b"", 0, (), -1, -1),) * 2
+    assert pickle.loads(pickle.dumps(LoadJob(1, "", nameless))).items == nameless
     part = pickle.loads(pickle.dumps(LoadJob(1, "r", items, 3, False)))
     assert (part.part, part.is_last, part.items) == (3, False, items)
 

@@ -4,11 +4,13 @@ before leaves nothing behind that others could take for a chunk."""
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
 
 from offload import executor as executor_module
+from offload.load_planner import NOBODY
 from offload.load_task import LoadLane, LoadTask
 from offload.owed import Deadlines
 from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
@@ -222,6 +224,37 @@ async def test_a_loop_that_stands_still_between_parts(monkeypatch: pytest.Monkey
         done = await rank.turn()
         assert not done.finished, "a request ends once"
         assert 7 in done.report.results
+
+
+async def test_a_part_that_is_missing_is_no_part_that_was_restored() -> None:
+    """A plan that cannot be understood loses a part in the middle; the last one comes."""
+    tier = MemoryTier(1 << 20)
+    async with rank_with(tier) as rank:
+        await ready(rank, tier)
+        post(rank, part(0, [4]))
+        await rank.turn()
+        post(rank, part(2, [5], last=True))
+        done = await rank.turn()
+        assert done.failed == {"r"}
+        assert done.report.results[7].failed
+
+
+async def test_a_plan_that_cannot_be_read_ends_the_loads_that_it_goes_on_with() -> None:
+    tier = MemoryTier(1 << 20)
+    async with rank_with(tier) as rank:
+        await ready(rank, tier)
+        post(rank, part(0, [4]))
+        await rank.turn()
+        post(rank, LoadJob(8, "s", b"no message"), part(1, [5]))
+        await asyncio.sleep(0.01)
+        post(rank, part(2, [6], last=True))
+        done = await rank.turn()
+        assert done.failed == {"r", "s"}
+
+
+def test_a_chunk_that_nobody_holds_survives_being_pickled() -> None:
+    found = pickle.loads(pickle.dumps(LoadJob(1, "r", (NOBODY,), 1, True)))
+    assert found.items == (NOBODY,)
 
 
 def test_a_load_is_due_after_its_last_part() -> None:
