@@ -125,13 +125,9 @@ class OffloadManager:
             undo.push_async_callback(tier.aclose)
             opened.append(await open_tier(tier, number, groups))
         lower = [index for index, _ in opened]
+        limits = _limits(settings)
         executor = Executor(
-            slab,
-            engine,
-            registration.groups,
-            tiers,
-            staging=range(staging),
-            limits=_limits(settings),
+            slab, engine, registration.groups, tiers, staging=range(staging), limits=limits
         )
         planner = Planner(
             groups,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -108,3 +109,10 @@ MODELS: dict[str, OracleModel] = {
         layout="BLHNC",
     ),
 }
+
+
+def in_short_steps(planner: Any, seed: int) -> Any:
+    """The planner; with every other seed its loads, stores and answers take several steps."""
+    for bounded in (planner._loads, planner._stores, planner._backlog) if seed % 2 else ():
+        bounded._step_chunks = bounded._room = 2
+    return planner

@@ -41,7 +41,7 @@ from offload.connector import worker_side
 from offload.connector.connector import OffloadConnector
 from tests.connector.oracle_forward import VOCABULARY, ForwardPass, Running
 from tests.connector.oracle_memory import KvMemory, Prefix
-from tests.connector.oracle_models import OracleModel
+from tests.connector.oracle_models import OracleModel, in_short_steps
 from tests.models.configs import QWEN3
 from tests.models.families import write_model
 from tests.vllm.engine import transfer_config
@@ -216,10 +216,7 @@ class World:
         self._fence = self.executor.fence
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-        self.planner: Any = self.connector._scheduler.planner
-        if self.seed % 2:  # long loads, stores and answers take several steps
-            for bounded in (self.planner._loads, self.planner._stores, self.planner._backlog):
-                bounded._step_chunks = bounded._room = 2
+        self.planner: Any = in_short_steps(self.connector._scheduler.planner, self.seed)
         self.free_at_start = self._free_blocks()
 
     @contextmanager
