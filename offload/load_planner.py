@@ -258,10 +258,11 @@ class LoadPlanner:
         if not load.is_held:
             return
         for run in runs:
-            counts = list(map(self.held.pop, run.keys, repeat(1)))
-            if counts.count(1) < len(counts):  # other loads wait for some of them
-                counted = zip(run.keys, counts, strict=True)
-                self.held.update({key: count - 1 for key, count in counted if count > 1})
+            counts = list(map(self.held.pop, run.keys, repeat(0)))
+            if counts.count(1) < len(counts):  # other loads wait for some, or one is there twice
+                left = Counter({k: n for k, n in zip(run.keys, counts, strict=True) if n})
+                left.subtract(run.keys)
+                self.held.update(+left)
 
     def plan_probe(self, tier: int) -> int | None:
         """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the

@@ -98,8 +98,11 @@ class LoadLane:
             if task := self._open.get(job.job):
                 task.give_up()
         for job in jobs:
-            self.expect(job.items)
-            self.fail(job.items)
+            try:
+                self.expect(job.items)
+                self.fail(job.items)
+            except Exception as error:  # one that cannot be read must not keep the others
+                logger.warning("kvtiers: a load could not be refused: %r", error)
 
     def expect(self, items: Iterable[LoadItem]) -> None:
         """These are about to be read."""

@@ -215,7 +215,6 @@ class Planner:
         stores, fence = self._stores.take()
         plan = StepPlan(
             stores=stores,
-            loads=self._loads.take(),
             demotes=tuple(demotes),
             deletes=self._deletions.take(ready),
             touches={tier: tuple(keys) for tier, keys in self._touches.items() if keys},
@@ -224,6 +223,7 @@ class Planner:
             epochs=dict(self._epochs),
             questions=self.shared.take(),
             idle=idle,
+            loads=self._loads.take(),  # the last: what is taken must be sent
         )
         self._touches = {}
         self._reset = False

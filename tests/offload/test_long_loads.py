@@ -113,6 +113,18 @@ def test_a_load_of_nothing_is_a_load() -> None:
     bed.end(load.job)
 
 
+def test_a_key_may_be_there_twice() -> None:
+    """A caller of the API in one process may ask for that."""
+    bed = Bed()
+    bed.store(LONG)
+    twice = [*LONG, 3, 4]
+    keys = [key_of(n) for n in twice]
+    bed.planner.plan_load("r", [Run(keys, GROUP, list(range(12)), range(1, 13))])
+    parts = bed.parts()
+    assert keys_in(parts) == keys
+    bed.end(parts[0].job)
+
+
 def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
     bed = Bed()
     bed.store(LONG)
