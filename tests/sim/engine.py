@@ -6,6 +6,7 @@ compute, plan stores, send; then take in what the ranks answer.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -156,12 +157,13 @@ class Engine(Server):
             for group in GROUPS
         ]
         reads = [request for request, _, _ in passes if self.rng.random() < 0.3]
+        sent = pickle.dumps(plan)  # as between processes
         for rank in self.ranks:
             if computed:
                 rank.forward(computed, self._reader(rank, reads))
             if plan.reset:
                 self._cut_loads(rank)
-            rank.executor.post(plan)
+            rank.executor.post(pickle.loads(sent))
 
     def _cut_loads(self, rank: Rank) -> None:
         """A load that has not ended on a rank when the reset reaches it must fail."""
