@@ -19,7 +19,7 @@ SIZE = 20_000
 
 
 async def use(tier: LmdbTier, first: int) -> None:
-    for start in range(first, first + 320, 8):
+    for start in range(first, first + 440, 8):
         keys = [key_of(number) for number in range(start, start + 8)]
         await put(tier, keys, SIZE)
         for key in keys[::3]:
