@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks, then the quick tests, then the tests on real vLLM; every stage runs, one exit code. The
 # longest tests run beside the others, because most tests keep only one core busy; what they print
-# comes last. Arguments go to pytest; with them one stage follows the other.
+# comes last; what looks for traces of processes that it killed must not run beside others that
+# kill. Arguments go to pytest; with them one stage follows the other.
 set -uo pipefail
 
 declare -A result
@@ -27,7 +28,8 @@ longest=(
     tests/vllm/test_soak.py
     tests/vllm/test_custom_policy.py
     tests/vllm/test_geometry.py
-    tests/vllm/test_server.py
+    tests/vllm/test_families.py
+    tests/vllm/test_sick_disk.py
     tests/bench/test_bench_serve.py
 )
 

@@ -168,11 +168,10 @@ class CommitThread:
     def _commit(self, batch: list[Change]) -> None:
         if self.failure is not None:
             return
-        puts = [change for change in batch if isinstance(change, Put)]
-        if puts and not self._sync():
-            batch, puts = [change for change in batch if not isinstance(change, Put)], []
+        if any(isinstance(change, Put) for change in batch) and not self._sync():
+            batch = [change for change in batch if not isinstance(change, Put)]
         try:
-            self._apply(batch, puts)
+            self._apply(batch)
             self.counters.commits += 1
         except Exception as error:
             # Whatever LMDB raises, the state on disk is unknown and its environment may be
@@ -187,18 +186,22 @@ class CommitThread:
             return False
         return True
 
-    def _apply(self, batch: list[Change], puts: list[Put]) -> None:
+    def _apply(self, batch: list[Change]) -> None:
+        """One transaction for all of it; where the map has no room for copies of all the pages that
+        it touches, one for each half. What does not fit alone is full."""
         changes, named = _merge(batch, self._index.epoch)
         try:
             if changes.edits or changes.clear_to_epoch is not None:
-                (self._index.apply if puts else self._index.apply_in_parts)(changes)
+                (self._index.apply if named else self._index.apply_in_parts)(changes)
         except lmdb.MapFullError:
             self.counters.map_full += 1
-            if not puts:
+            if not named:
                 raise
-            for put in puts:
-                put.outcome = WriteOutcome.FULL
-            self._apply([change for change in batch if not isinstance(change, Put)], [])
+            if half := len(batch) // 2:
+                self._apply(batch[:half])
+                self._apply(batch[half:])
+            else:
+                named[0].outcome = WriteOutcome.FULL
             return
         for put in named:
             put.outcome, put.is_named = WriteOutcome.OK, True

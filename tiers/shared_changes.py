@@ -253,8 +253,7 @@ class Changes:
 @contextmanager
 def changing(index: SharedIndex, number: int) -> Iterator[Changes]:
     """A write transaction, durable at the end. Raises ``lmdb.Error`` and ``OSError``."""
-    index.see_file()
-    with index.env.begin(write=True) as txn:
+    with index.writing() as txn:
         if not txn.id() % READER_CHECK_EVERY:
             index.env.reader_check()
         changes = Changes(index, txn, number)

@@ -14,12 +14,15 @@ every transaction that was ever committed: ``check`` says so. What changes is in
 A record exists for those who work under its epoch. All sharers whose weights are those of the
 model's files work under the common epoch; one that was given others works under one of its own.
 
-Ownership: any thread may begin transactions; LMDB lets one process at a time write.
+Ownership: any thread may begin transactions; one process at a time writes (``writing``).
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
@@ -43,11 +46,14 @@ from tiers.lmdb_index import (
 from tiers.record_table import RUNS_AT, USE_BYTES, tables_of
 from tiers.shared_space import free_runs
 
+WRITING_NAME = "writing.lock"
+"""Held (flock) by the process whose write transaction is open."""
 READERS_MAX = 256
 """Places in LMDB's table of readers, of all processes together."""
 SHARED_RECORD_INDEX_BYTES = 768
 """Index space set aside per record: ``lmdb_index`` takes 512, and a record is in ``order`` too."""
 _EPOCH_AT = USE_BYTES + 16
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
@@ -117,12 +123,15 @@ class SharedIndex:
             readahead=False,
             writemap=False,
         )
+        self._turn = threading.Lock()
+        self._turns = -1
         try:
+            self._turns = os.open(folder / WRITING_NAME, _LOCK_FLAGS, 0o600)
             self.env.reader_check()
             names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
             self.tables = Databases(*(self.env.open_db(name) for name in names))
         except BaseException:
-            self.env.close()
+            self.close()
             raise
 
     def reserve_file(self) -> None:
@@ -139,6 +148,20 @@ class SharedIndex:
         self.see_file()
         with self.env.begin() as txn:
             yield txn
+
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """A write transaction, durable at the end. Processes take turns by a ``flock``, so that no
+        two wait for LMDB's own lock: it is a robust futex, whose waiters can sleep for ever though
+        it is free if one of them is killed just when it was woken. A ``flock`` has no such gap."""
+        self.see_file()
+        with self._turn:
+            fcntl.flock(self._turns, fcntl.LOCK_EX)
+            try:
+                with self.env.begin(write=True) as txn:
+                    yield txn
+            finally:
+                fcntl.flock(self._turns, fcntl.LOCK_UN)
 
     def manifest_in(self, txn: Any) -> Manifest | None:
         raw = txn.get(b"manifest", db=self.tables.meta)
@@ -196,3 +219,6 @@ class SharedIndex:
     def close(self) -> None:
         """Release the files."""
         self.env.close()
+        if self._turns >= 0:
+            os.close(self._turns)
+            self._turns = -1

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tests.tiers.shared_world import make_tier, plant
-from tiers import record_files, shared_lmdb_tier
+from tiers import record_files, shared_changes, shared_lmdb_tier
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.direct_io import DiskIo
 from tiers.shared_lmdb_tier import SharedLmdbTier
@@ -76,6 +76,7 @@ async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
 
 async def main(kind: str, folder: str, *arguments: str) -> None:
     capacity_bytes, size, number, count = map(int, arguments[:4])
+    shared_changes.READER_CHECK_EVERY = 4  # so that the living look for the dead before they end
     plant(arguments[4])
     shared_lmdb_tier.READ_USE_S = 1e6  # what is evicted is then the oldest of what was written
     rng = random.Random(number)

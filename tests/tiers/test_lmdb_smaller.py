@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from tiers.base import TierIoError, WriteOutcome
+from tiers.lmdb_index import Changes, LmdbIndex
 from tiers.lmdb_store import PAYLOAD_NAME, LmdbOptions, Recovery, payload_capacity_bytes
 from tiers.lmdb_tier import LmdbTier
 from tiers.shared_lmdb_tier import SharedLmdbTier
@@ -51,8 +53,8 @@ async def test_a_smaller_capacity_of_an_index_that_is_full(
     keys = [key_of(n) for n in range(info.capacity_bytes // 4096)]
     random.Random(5).shuffle(keys)  # records that lie together are not neighbours in the index
     page = aligned(4096)
-    for start in range(0, len(keys), 1000):
-        some = keys[start : start + 1000]
+    for start in range(0, len(keys), 4000):  # more than fit the map in one transaction
+        some = keys[start : start + 4000]
         assert set(await tier.write(some, [page] * len(some))) == {WriteOutcome.OK}
     await tier.aclose()
     capacity_bytes = int(share * (40 << 20))
@@ -92,3 +94,28 @@ async def test_an_index_too_large_for_the_capacity_is_set_aside(tmp_path: Path, 
 def test_a_capacity_too_small_for_anything() -> None:
     with pytest.raises(ValueError, match="leaves no room"):
         payload_capacity_bytes(1 << 20)
+
+
+async def test_what_does_not_fit_the_map_at_once_is_committed_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction needs copies of all pages that it touches: only one record is too much."""
+    apply = LmdbIndex.apply
+    too_large = key_of(77)
+
+    def with_little_room(index: LmdbIndex, changes: Changes) -> None:
+        if len(changes.edits) > 30 or too_large in changes.edits:
+            raise lmdb.MapFullError("planted")
+        apply(index, changes)
+
+    monkeypatch.setattr(LmdbIndex, "apply", with_little_room)
+    tier = LmdbTier(tmp_path / "tier", 40 << 20, reserve_bytes=0)
+    await tier.open()
+    keys = [key_of(number) for number in range(200)]
+    outcomes = await tier.write(keys, [aligned(4096)] * len(keys))
+    assert [key for key, o in zip(keys, outcomes, strict=True) if o is WriteOutcome.FULL] == [
+        too_large
+    ]
+    assert {stored.key for stored in await all_keys(tier)} == set(keys) - {too_large}
+    tier.check()
+    await tier.aclose()
