@@ -32,6 +32,8 @@ GATHER_S = 0.1
 LAZY_S = 0.1
 """How long what nobody waits for (deletions, recency) may wait for a write to share its commit."""
 CHANGES_MAX = 8192
+HALVED_LEAST = 512
+"""Smaller batches that do not fit the map are refused whole: deletions need what that leaves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +190,7 @@ class CommitThread:
 
     def _apply(self, batch: list[Change]) -> None:
         """One transaction for all of it; where the map has no room for copies of all the pages that
-        it touches, one for each half. What does not fit alone is full."""
+        a large one touches, one for each half."""
         changes, named = _merge(batch, self._index.epoch)
         try:
             if changes.edits or changes.clear_to_epoch is not None:
@@ -197,11 +199,14 @@ class CommitThread:
             self.counters.map_full += 1
             if not named:
                 raise
-            if half := len(batch) // 2:
+            if len(batch) >= HALVED_LEAST:
+                half = len(batch) // 2
                 self._apply(batch[:half])
                 self._apply(batch[half:])
-            else:
-                named[0].outcome = WriteOutcome.FULL
+                return
+            for put in named:
+                put.outcome = WriteOutcome.FULL
+            self._apply([change for change in batch if not isinstance(change, Put)])
             return
         for put in named:
             put.outcome, put.is_named = WriteOutcome.OK, True
