@@ -199,7 +199,8 @@ class CommitThread:
             self.counters.map_full += 1
             if not named:
                 raise
-            if len(batch) >= HALVED_LEAST:
+            # Not around a clear: what was put before it must not be told as stored.
+            if len(batch) >= HALVED_LEAST and changes.clear_to_epoch is None:
                 half = len(batch) // 2
                 self._apply(batch[:half])
                 self._apply(batch[half:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.codec import Codec
 from tiers.direct_io import DiskIo
 from tiers.lmdb_tier import LmdbTier
+from tiers.shared_index import WRITING_NAME
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
 
@@ -225,4 +227,16 @@ async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
     assert "False" in elsewhere(folder, "print(await tier.present([key_of(1)]))")
     assert await put(tier, [key_of(1)], SIZE) == [OK]
     await assert_holds(tier, [key_of(1)], SIZE)
+    await tier.aclose()
+
+
+async def test_processes_take_turns_before_they_ask_lmdb_for_its_lock(tmp_path: Path) -> None:
+    tier = SharedLmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    with (tmp_path / "tier" / WRITING_NAME).open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writing = asyncio.ensure_future(put(tier, [key_of(1)], 4096))
+        await asyncio.wait([writing], timeout=0.3)
+        assert not writing.done(), "it wrote in the turn of another"
+    assert await writing == [WriteOutcome.OK]
     await tier.aclose()
