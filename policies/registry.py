@@ -111,7 +111,7 @@ def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], grou
         return found(**options)
     except Exception as error:  # whatever a foreign constructor raises is a bad option here
         raise PolicyOptionError(
-            f'{noun} "{name}" does not take {_show(options)}: {error}. {_takes(found)}'
+            f'{noun} "{name}" cannot be made with {_show(options)}: {error}. {_takes(found)}'
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,11 +25,13 @@ from policies.simulate_jobs import (
     plan,
     run_jobs,
 )
-from policies.simulate_report import STDOUT, Outcome, table, write_csv, write_json, write_plot
+from policies.simulate_report import Outcome, json_text, table, write_csv, write_plot
 from policies.simulate_tiers import MODES
 
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
+WRONG = 2
+"""Exit code for what was asked wrongly, as of the other commands."""
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -56,10 +58,10 @@ def simulate(
         int, typer.Option(help="Bytes of a block, for capacities in bytes.")
     ] = 0,
     part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
-    jobs: Annotated[int, typer.Option(help="Processes (0: one per core).")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows as JSON; - for stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
@@ -81,23 +83,47 @@ def simulate(
                 admission=admission,
                 hints=hints,
             )
-        _check_outputs(csv, json, plot)
+        _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if json != STDOUT:
+        _end(f"{error}{_hint(traces, as_json)}", WRONG)
+    if as_json:
+        print(json_text(outcomes))
+    else:
         _screen().print(table(outcomes))
-    if csv:
-        write_csv(outcomes, csv)
-    if json:
-        write_json(outcomes, json)
-    if plot:
-        write_plot(outcomes, plot)
+    _write(outcomes, csv, plot)
 
 
-def _check_outputs(csv: Path | None, json: Path | None, plot: Path | None) -> None:
+def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None:
+    """The files that were asked for; one that cannot be written ends the program."""
+    try:
+        if csv:
+            write_csv(outcomes, csv)
+        if plot:
+            write_plot(outcomes, plot)
+    except ImportError as error:
+        _end(f"--plot needs matplotlib ({error}). Run: pip install matplotlib", 1)
+    except OSError as error:
+        _end(f"cannot write: {error}", 1)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    """Say on stderr what is wrong, and end."""
+    print(f"kvtiers simulate: {text}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _hint(traces: list[Path], as_json: bool) -> str:
+    """What is to be said of a name after ``--json``, which was taken for a trace."""
+    names = [path.name for path in traces if path.suffix == ".json" or path == Path("-")]
+    if not as_json or not names:
+        return ""
+    return f". --json takes no name of a file, it prints: {names[0]} was taken for a trace"
+
+
+def _check_outputs(csv: Path | None, plot: Path | None) -> None:
     """Complain before the runs rather than after them."""
-    for path in (csv, json, plot):
+    for path in (csv, plot):
         if path and not path.parent.is_dir():
             raise ValueError(f"no folder {path.parent} to write {path.name} in")
     if plot and plot.suffix not in PLOT_SUFFIXES:
@@ -110,15 +136,18 @@ def _screen() -> Console:
 
 
 def _run(jobs: list[Job], processes: int) -> list[Outcome]:
-    """All jobs under a progress bar on stderr, which counts the requests of policies."""
+    """All jobs, under a progress bar that counts the requests of policies if stderr is a
+    terminal."""
     counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
     total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,
     )
     with bar:
         task = bar.add_task(f"{len(jobs)} runs", total=total)
@@ -128,7 +157,7 @@ def _run(jobs: list[Job], processes: int) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: order[outcome[0]])
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command(epilog=EPILOG)(simulate)
 
 

@@ -14,7 +14,6 @@ from policies.simulate import Result
 from policies.simulate_jobs import INFINITE, OPTIMUM, Job
 
 Outcome = tuple[Job, Result]
-STDOUT = Path("-")
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -87,13 +86,9 @@ def _cells(row: dict[str, Any], two: bool) -> list[str]:
     return cells
 
 
-def write_json(outcomes: Sequence[Outcome], path: Path) -> None:
-    """A JSON list of the rows; to stdout if the path is ``-``."""
-    text = json.dumps(rows(outcomes), indent=1)
-    if path == STDOUT:
-        print(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
+def json_text(outcomes: Sequence[Outcome]) -> str:
+    """One JSON object; ``runs`` are the rows."""
+    return json.dumps({"runs": rows(outcomes)}, indent=1, allow_nan=False)
 
 
 def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -178,12 +178,10 @@ def trace_file(tmp_path_factory):
 def test_command_line(trace_file, tmp_path) -> None:
     arguments = [str(trace_file), "--policy", "lru", "--policy", "policies.fifo:FifoPolicy"]
     arguments += ["--capacity", "5%", "--capacity", "40blocks", "--jobs", "2"]
-    arguments += ["--json", str(tmp_path / "o.json"), "--csv", str(tmp_path / "o.csv")]
-    arguments += ["--plot", str(tmp_path / "o.png")]
+    arguments += ["--csv", str(tmp_path / "o.csv"), "--plot", str(tmp_path / "o.png"), "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "optimum" in done.output
-    rows = json.loads((tmp_path / "o.json").read_text())
+    rows = json.loads(done.stdout)["runs"]
     names = {row["policy"] for row in rows}
     assert names == {"optimum", "infinite", "lru", "policies.fifo:FifoPolicy"}
     trace = synthetic_trace(7, requests=300)
@@ -202,6 +200,7 @@ def test_command_line_with_two_tiers(trace_file) -> None:
     arguments += ["--lower-capacity", "20%", "--mode", "selective", "--admission", "second-use"]
     done = CliRunner().invoke(app, [*arguments, "--hints", "end", "--part", "0:0.5"])
     assert done.exit_code == 0, done.output
+    assert "optimum" in done.output
     assert "adaptive / lru" in done.output
     assert "disk writes" in done.output
 
@@ -217,13 +216,24 @@ def test_command_line_with_two_tiers(trace_file) -> None:
         (["--part", "a:b"], 'part "a:b" must be like 0.5:1'),
         (["--part", "0.5:0.2"], 'part "0.5:0.2" must be like 0.5:1'),
         (["--part", "0:0.001"], "holds no request"),
-        (["--json", "no/such/o.json"], "no folder no/such to write o.json in"),
+        (["--csv", "no/such/o.csv"], "no folder no/such to write o.csv in"),
+        (["--json", "o.json"], "--json takes no name of a file, it prints: o.json was taken for a"),
+        (["--json", "-"], "--json takes no name of a file, it prints: - was taken for a trace"),
     ],
 )
 def test_command_line_says_what_is_wrong(trace_file, arguments, text) -> None:
     done = CliRunner().invoke(app, [str(trace_file), *arguments, "--jobs", "1"])
     assert done.exit_code == 2
     assert text in " ".join(done.output.replace("│", " ").split())
+
+
+def test_results_are_printed_before_a_file_that_cannot_be_written_is_told(trace_file) -> None:
+    arguments = [str(trace_file), "--capacity", "5%", "--jobs", "1", "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--csv", "/dev/full"])
+    assert done.exit_code == 1
+    assert len(json.loads(done.stdout)["runs"]) == 4
+    [line] = done.stderr.splitlines()
+    assert line.startswith("kvtiers simulate: cannot write: [Errno 28]")
 
 
 def test_the_simulator_checks_its_own_sums() -> None:
