@@ -12,6 +12,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from offload.cli.output import guarded_output
+
 COMMANDS = {
     "top": ("offload.cli.top", "A running server, live, from its /metrics."),
     "why": ("offload.cli.why", "Why did the last requests miss?"),
@@ -63,4 +65,5 @@ def main_options() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    with guarded_output():
+        app()

@@ -1,0 +1,70 @@
+"""What becomes of a program whose output cannot be written, because the disk below it is full: one
+line on stderr and exit code 1, wherever it happened and whether the output is buffered or not.
+
+Of a closed pipe (``| head``) nothing is said; the program ends with 1 as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+
+class OutputLostError(Exception):
+    """Standard output cannot be written. No ``OSError``, because those tell of a store."""
+
+
+class _Output:
+    """A file for text whose ``write`` and ``flush`` raise ``OutputLostError``."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with _told():
+            return self._file.write(text)
+
+    def flush(self) -> None:
+        with _told():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLostError(error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """Around the whole program."""
+    file = sys.stdout
+    if file is None:  # it was started with stdout closed: nothing is printed
+        yield
+        return
+    sys.stdout = cast(TextIO, _Output(file))
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (OutputLostError, BrokenPipeError) as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())  # or Python would try and fail again at its end
+        os.close(nowhere)
+        if isinstance(error, OutputLostError):
+            with contextlib.suppress(OSError):  # what errors are written to is full as well
+                print(f"kvtiers: the output cannot be written: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout = file
