@@ -7,10 +7,8 @@ first, so that a store that is filled from the file has the same order.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from offload.errors import NamespaceError
@@ -101,15 +99,3 @@ def _about(store: Store, outside: OutsideStore, record_bytes: int) -> dict[str, 
         "records_of": owner.namespace.hex() if owner else "",
         "record_bytes": record_bytes,
     }
-
-
-def part_of(path: Path) -> Path:
-    """Where an export is written until it is whole."""
-    return path.with_name(f"{path.name}.part")
-
-
-def publish(file: IO[bytes], path: Path) -> None:
-    """Give a finished export its name, durably."""
-    file.flush()
-    os.fsync(file.fileno())
-    os.replace(part_of(path), path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ from offload.cli.common import (
     KeyFile,
     Problems,
     at_a_store,
+    give_up,
     make_app,
     print_json,
     progress_bar,
@@ -65,7 +65,7 @@ def export(
     problems.refuse("export")
     assert home is not None
     with at_a_store("export"):
-        found = _write(home, file, bytes_per_s, key_file)
+        found = _write(home, file, overwrite, bytes_per_s, key_file)
     _report(home, file, found, as_json)
 
 
@@ -89,14 +89,14 @@ def _choose(problems: Problems, homes: list[Home], namespace: str, model: str) -
     return None
 
 
-def _write(home: Home, file: Path, rate: int, key_file: str) -> list[Exported]:
-    from offload.exporting import export_home, part_of, publish
+def _write(home: Home, file: Path, overwrite: bool, rate: int, key_file: str) -> list[Exported]:
+    from offload.export_file import ExportFileError, export_file
+    from offload.exporting import export_home
     from offload.scrub import Pace
     from offload.sizes import parse_size
 
     if rate < 0:
         rate = parse_size(LIVE_RATE) if home.owners() else 0
-    part = part_of(file)
     with contextlib.ExitStack() as undo:
         stores = []
         for store in home.stores:
@@ -104,14 +104,13 @@ def _write(home: Home, file: Path, rate: int, key_file: str) -> list[Exported]:
                 stores.append((store, store.open(key_file)))
                 undo.callback(stores[-1][1].close)
         total = sum(r.stored_bytes for _, out in stores for batch in out.batches() for r in batch)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(part, flags, 0o600)
-        undo.callback(lambda: part.unlink(missing_ok=True))
-        os.fchmod(fd, 0o600)  # it may have been there
-        out = undo.enter_context(os.fdopen(fd, "wb"))
+        try:
+            out = undo.enter_context(export_file(file, overwrite=overwrite))
+        except ExportFileError as error:
+            give_up("export", str(error))
         bar = undo.enter_context(progress_bar(is_bytes=True))
         task = bar.add_task("export", total=total)
-        found = export_home(
+        return export_home(
             home,
             stores,
             out,
@@ -119,8 +118,6 @@ def _write(home: Home, file: Path, rate: int, key_file: str) -> list[Exported]:
             pace=Pace(rate),
             advance=lambda count: bar.advance(task, count),
         )
-        publish(out, file)
-    return found
 
 
 def _report(home: Home, file: Path, found: list[Exported], as_json: bool) -> None:
