@@ -29,6 +29,18 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
     return done
 
 
+def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
+    """Start them; if the process may have no more, ``stop`` is left with those that run, and
+    called. Raises ``RuntimeError`` then."""
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:
+        threads[:] = [thread for thread in threads if thread.is_alive()]
+        stop()
+        raise
+
+
 class DaemonThreads:
     """``count`` daemon threads for many short functions; belongs to the event loop's thread."""
 
@@ -38,8 +50,7 @@ class DaemonThreads:
             threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
             for n in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        start_all(self._threads, self.stop)
 
     def run(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         """As ``in_thread``, as soon as a thread is free."""

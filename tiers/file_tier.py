@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ class FileTier(FolderTier[RecordFolder]):
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._identity, self._wanted_epoch)
         folder = await self._open_in_thread(RecordFolder, *arguments)
+        used, epochs = self._used_bytes, (folder.epoch, folder.found_epoch)
+        count = len(self._entries)
+        return TierInfo("file", self._capacity_bytes, used, count, True, folder.medium, *epochs)
+
+    def _begin(self, folder: RecordFolder, undo: ExitStack) -> None:
         self._epoch = folder.epoch
         self._entries = folder.entries
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
@@ -71,14 +77,12 @@ class FileTier(FolderTier[RecordFolder]):
         self._filling: dict[Key, asyncio.Task[WriteOutcome]] = {}
         self._removing: dict[Key, asyncio.Future[None]] = {}
         self._reclaiming: asyncio.Future[None] | None = None
-        self._threads = DaemonThreads("tier-file", self._depth)
         self._serial = 0
         self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
         self._counts["dropped_at_open"] = folder.dropped
+        self._threads = DaemonThreads("tier-file", self._depth)
+        undo.callback(self._threads.stop)
         self._reclaim(folder, 0)
-        used, epochs = self._used_bytes, (folder.epoch, folder.found_epoch)
-        count = len(self._entries)
-        return TierInfo("file", self._capacity_bytes, used, count, True, folder.medium, *epochs)
 
     # -- what it says of itself ------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -55,6 +55,11 @@ class FolderTier(Tier, Generic[Open]):
     # -- what a tier says of itself --------------------------------------------------------
 
     @abstractmethod
+    def _begin(self, store: Open, undo: ExitStack) -> None:
+        """Make what works on a store that was just opened. ``undo`` ends the threads of it if
+        something fails. Raises ``RuntimeError`` if the process may have no more."""
+
+    @abstractmethod
     def _threads_in_use(self) -> Sequence[Ending]:
         """Those that end before the store is closed, in this order."""
 
@@ -68,10 +73,12 @@ class FolderTier(Tier, Generic[Open]):
     # -- opening ---------------------------------------------------------------------------
 
     async def _open_in_thread(self, make: Callable[..., Open], *arguments: object) -> Open:
-        """Have a thread make the store. Raises ``TierIoError``."""
+        """Have a thread make the store, and begin to work on it. Raises ``TierIoError``; nothing
+        is left open then."""
         if self._store is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
-        opening = in_thread(make, *arguments)
+        with self._saying("opened"):
+            opening = in_thread(make, *arguments)
         try:
             store = await settled(opening)
         except OSError as error:
@@ -84,8 +91,20 @@ class FolderTier(Tier, Generic[Open]):
         self._active = 0
         self._idle: asyncio.Future[None] | None = None
         self._closing = None
+        with ExitStack() as undo, self._saying("opened"):
+            undo.callback(store.close)  # here, because it may be a thread that cannot be had
+            self._begin(store, undo)
+            undo.pop_all()
         self._store = store
         return store
+
+    @contextmanager
+    def _saying(self, what: str) -> Iterator[None]:
+        """Around the start of threads: that there are no more is a ``TierIoError``, too."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TierIoError(f"the tier in {self._folder} cannot be {what}: {error}") from error
 
     # -- being open ------------------------------------------------------------------------
 
@@ -146,8 +165,13 @@ class FolderTier(Tier, Generic[Open]):
         if self._active:
             self._idle = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._idle], timeout=self._close_timeout_s)
-        await self._end_work()
-        closing = in_thread(_close_store, store, *self._threads_in_use())
+        try:
+            await self._end_work()
+            with self._saying("closed"):
+                closing = in_thread(_close_store, store, *self._threads_in_use())
+        except BaseException:
+            self._closing = None  # it is still open, and can be closed later
+            raise
         await asyncio.wait([closing], timeout=self._close_timeout_s)
         self._store = self._closing = None
         if closing.done():  # else hung threads use the files, which are closed when they end

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tiers.daemon_threads import start_all
 from tiers.direct_io import Scratch
 
 
@@ -55,8 +56,7 @@ class IoThreads:
             threading.Thread(target=self._run, args=(n,), name=f"{name}-{n}", daemon=True)
             for n in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        start_all(self._threads, self.stop)
 
     def submit(self, job: Job) -> None:
         """Queue a job; the caller bounds how many."""

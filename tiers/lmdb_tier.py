@@ -21,6 +21,7 @@ one process (using it after a fork is a ``TierIoError``).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,18 +80,19 @@ class LmdbTier(FolderTier[LmdbStore]):
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
         store = await self._open_in_thread(LmdbStore, *arguments)
-        self._begin(store)
         capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._contents.records)
         medium, epochs = store.index.manifest.file_id, (self.epoch, store.found_epoch)
         return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
-    def _begin(self, store: LmdbStore) -> None:
+    def _begin(self, store: LmdbStore, undo: ExitStack) -> None:
         counts = self._counts = dict.fromkeys(_COUNTERS, 0)
         counts["dropped_at_open"] = len(store.recovered.bad)
         counts["quarantined"] = int(store.was_set_aside)
         threads = self._options.io_threads + SPARE_THREADS
         self._read_threads = IoThreads("tier-read", threads)
+        undo.callback(self._read_threads.stop)
         self._write_threads = IoThreads("tier-write", threads)
+        undo.callback(self._write_threads.stop)
         contents = self._contents = LmdbContents(store, counts)
         common = (store, contents, self._options, counts)
         self._reads = LmdbReads(*common, self._read_threads)

@@ -94,10 +94,15 @@ class MooncakeTier(Tier):
         if not done:
             opening.add_done_callback(_leave)
             raise TierIoError(f"the Mooncake store at {self._settings.master} does not answer")
-        self._client = opening.result()
+        client = opening.result()
         self._loop = asyncio.get_running_loop()
-        self._data = DaemonThreads("tier-mooncake", self._count)
-        self._questions = Questions("tier-mooncake-ask", 2, "the Mooncake store")
+        with contextlib.ExitStack() as undo:
+            undo.callback(client.close)
+            self._data = DaemonThreads("tier-mooncake", self._count)
+            undo.callback(self._data.stop)
+            self._questions = Questions("tier-mooncake-ask", 2, "the Mooncake store")
+            undo.pop_all()
+        self._client = client
         if self._notice is not None:
             await self._post(self._notice)
         return TierInfo(

@@ -45,6 +45,7 @@ class RemoteForeignTier(AskedForeignTier):
         self._open_source = open_source
         self._source: LookingSource | None = None
         self._asking: Questions | None = None
+        self._lookers: DaemonThreads | None = None
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> TierInfo:
@@ -74,7 +75,7 @@ class RemoteForeignTier(AskedForeignTier):
             with contextlib.suppress(asyncio.CancelledError):
                 await looking
         if threads is not None:
-            pools = [threads, self._lookers, self._asking] if self._asking else [threads]
+            pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
             closing = in_thread(_close, pools, self._sources)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
@@ -85,6 +86,7 @@ class RemoteForeignTier(AskedForeignTier):
 
     async def _look_again(self) -> None:
         assert self._source is not None
+        assert self._lookers is not None
         while True:
             await asyncio.sleep(LOOK_S)
             try:

@@ -80,7 +80,7 @@ class ReopeningTier(Tier):
         self._wanted_epoch = info.epoch
         try:
             await self._note_epoch(info.epoch)
-        except TierIoError:
+        except BaseException:
             await self._tier.aclose()
             raise
         return info

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,24 @@ class SharedFileTier(FolderTier[SharedFolder]):
         is_own = self._given_epoch % 2 == 1
         arguments = (self._folder, self._identity, self._capacity_bytes, is_own)
         folder = await self._open_in_thread(SharedFolder, *arguments)
+        used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
+        medium = (folder.medium, epoch, epoch)
+        return TierInfo("file", self._capacity_bytes, used, count, True, *medium, shared=True)
+
+    def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
         self._resets = Resets()
         self._serial = 0
         self._uses = UseClock(folder.last_use_ns + 1)
         self._filling: dict[Key, asyncio.Future[WriteOutcome]] = {}
         self._threads = DaemonThreads("tier-file", self._depth)
+        undo.callback(self._threads.stop)
         self._storing = DaemonThreads("tier-file-store", self._depth)
+        undo.callback(self._storing.stop)
         self._questions = DaemonThreads("tier-ask", QUESTION_THREADS)
+        undo.callback(self._questions.stop)
         names = ("written", "read_ok", "read_miss", "read_corrupt")
         self._counts = dict.fromkeys(names, 0)
         self._renewing = asyncio.ensure_future(self._renew(folder))
-        used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
-        medium = (folder.medium, epoch, epoch)
-        return TierInfo("file", self._capacity_bytes, used, count, True, *medium, shared=True)
 
     async def _renew(self, folder: SharedFolder) -> None:
         while True:

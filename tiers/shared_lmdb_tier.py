@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,8 +90,11 @@ class SharedLmdbTier(FolderTier[SharedStore]):
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
         store = await self._open_in_thread(SharedStore, *arguments)
-        self._begin(store)
-        state, medium = await self._lookups.run(lambda: (store.index.state(), store.medium))
+        try:
+            state, medium = await self._lookup(lambda: (store.index.state(), store.medium))
+        except BaseException:
+            await self.aclose()
+            raise
         capacity_bytes = (store.pages_max - 1) * ALIGNMENT
         used_bytes = (state.file_pages - 1 - state.free_pages) * ALIGNMENT
         count, epoch = state.records, self._options.epoch
@@ -98,7 +102,7 @@ class SharedLmdbTier(FolderTier[SharedStore]):
             "lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch, shared=True
         )
 
-    def _begin(self, store: SharedStore) -> None:
+    def _begin(self, store: SharedStore, undo: ExitStack) -> None:
         self._loop = asyncio.get_running_loop()
         self._own_epoch = store.own_epoch
         self._resets = Resets()
@@ -109,8 +113,11 @@ class SharedLmdbTier(FolderTier[SharedStore]):
         self._counts["dropped_at_open"] = store.dropped
         self._counts["quarantined"] = int(store.was_set_aside)
         self._read_threads = IoThreads("tier-read", self._options.io_threads)
+        undo.callback(self._read_threads.stop)
         self._lookups = DaemonThreads("tier-lookup", 2)
+        undo.callback(self._lookups.stop)
         self._commits = SharedCommits(store.index, store.sharer.number, store.file.sync)
+        undo.callback(self._commits.stop)
         self._asking = Asking(self._commits)
         self._writes = SharedWrites(
             store, self._asking, self._options, self._low_watermark, self._counts
