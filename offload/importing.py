@@ -21,6 +21,9 @@ from offload.stores import Store
 from tiers.base import Tier
 from tiers.bulk import Written, write_all
 from tiers.file_tier import FileTier
+from tiers.index_file import check_room
+from tiers.lmdb_folder import index_bytes
+from tiers.lmdb_index import DATA_NAME, RECORD_INDEX_BYTES, Limits
 from tiers.lmdb_reader import LmdbReader
 from tiers.lmdb_store import payload_capacity_bytes
 from tiers.lmdb_tier import LmdbTier
@@ -128,6 +131,12 @@ class Import:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
         home = replica_folder(self._target.root, self.namespace, replica)
+        if not home.exists():  # look before any folder is made
+            store = Store(home / f"rank-{rank}", self.namespace.name, replica, rank)
+            result.refused = _Maker(store, about, self._target, about["epoch"]).problem
+        if result.refused:
+            result.left = sum(1 for _record in self._records(result))
+            return result
         open_namespace(self._target.root, self.namespace)
         is_new = not home.exists()
         place = open_place(
@@ -220,8 +229,13 @@ class _Maker:
                 "drop records"
             )
         if self.kind == "lmdb":
+            limits = Limits(self.capacity_bytes, self._record_bytes)
             try:
                 payload_capacity_bytes(self.capacity_bytes, self._record_bytes)
+                index = index_bytes(limits, RECORD_INDEX_BYTES)
+                check_room(self._store.folder / DATA_NAME, index)
+            except OSError as error:
+                return f"--capacity: {error.strerror}"
             except ValueError as error:
                 return str(error)
         return ""

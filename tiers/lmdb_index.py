@@ -22,6 +22,7 @@ that LMDB owns outlives its transaction.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run, Runs
-from tiers.index_file import IndexFile
+from tiers.index_file import IndexFile, check_room
 from tiers.lmdb_pages import DamagedError, UnsoundError
 from tiers.lmdb_walk import walk
 from tiers.record import Identity
@@ -176,22 +177,27 @@ class LmdbIndex:
         is_new = not index_exists(folder)
         self._found = None if is_new else check_file(folder)
         self._transactions = 0
-        self._env = self._open_env(folder, map_bytes)
-        try:
-            self._meta = self._env.open_db(b"meta")
-            self._records = self._env.open_db(RECORDS_NAME)
-            if is_new:
-                self._create(manifest)
-            self.manifest, self.epoch = self._read_meta()
-            if self.manifest.identity != manifest.identity:
-                raise ForeignIndexError(
-                    f"it belongs to namespace {self.manifest.identity.namespace.hex()} "
-                    f"rank {self.manifest.identity.rank}"
-                )
-            self._file.reserve(self._env.info()["map_size"])
-        except BaseException as error:  # the environment is closed whatever happens
-            self._env.close()
-            raise _translated(error) from error
+        check_room(folder / DATA_NAME, map_bytes)
+        with contextlib.ExitStack() as undo:
+            if is_new:  # half an index would be a damaged one
+                undo.callback(_remove, folder)
+            self._env = self._open_env(folder, map_bytes)
+            undo.callback(self._env.close)
+            try:
+                self._meta = self._env.open_db(b"meta")
+                self._records = self._env.open_db(RECORDS_NAME)
+                if is_new:
+                    self._create(manifest)
+                self.manifest, self.epoch = self._read_meta()
+                if self.manifest.identity != manifest.identity:
+                    raise ForeignIndexError(
+                        f"it belongs to namespace {self.manifest.identity.namespace.hex()} "
+                        f"rank {self.manifest.identity.rank}"
+                    )
+                self._file.reserve(self._env.info()["map_size"])
+            except BaseException as error:  # whatever it is, undo closes the environment
+                raise _translated(error) from error
+            undo.pop_all()
 
     @staticmethod
     def _open_env(folder: Path, map_bytes: int) -> Any:
@@ -281,6 +287,11 @@ class LmdbIndex:
     def close(self) -> None:
         """Release the files."""
         self._env.close()
+
+
+def _remove(folder: Path) -> None:
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _translated(error: BaseException) -> BaseException:

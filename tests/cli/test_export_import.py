@@ -267,6 +267,45 @@ def test_what_would_harm_a_store_is_refused(tmp_path: Path, options: list[str], 
     assert len(contents(tmp_path / "b")) == 7
 
 
+def everything(root: Path) -> dict[Path, bytes]:
+    """Every file, but those that only say who looks or came last."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.name != "lock.mdb"]
+    return {path: path.read_bytes() for path in files if path.suffix not in (".claim", ".lock")}
+
+
+@pytest.mark.parametrize(
+    ("there", "capacity"),
+    [("nothing", ""), ("nothing", "1EiB"), ("a store", "1EiB"), ("a store", "1GiB")],
+)
+def test_a_capacity_that_cannot_be_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: str, there: str
+) -> None:
+    """An index for 1 EiB has place nowhere, one for 1 GiB none on a disk that is nearly full."""
+    make_store(tmp_path / "a", range(3))
+    make_store(tmp_path / "a", range(3), rank=1)
+    export(tmp_path / "a", tmp_path / "f")
+    (tmp_path / "b").mkdir()
+    if there == "a store":
+        make_store(tmp_path / "b", range(50, 54))
+        make_store(tmp_path / "b", range(50, 54), rank=1)
+    before = everything(tmp_path / "b")
+    options = ["--capacity", capacity] if capacity else []
+    if capacity == "1GiB":
+        nearly_full = list(os.statvfs(tmp_path))
+        nearly_full[4] = 100  # f_bavail
+        monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(nearly_full))
+    result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json", *options)
+    assert result.code == 1
+    assert [store["left"] for store in result.json["stores"]] == [3, 3]
+    for store in result.json["stores"]:
+        assert "--capacity: the index" in store["refused"] or "give --capacity" in store["refused"]
+    monkeypatch.undo()
+    assert everything(tmp_path / "b") == before
+    assert capacity or list((tmp_path / "b").iterdir()) == []
+    options = [] if there == "a store" else ["--capacity", CAPACITY]
+    assert kvtiers("import", tmp_path / "f", tmp_path / "b", *options).code == 0
+
+
 def test_records_of_another_form_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

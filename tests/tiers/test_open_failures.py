@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import re
@@ -163,4 +164,39 @@ async def test_an_index_that_cannot_be_read_once_it_is_open(
     assert held() == before
     monkeypatch.undo()
     await tier.open()
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "shared lmdb"])
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_an_index_that_the_disk_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_new: bool
+) -> None:
+    """The disk fills up while the index is being allocated, and keeps what it gave until then."""
+    path = tmp_path / "tier"
+    if not is_new:
+        tier = MAKERS[kind](path)
+        await tier.open()
+        await put(tier, [key_of(1)], 4096)
+        await tier.aclose()
+    before = {file.name: file.stat().st_size for file in path.glob("data.mdb")}
+    make = {"lmdb": LmdbTier, "shared lmdb": SharedLmdbTier}[kind]
+    large: Tier = make(path, 256 << 20, **SIZES)
+    real = os.posix_fallocate
+
+    def allocate(fd: int, offset: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
+            real(fd, offset, min(length, 1 << 20))
+            raise OSError(errno.ENOSPC, "planted")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(TierIoError, match="planted"):
+        await large.open()
+    monkeypatch.undo()
+    assert {file.name: file.stat().st_size for file in path.glob("data.mdb")} == before
+    tier = MAKERS[kind](path)
+    info = await tier.open()
+    assert info.record_count == (not is_new)
+    assert tier.stats()["quarantined"] == 0
     await tier.aclose()
