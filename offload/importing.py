@@ -223,7 +223,7 @@ class _Maker:
             )
         if not self.capacity_bytes:
             return "the capacity of the store is not known: give --capacity"
-        if self.capacity_bytes < self._known_bytes:
+        if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
                 f"--capacity is below the {self._known_bytes} bytes it was made with, and would "
                 "drop records"

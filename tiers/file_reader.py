@@ -18,6 +18,7 @@ from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.file_tier import EPOCH_NAME, record_name
 from tiers.outside import Found, StoreChangedError
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
+from tiers.record_files import CAPACITY_NAME
 
 BATCH = 256
 _RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -34,12 +35,12 @@ class FileReader:
     name stands for it."""
 
     kind = "file"
-    capacity_bytes = 0
 
     def __init__(self, folder: Path) -> None:
         """Raises ``OSError``."""
         self.folder = folder
         self.epoch = self._stored_epoch()
+        self.capacity_bytes = self._number(CAPACITY_NAME)  # 0 of tiers before it was noted
         self.owner: Identity | None = None
         for batch in self.batches():
             said = Counter(filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch)))
@@ -51,8 +52,12 @@ class FileReader:
                 self.file_bytes += path.lstat().st_blocks * 512
 
     def _stored_epoch(self) -> int:
+        return self._number(EPOCH_NAME)
+
+    def _number(self, name: str) -> int:
+        """What stands in a file; 0 if it is not there, or that is no number."""
         try:
-            return int((self.folder / EPOCH_NAME).read_text(encoding="ascii"))
+            return max(0, int((self.folder / name).read_text(encoding="ascii")))
         except (FileNotFoundError, ValueError):
             return 0
 

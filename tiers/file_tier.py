@@ -60,7 +60,7 @@ class FileTier(FolderTier[RecordFolder]):
         self._depth = depth
 
     async def open(self) -> TierInfo:
-        arguments = (self._folder, self._identity, self._wanted_epoch)
+        arguments = (self._folder, self._identity, self._wanted_epoch, self._capacity_bytes)
         folder = await self._open_in_thread(RecordFolder, *arguments)
         used, epochs = self._used_bytes, (folder.epoch, folder.found_epoch)
         count = len(self._entries)

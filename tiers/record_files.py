@@ -2,6 +2,7 @@
 
     <folder>/epoch-<n>/<64 hex>          a record: one page of header and key, then the payload
     <folder>/epoch-<n>/<64 hex>.<x>.tmp  a record being written
+    <folder>/capacity                    the bytes it was last opened with; nothing depends on it
 
 A record's name is a digest of its key, so nothing from outside ever becomes part of a path. It
 appears by ``rename`` after its bytes are flushed. The time of last use is its modification time.
@@ -26,6 +27,7 @@ from tiers.record import HEADER_BYTES, Identity, RecordError, parse, seal, verif
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PREFIX = "epoch-"
+CAPACITY_NAME = "capacity"
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -161,6 +163,14 @@ class RecordFiles:
         if not is_ours or not is_whole:
             return None
         return key, Entry(found.st_mtime_ns, header.payload_bytes)
+
+    def note_capacity(self, capacity_bytes: int) -> None:
+        """Keep what the folder was opened with, for those who look at it from outside. Where
+        it cannot be written it is left out."""
+        with contextlib.suppress(OSError):
+            known = self._load(CAPACITY_NAME) if self._exists(CAPACITY_NAME) else ""
+            if known != str(capacity_bytes):
+                self._store(CAPACITY_NAME, str(capacity_bytes))
 
     # -- folders -----------------------------------------------------------------------------
 

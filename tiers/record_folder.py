@@ -36,7 +36,7 @@ class RecordFolder(RecordFiles):
     that was on disk, ``epoch`` the present one; ``entries`` is what was found of it, ``dropped``
     how many files were no whole records."""
 
-    def __init__(self, path: Path, identity: Identity, epoch: int) -> None:
+    def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
         """Check, lock, begin ``epoch`` if that is a later one, and read every header.
 
         Raises ``TierIoError`` and ``OSError``.
@@ -56,6 +56,7 @@ class RecordFolder(RecordFiles):
             self.medium = self._stored_medium()
             self.begin(max(self.found_epoch, epoch))
             self.entries, self.dropped = self._scan()
+            self.note_capacity(capacity_bytes)
             undo.pop_all()
 
     def close(self) -> None:

@@ -83,6 +83,7 @@ class SharedFolder(RecordFiles):
             self.engines.announce(COMMON)
             if is_own:
                 self.begin_own(forgets=False)
+            self.note_capacity(capacity_bytes)
             stored, _alive = self.scan()
             self.found_bytes, self.found_count = sum(s.size_bytes for s in stored), len(stored)
             self.last_use_ns = max((one.use_ns for one in stored), default=0)

@@ -44,12 +44,27 @@ def test_counts_and_sizes_of_a_store_at_rest(tmp_path: Path, kind: str) -> None:
     found = only_store(tmp_path)
     assert (found["kind"], found["records"], found["payload_bytes"]) == (kind, 7, 7 * SIZE)
     assert (found["smallest_bytes"], found["largest_bytes"]) == (SIZE, SIZE)
-    assert found["capacity_bytes"] == (CAPACITY if kind == "lmdb" else None)
+    assert found["capacity_bytes"] == CAPACITY
     assert began_ns <= found["oldest_use_ns"] < found["newest_use_ns"]
     assert found["ages"]["1h"] == 7
     assert sum(found["ages"].values()) == 7
     assert (found["owner_pid"], found["hits"], found["problem"]) == (None, None, "")
     assert found["file_bytes"] >= 7 * SIZE
+
+
+@pytest.mark.parametrize("content", [None, b"", b"much", b"-5", b"\xff", b"9" * 5000])
+def test_a_file_tier_that_does_not_say_its_capacity(tmp_path: Path, content: bytes | None) -> None:
+    """One of before it was noted, or damage: it is not known then, and nothing else is touched."""
+    file = make_store(tmp_path, range(3), kind="file") / "capacity"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    found = only_store(tmp_path)
+    assert (found["capacity_bytes"], found["records"], found["problem"]) == (None, 3, "")
+    assert " ? " in kvtiers("inspect", tmp_path).out
+    make_store(tmp_path, range(4), kind="file")  # whoever opens it notes it
+    assert only_store(tmp_path)["capacity_bytes"] == CAPACITY
 
 
 def test_hits_come_from_the_server(tmp_path: Path) -> None:
