@@ -146,8 +146,10 @@ class Bed:
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
         clock.time("arrived", lambda: side.on_new_request(request))
-        clock.next_step()
-        clock.time("first lookup", lambda: side.lookup(request, 0))
+        while (found := clock.time("first lookup", lambda: side.lookup(request, 0))) is None:
+            self._plan(clock, None, ((),))
+            clock.next_step()
+        self._plan(clock, None, ((),))
         clock.next_step()
         found = clock.time("lookup", lambda: side.lookup(request, 0))
         assert found == BLOCK * len(keys), (found, len(keys))
@@ -161,6 +163,8 @@ class Bed:
         clock.time("take in", lambda: side.update(report, [request.request_id], ()))
         self._rest(clock)
         request.num_computed_tokens = found
+        self._plan(clock, request, tables)
+        clock.next_step()
         clock.time("ended", lambda: side.finished(request, tables))
         self._rest(clock)
         clock.end(case)
@@ -169,7 +173,9 @@ class Bed:
         """One request that computes all of its chunks in one step, and then more tokens."""
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
-        self.side.lookup(request, 0)
+        clock.time("arrived", lambda: self.side.on_new_request(request))
+        found = clock.time("first lookup", lambda: self.side.lookup(request, 0))
+        assert found == 0, found
         plan = self._plan(clock, request, tables, scheduled=len(prompt))
         stored = 0
         request.num_computed_tokens = len(prompt)
@@ -281,8 +287,10 @@ def run(config: Config, progress: Progress) -> Report:
             "disk, cpu: the request's chunks lie in that tier. store: they are computed in one "
             "step. full: as many other chunks have to be evicted from the CPU tier. decode: a step "
             "of 256 requests with one token each.",
-            "all hooks of a step: lookup, allocation and the step's plan come one after the other. "
-            "pickle and unpickle are not among them, they only happen with several ranks.",
+            "all hooks of a step: arrival, lookup, allocation and the step's plan come one after "
+            "the other. pickle and unpickle are not among them, they only happen with several "
+            "ranks. first lookup: as many steps as it takes; lookup: once more, as of a request "
+            "that waits.",
         ],
     )
     gc.disable()  # vLLM freezes its heap and collects rarely

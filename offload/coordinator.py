@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 
 from .layout import FULL, STATE, GroupLayout, ModelLayout
 
@@ -22,6 +23,10 @@ BATCH = 512
 
 PresentBatch = Callable[[Sequence[bytes]], bytes]
 """Presence of a batch of keys: one byte per key, 0 or 1."""
+
+RunEnd = Callable[[int, Sequence[bytes], int, int], int]
+"""Of a group (by its place in the layout) with these keys: the first chunk of ``[first, end)`` that
+is not present, or ``end``."""
 
 
 def present_in(*containers: Container[bytes]) -> PresentBatch:
@@ -62,19 +67,28 @@ class Coordinator:
         present: Container[bytes] | PresentBatch,
         start_tokens: int,
         limit_tokens: int,
+        run_end: RunEnd | None = None,
     ) -> int:
         """The longest restorable prefix in tokens, at most ``limit_tokens``.
 
         ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a
         draft group may lie beyond the limit, but not for a model of one group (so does vLLM).
-        Answers ``start_tokens`` if nothing longer can be restored.
+        Answers ``start_tokens`` if nothing longer can be restored. ``run_end`` is asked instead of
+        ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
         bound = limit_tokens // self._alignment * self._alignment
         if self._alone:
             keys = [keys[0][: limit_tokens // self.layout.groups[0].chunk_tokens]]
         groups = [
-            _GroupLookup(self.layout.groups[g], keys[g], batch, start_tokens, self._alignment)
+            _GroupLookup(
+                self.layout.groups[g],
+                keys[g],
+                batch,
+                start_tokens,
+                self._alignment,
+                partial(run_end, g) if run_end is not None else None,
+            )
             for g in self._full_first
         ]
         while bound > start_tokens:
@@ -174,6 +188,7 @@ class _GroupLookup:
         batch: PresentBatch,
         start: int,
         alignment: int,
+        run_end: Callable[[Sequence[bytes], int, int], int] | None,
     ) -> None:
         self._layout = layout
         self._keys = keys
@@ -183,6 +198,7 @@ class _GroupLookup:
         self._proof = 1 if layout.draft else 0
         self._first = start // layout.chunk_tokens
         self._run_end = -1
+        self._find_run_end = run_end or self._scan_run
         self._flags = b""
         self._flags_from = -1
 
@@ -202,17 +218,18 @@ class _GroupLookup:
         """Presence without a gap from ``start`` on is looked up once, then only trimmed."""
         size = self._layout.chunk_tokens
         if self._run_end < 0:
-            self._run_end = self._scan_run(bound // size + self._proof)
+            end = bound // size + self._proof
+            self._run_end = self._find_run_end(self._keys, self._first, max(end, self._first))
         return min(bound, self._align_down((self._run_end - self._proof) * size))
 
-    def _scan_run(self, end: int) -> int:
+    def _scan_run(self, keys: Sequence[bytes], first: int, end: int) -> int:
         """The first chunk of ``[first, end)`` that is not present, or ``end``."""
-        for low in range(self._first, end, BATCH):
-            flags = self._batch(self._keys[low : min(end, low + BATCH)])
+        for low in range(first, end, BATCH):
+            flags = self._batch(keys[low : min(end, low + BATCH)])
             gap = flags.find(0)
             if gap >= 0:
                 return low + gap
-        return max(end, self._first)
+        return end
 
     def _lower_tail(self, bound: int) -> int:
         """From right to left: a missing chunk rules out every boundary whose tail holds it."""

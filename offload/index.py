@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 from offload.errors import InvariantError
+from offload.removals import Removals
 from offload.space import Reservation, Space
 from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
@@ -42,6 +43,7 @@ class TierIndex:
         # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
         self.kept: Container[bytes] = _NOTHING
         self.held: Container[bytes] = _NOTHING
+        self.removals = Removals()  # the planner's, as soon as it has this index
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
@@ -211,6 +213,8 @@ class TierIndex:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
+        keys = list(keys)
+        self.removals.note(keys)  # somebody may have counted on it
         for key in keys:
             if key in self._doomed:
                 self._let_go(key, ChunkEvent.ABORT)
@@ -294,6 +298,7 @@ class TierIndex:
                     self.space.give(place)
             elif key in self._filling:
                 self._doom_filling(key)
+        self.removals.note(dropped)
         return dropped
 
     def evict(self, count_bytes: int) -> list[bytes]:
@@ -306,6 +311,7 @@ class TierIndex:
             self._doomed[key] = self._resident.pop(key)
         self.space.give_all(self._resident.values())
         self._resident.clear()
+        self.removals.note_all()
         self.policy.clear()
         for key in list(self._filling):
             self._doom_filling(key)
@@ -335,7 +341,7 @@ class TierIndex:
 
     def _make_room(self, missing: int, protect: Container[bytes]) -> list[bytes]:
         """Evict so much, ahead to the low watermark, never more than needed there."""
-        space, pins, kept, held = self.space, self._pins, self.kept, self.held
+        space, pins, kept, held = self.space, self._pins, self.kept, self.held or _NOTHING
         passed: list[bytes] = []
 
         def evictable(key: object) -> bool:
@@ -375,6 +381,7 @@ class TierIndex:
         self.space.give_all(list(map(self._resident.pop, keys)))
         deque(map(self.policy.remove, keys, repeat(RemoveCause.EVICTED)), maxlen=0)
         self.evictions += len(keys)
+        self.removals.note(keys)
         return used - self.space.used
 
     def _doom_filling(self, key: bytes) -> None:

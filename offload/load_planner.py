@@ -9,13 +9,14 @@ fail.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain
 
 from offload.chunks import GroupInfo, Run
 from offload.columns import NO_CHUNKS, Columns
 from offload.gates import TierGate
+from offload.held_chunks import HeldChunks
 from offload.index import TierIndex
 from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
@@ -26,9 +27,11 @@ from offload.stats import PlannerStats
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
-STEP_CHUNKS = 1024
+STEP_CHUNKS = 512
 """Chunks of loads that one step plans, so that it stays short, if they lie in the CPU tier: one
 that gets a slot counts twice, and one for which another is evicted four times."""
+ACCEPTED_COST = 1 / 16
+"""Accepting a chunk of a long load, in these units."""
 PART_MOST = 256
 """Chunks that are planned at a time; what they cost is known afterwards."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
@@ -37,27 +40,31 @@ NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What a request waits for. ``fills`` and ``pins`` are its job's; ``rest`` is not planned yet,
-    and ``parts`` are; ``is_held``: the chunks of the rest must stay where they are."""
+    """What a request waits for. ``fills``, ``pins`` and ``tokens`` are its job's; ``rest`` is
+    not planned yet, from chunk ``at`` of its first run on, and ``parts`` are."""
 
     job: Job
     fills: list[bytes]
     pins: list[Pins]
     rest: list[Run]
     read: frozenset[int] | None
-    is_held: bool = False
+    at: int = 0
     parts: int = 0
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    tokens: dict[int, int] = field(default_factory=dict)
 
     def take(self, most: int) -> list[Run]:
         """The next chunks of the rest."""
         taken = []
         while self.rest and most > 0:
-            run = self.rest.pop(0)
-            taken.append(run.part(0, most))
-            if len(run) > most:
-                self.rest.insert(0, run.part(most, len(run)))
-            most -= len(run)
+            run = self.rest[0]
+            end = min(len(run), self.at + most)
+            taken.append(run.part(self.at, end))
+            most -= end - self.at
+            self.at = end
+            if end == len(run):
+                self.rest.pop(0)
+                self.at = 0
         return taken
 
 
@@ -67,7 +74,7 @@ class LoadPlanner:
     ``failed`` are the last loads that failed, with their requests, for whoever explains them;
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
     that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load. ``held`` are the
-    chunks that wait for their part, with how many loads they do for.
+    chunks of loads that are not planned to the end.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class LoadPlanner:
     ) -> None:
         self.loading = self.holding = 0
         self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MOST)
-        self.held: Counter[bytes] = Counter()
+        self.held = HeldChunks()
         self.sources = LoadSources(groups, cpu, lower, gates, stats)
         self._gates = tuple(gates)
         self._lower = tuple(lower)
@@ -174,7 +181,8 @@ class LoadPlanner:
         What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
         CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
         (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
-        Returns the tokens that come from each tier (``CPU`` or the lower tier's number).
+        Returns the tokens that come from each tier (``CPU`` or the lower tier's number): of a load
+        that is not planned to the end about those, and the mapping changes when it is.
         """
         read = runs[0].origin.controls.read if runs else None
         job = Job(
@@ -185,20 +193,21 @@ class LoadPlanner:
             holds=sum(len(run.blocks) for run in runs),
         )
         load = _Load(job, [], [], list(runs), read)
-        job.fills, job.pins = load.fills, load.pins
+        job.fills, job.pins, job.tokens_by_tier = load.fills, load.pins, load.tokens
         at_once = not self._queue and job.chunks <= min(self._room, PART_MOST)
         if at_once:
             self._plan_part(load, job.chunks)
         else:
-            job.tokens_by_tier = self.sources.expected(runs, read)
-            self._hold(load)
+            load.tokens |= self.sources.expected(runs, read)
+            self.held.hold(job.job, chain.from_iterable(run.keys for run in runs))
+            self._room -= int(job.chunks * ACCEPTED_COST)
             self._queue.append(load)
         self._ledger.open(job)
         self.request_ended(request)
         self._waited_for[request] = load
         self.loading += job.chunks
         self.holding += job.holds
-        return job.tokens_by_tier or {}
+        return load.tokens
 
     def advance(self) -> None:
         """Plan the next parts of the loads that are not planned to the end, in turn."""
@@ -218,8 +227,10 @@ class LoadPlanner:
     def _plan_part(self, load: _Load, most: int) -> None:
         job = load.job
         runs = load.take(most)
-        self._release(load, runs)
-        taken = self.sources.take(job.job, runs, load.read, later=load.is_held)
+        later = self.held.holds(job.job)
+        if not load.rest:
+            self.held.release(job.job)
+        taken = self.sources.take(job.job, runs, load.read, later=later)
         if taken is None:
             self._room -= most
             self._cut(load, NOBODY)
@@ -229,8 +240,9 @@ class LoadPlanner:
         load.pins += taken.pins
         load.counts.update(taken.counts)
         if not load.rest:
-            job.tokens_by_tier = self.sources.tokens(load.counts)
-            below = {tier: tokens for tier, tokens in job.tokens_by_tier.items() if tier >= CPU}
+            load.tokens.clear()
+            load.tokens |= self.sources.tokens(load.counts)
+            below = {tier: tokens for tier, tokens in load.tokens.items() if tier >= CPU}
             self._stats.planned(below)
         self._send(load, taken.columns)
 
@@ -241,28 +253,11 @@ class LoadPlanner:
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
         """Plan no more of this load than these."""
-        self._release(load, load.rest)
+        self.held.release(load.job.job)
         load.rest = []
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
-
-    def _hold(self, load: _Load) -> None:
-        """Keep the chunks of this load where they are until their part is planned."""
-        for run in load.rest:
-            self.held.update(run.keys)
-        load.is_held = True
-
-    def _release(self, load: _Load, runs: Iterable[Run]) -> None:
-        """Let go of chunks that were held until their part is planned."""
-        if not load.is_held:
-            return
-        for run in runs:
-            counts = list(map(self.held.pop, run.keys, repeat(0)))
-            if counts.count(1) < len(counts):  # other loads wait for some, or one is there twice
-                left = Counter({k: n for k, n in zip(run.keys, counts, strict=True) if n})
-                left.subtract(run.keys)
-                self.held.update(+left)
 
     def plan_probe(self, tier: int) -> int | None:
         """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the

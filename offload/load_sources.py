@@ -18,9 +18,12 @@ from offload.gates import TierGate
 from offload.index import TierIndex
 from offload.ledger import CPU, Job
 from offload.plans import IN_SLAB, STAGED
+from offload.removals import Removals
 from offload.stats import PlannerStats
 from policies.base import EntryInfo
 
+SAMPLE = 256
+"""Chunks of a long load by which is told beforehand where it will come from."""
 EVICTED_COST = 2
 """Evicting a chunk for another takes as long as planning two that lie in the CPU tier."""
 Pins = tuple[int, Sequence[bytes]]
@@ -42,7 +45,7 @@ class Taken:
 
 class LoadSources:
     """The CPU tier and the lower tiers as sources; ``promoting`` are the chunks that some load is
-    reading into the CPU tier, with its job."""
+    reading into the CPU tier, with its job; ``removals`` is what has left any of these."""
 
     def __init__(
         self,
@@ -53,6 +56,9 @@ class LoadSources:
         stats: PlannerStats,
     ) -> None:
         self.promoting: dict[bytes, int] = {}
+        self.removals = Removals()
+        for index in (cpu, *lower):
+            index.removals = self.removals
         self._groups = groups
         self._cpu = cpu
         self._lower = tuple(lower)
@@ -70,27 +76,25 @@ class LoadSources:
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
         if read is not None and CPU not in read:
             return tuple(lower)
-        if len(asked) < len(self._lower) or not self.promoting:
+        if len(asked) < len(self._lower) or not self._lower:
             return (self._cpu.resident, *lower)
         return (self._cpu.resident, *lower, self.promoting)
 
-    def expected(self, runs: Sequence[Run], read: frozenset[int] | None) -> Mapping[int, int]:
-        """The tokens that each tier would give of these chunks now."""
+    def expected(self, runs: Sequence[Run], read: frozenset[int] | None) -> dict[int, int]:
+        """About the tokens that each tier would give of these chunks now, from a sample of them."""
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
         for run in runs:
-            left = run.keys
-            for tier in tiers:
-                if not left or tier == tiers[-1]:  # a lookup has found them all
-                    counts.update({(run.group, tier): len(left)} if left else {})
-                    break
+            left = sample = run.keys[:: -(-len(run) // SAMPLE)]
+            rest = len(run)
+            for tier in tiers[:-1]:
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident
                 held = list(map(resident.__contains__, left))
-                found = held.count(True)
-                if found:
-                    counts[run.group, tier] += found
-                    left = list(compress(left, map(not_, held)))
-        return self.tokens(counts)
+                left = list(compress(left, map(not_, held)))
+                counts[run.group, tier] = len(run) * held.count(True) // len(sample)
+                rest -= counts[run.group, tier]
+            counts[run.group, tiers[-1]] = rest  # a lookup has found them all
+        return self.tokens(+counts)
 
     def take(
         self, job: int, runs: Sequence[Run], read: frozenset[int] | None, *, later: bool
@@ -100,7 +104,7 @@ class LoadSources:
         nothing done, if nobody holds one of them, or if they are taken ``later`` than they were
         looked up and only a tier holds one that has begun to fail since."""
         keys = runs[0].keys if len(runs) == 1 else [*chain.from_iterable(r.keys for r in runs)]
-        groups = [*chain.from_iterable(repeat(run.group, len(run)) for run in runs)]
+        groups = [*chain.from_iterable([run.group] * len(run) for run in runs)]
         slots, tiers = self._find(keys, read)
         used = set(tiers)
         if later and any(t != IN_SLAB and not self._gates[t].reads.closed for t in used):
@@ -117,7 +121,7 @@ class LoadSources:
             keys,
             groups,
             runs[0].blocks if len(runs) == 1 else [*chain.from_iterable(r.blocks for r in runs)],
-            one_width([*chain.from_iterable(repeat(run.width, len(run)) for run in runs)]),
+            one_width([*chain.from_iterable([run.width] * len(run) for run in runs)]),
             slots,
             tiers,
         )
@@ -214,6 +218,7 @@ class LoadSources:
         chunks. The head comes last, part by part as in each: so it ends up youngest."""
         good, bad = job.verdict()
         self._forget_promotions(bad)
+        self.removals.note(bad)
         for end in range(len(bad), 0, -most):
             part = bad[max(0, end - most) : end]
             yield len(part), partial(self._filled, (), part, filled)
@@ -231,8 +236,11 @@ class LoadSources:
         filled: Callable[[Sequence[bytes]], None],
     ) -> None:
         self._cpu.abort(bad)
-        self._stats.promoted(self._cpu.commit(good))
+        kept = self._cpu.commit(good)
+        self._stats.promoted(kept)
         self._forget_promotions(good)
+        if len(kept) < len(good):
+            self.removals.note(good)
         filled([*good, *bad])
 
     def _forget_promotions(self, keys: Sequence[bytes]) -> None:

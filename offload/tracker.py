@@ -10,22 +10,25 @@ from typing import Any
 
 from offload.chunks import UNKNOWN, Origin
 from offload.keys import chunk_keys
+from offload.known_prefix import KnownPrefix
 from offload.layout import ModelLayout
 
 
 class RequestTracker:
     """One live request.
 
-    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]``
-    need no more attention, and no other is complete before ``ready_at`` tokens are computed;
+    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]`` need no
+    more attention, and no other is complete before ``ready_at`` tokens are computed;
     ``has_answered`` means that its first output token was seen. ``lookup_start`` is where the last
-    lookup began (tokens), ``found`` where its hit ends, ``refused`` whether there was no room for
-    the load and ``shortened`` whether it was cut to what is worth loading; ``record`` is what is
-    told of it; ``filtered_by`` is why ``no_load`` is set; ``wait`` is what shared tiers were last
-    asked for it; ``told`` means that the client sent an object for us, ``wrong`` what was wrong in
-    it, and ``pinned_tokens`` how many of its tokens were pinned; ``failures`` counts loads that
-    failed; ``stale`` means that blocks computed so far must not be stored; ``sources`` are the
-    tokens of the last load by tier; ``origin`` is what policies may know of the request.
+    lookup began (tokens), ``found`` where its hit ends and ``known`` what all have found,
+    ``refused`` whether there was no room for the load and ``shortened`` whether it was cut to what
+    is worth loading; ``record`` is what is told of it; ``filtered_by`` is why ``no_load`` is set;
+    ``wait`` is what shared tiers were last asked for it; ``told`` means that the client sent an
+    object for us, ``wrong`` what was wrong in it, and ``pinned_tokens`` how many of its tokens were
+    pinned; ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must
+    not be stored; ``sources`` are the tokens of the last load by tier and ``loaded`` its chunks by
+    group, in the layout's order; ``mark`` is what `offload.removals.Removals` counted when the
+    request came; ``origin`` is what policies may know of the request.
     """
 
     __slots__ = (
@@ -35,8 +38,11 @@ class RequestTracker:
         "has_answered",
         "identity",
         "keys",
+        "known",
+        "loaded",
         "loading",
         "lookup_start",
+        "mark",
         "next_chunk",
         "no_load",
         "no_store",
@@ -59,6 +65,7 @@ class RequestTracker:
         self.identity = identity
         self.origin: Origin = UNKNOWN
         self.keys: list[list[bytes]] = [[] for _ in range(groups)]
+        self.known = KnownPrefix()
         self.next_chunk = [0] * groups
         self.ready_at = 0
         self.has_answered = False
@@ -70,6 +77,8 @@ class RequestTracker:
         self.filtered_by = ""
         self.failures = 0
         self.loading = False
+        self.loaded: Sequence[range] = ()
+        self.mark = 0
         self.no_load = False
         self.no_store = False
         self.stale = False
@@ -92,3 +101,5 @@ class RequestTracker:
         self.ready_at = 0
         self.stale = False
         self.wait = None
+        self.known.clear()
+        self.loaded = ()

@@ -35,7 +35,8 @@ class Endings:
         its end, so that a policy that counts or times uses sees requests."""
         hints = tracker.origin.hints.ended
         for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
-            self._planner.used(keys[: tokens // group.chunk_tokens], hints)
+            used = tokens // group.chunk_tokens
+            self._planner.used(keys[:used] if used < len(keys) else keys, hints)
 
     def _pin(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
         """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""

@@ -51,6 +51,8 @@ class Intake:
         tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
         tracker.filtered_by = "require_salt" if tracker.no_load else "no_load"
         self._listen(tracker, request)
+        if not (tracker.no_load and tracker.no_store):  # before the first step, which has to look
+            tracker.extend(request.block_hashes, self._layout)
         if self._recorder is not None:
             self._record(self._recorder, tracker, request)
         return tracker

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from offload.coordinator import Coordinator, present_in
+from offload.known_prefix import LookupRoom
 from offload.lookup import tokens_to_load
 from offload.planner import Planner
 from offload.plans import JobResult
@@ -43,12 +44,18 @@ class Lookups:
         self.log = log
         self._coordinator = coordinator
         self._planner = planner
+        self._room = LookupRoom(planner.removals)
         self._explainer = Explainer(coordinator, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
+    def next_step(self) -> None:
+        """A step is over: lookups have room again."""
+        self._room.next_step()
+
     def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: a shared tier was
-        asked and may answer soon. No side effect on tiers."""
+        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in
+        the next step, because a shared tier was asked and may answer soon, or because the prompt is
+        so long that one step does not ask for all of it. No side effect on tiers."""
         started = time.perf_counter()
         tracker.lookup_start = computed_tokens
         tracker.refused = False
@@ -58,7 +65,9 @@ class Lookups:
             tracker.extend(request.block_hashes, self._coordinator.layout)
             is_waiting = self._is_waiting(tracker, request, computed_tokens)
             if not is_waiting:
-                tracker.found = self._hit(tracker, request, computed_tokens)
+                hit = self._hit(tracker, request, computed_tokens)
+                is_waiting = hit is None
+                tracker.found = computed_tokens if hit is None else hit
         self.seconds += time.perf_counter() - started
         self.count += 1
         if is_waiting:
@@ -80,14 +89,21 @@ class Lookups:
             wait = tracker.wait = shared.ask(missing, tracker.origin.controls.read, now)
         return shared.is_waiting(wait, now)
 
-    def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int:
+    def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
         limit = _limits(tracker, request).stop
         short_loads = self._planner.stats.short_loads
         hit = tokens_to_load(
-            self._coordinator, self._planner, tracker.keys, computed_tokens, limit, tracker.origin
+            self._coordinator,
+            self._planner,
+            tracker.keys,
+            computed_tokens,
+            limit,
+            self._room,
+            tracker.known,
+            tracker.origin,
         )
         tracker.shortened = self._planner.stats.short_loads > short_loads
-        if hit > computed_tokens:
+        if hit is not None and hit > computed_tokens:
             ranges = self._coordinator.load_ranges(computed_tokens, hit)
             chunks = [len(part) for part in ranges]
             sizes = [group.chunk_blocks for group in self._coordinator.layout.groups]
@@ -98,6 +114,7 @@ class Lookups:
 
     def accepted(self, tracker: RequestTracker, request: Request) -> None:
         """vLLM goes on with what the last lookup found: make the request's record, once."""
+        tracker.known.clear()
         if tracker.record is not None:
             return
         start = tracker.lookup_start

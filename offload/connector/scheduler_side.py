@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_MOST = 1024
+"""Chunks of an ended request that are looked for once more."""
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
 waiting."""
@@ -87,7 +89,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request was added (also called again for a resumed session)."""
         if request.request_id not in self._trackers:
-            self._trackers[request.request_id] = self.intake.admit(request)
+            tracker = self._trackers[request.request_id] = self.intake.admit(request)
+            tracker.mark = self.planner.removals.count if self.planner is not None else 0
             self._requests[request.request_id] = request
 
     def close(self) -> None:
@@ -146,6 +149,7 @@ class SchedulerSide:
         self.planner.fence(self._tables.beyond(block_ids, start))
         wanted = self._wanted.of_range(tracker, block_ids, start, start + external_tokens)
         tracker.sources = self.planner.plan_load(tracker.request, wanted)
+        tracker.loaded = self._coordinator.load_ranges(start, start + external_tokens)
         tracker.loading = True
         self._moved_at = time.monotonic()
 
@@ -169,15 +173,23 @@ class SchedulerSide:
 
     def _look_again(self, tracker: RequestTracker) -> None:
         """Chunks may have been evicted while their request ran, which counts as their use only
-        now. Store them again from the GPU: what comes behind a hole can never be hit."""
+        now. Store them again from the GPU: what comes behind a hole can never be hit. Of very many
+        every nth is looked at: a small hole that is overlooked costs hits, until a request that
+        computes it stores it."""
         assert self.planner is not None
+        if self.planner.removals.count == tracker.mark:
+            return
         present = present_in(*self.planner.holders)
         for index, group in enumerate(self.layout.groups):
-            done = tracker.next_chunk[index]
-            if group.kind == FULL and done:
-                hole = present(tracker.keys[index][:done]).find(0)
-                if hole >= 0:
-                    tracker.next_chunk[index] = hole
+            done = tracker.keys[index][: tracker.next_chunk[index]]
+            if group.kind != FULL or not done:
+                continue
+            nth = -(-len(done) // LOOK_AGAIN_MOST)
+            hole = present(done[::nth]).find(0)
+            if hole >= 0:
+                first = max(0, (hole - 1) * nth + 1)
+                around = present(done[first : hole * nth + 1])
+                tracker.next_chunk[index] = first + around.find(0)
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """How many of the loaded tokens come from the CPU tier and from lower tiers."""
@@ -195,6 +207,8 @@ class SchedulerSide:
         if self.planner is None:
             return StepPlan()
         idle = output.total_num_scheduled_tokens == 0
+        if self.lookups is not None:
+            self.lookups.next_step()
         try:
             self._prepare(output)
             return self.planner.step(idle=idle)
@@ -276,11 +290,19 @@ class SchedulerSide:
     def _store_up_to(
         self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]
     ) -> None:
-        """As many chunks of one group as one step takes; what some tier holds costs little."""
+        """As many chunks of one group as one step takes. What was loaded is in some tier."""
         assert self.planner is not None
         size = self.layout.groups[index].chunk_tokens
-        while (first := tracker.next_chunk[index]) < end:
+        loaded = tracker.loaded[index] if tracker.loaded else range(0)
+        seen = 0
+        while (first := tracker.next_chunk[index]) < end and seen < STEP_CHUNKS:
+            if first in loaded:
+                tracker.next_chunk[index] = loaded.stop
+                continue
             last = min(end, first + STEP_CHUNKS // 2)
+            if first < loaded.start:
+                last = min(last, loaded.start)
+            seen += last - first
             run = self._wanted.final(tracker, index, last, table)
             tracker.next_chunk[index] = last
             if not run:
@@ -330,6 +352,7 @@ class SchedulerSide:
             if request_id in self._trackers:
                 failures.append(self._trackers[request_id])
                 failures[-1].failures += 1
+                failures[-1].loaded = ()
         if report is not None and not report.empty:
             if report.results or report.answers:
                 self._moved_at = time.monotonic()

@@ -33,20 +33,16 @@ class WantedChunks:
             size = group.chunk_blocks
             first, last = chunks.start * size, chunks.stop * size
             table = block_ids[group.group][first:last]
-            if (
-                len(table) < last - first
-                or 0 in table
-                or first < inside.start
-                or last > inside.stop
-            ):
+            is_whole = len(table) == last - first and first >= inside.start and last <= inside.stop
+            if not is_whole or min(table, default=1) <= 0:
                 table = [
                     table[at - first] or -1 if at in inside and at - first < len(table) else -1
                     for at in range(first, last)
                 ]
-            found = self.chunks(tracker, index, chunks, table)
-            if -1 in table:
-                rows = zip(*[iter(table)] * size, strict=True)
-                found = found.chosen([max(row) >= 0 for row in rows])
+                flags = [max(row) >= 0 for row in zip(*[iter(table)] * size, strict=True)]
+                found = self.chunks(tracker, index, chunks, table).chosen(flags)
+            else:
+                found = self.chunks(tracker, index, chunks, table)
             if found:
                 wanted.append(found)
         return wanted

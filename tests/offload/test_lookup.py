@@ -9,6 +9,7 @@ from offload.coordinator import Coordinator
 from offload.gates import Gates
 from offload.index import TierIndex
 from offload.keys import group_suffix
+from offload.known_prefix import KnownPrefix, LookupRoom
 from offload.layout import FULL, GroupLayout, ModelLayout
 from offload.lookup import tokens_to_load
 from offload.pace import SAMPLES_MIN, STOP_BELOW
@@ -49,7 +50,9 @@ def slow(planner: Planner, tier: int) -> None:
 
 
 def chunks_to_load(planner: Planner, start: int = 0) -> int:
-    found = tokens_to_load(Coordinator(LAYOUT), planner, [KEYS], start * CHUNK, CHUNKS * CHUNK)
+    first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupRoom(planner.removals)
+    found = tokens_to_load(Coordinator(LAYOUT), planner, [KEYS], first, limit, room, KnownPrefix())
+    assert found is not None
     return found // CHUNK
 
 

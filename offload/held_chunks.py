@@ -1,0 +1,35 @@
+"""Chunks that must stay where they are because somebody is about to use them.
+
+Part of the planner, on its thread. Made once per holder and given back as a whole: cheaper than a
+count per chunk, and asked only for what is about to be evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class HeldChunks:
+    """Sets of chunks, each with its owner's number."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, frozenset[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Owners that hold some."""
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in keys for keys in self._held.values())
+
+    def hold(self, owner: int, keys: Iterable[bytes]) -> None:
+        """Hold these until ``release``."""
+        self._held[owner] = frozenset(keys)
+
+    def holds(self, owner: int) -> bool:
+        """Whether this owner holds some."""
+        return owner in self._held
+
+    def release(self, owner: int) -> None:
+        """Let go of what this owner holds, if anything."""
+        self._held.pop(owner, None)
