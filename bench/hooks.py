@@ -155,7 +155,7 @@ class Bed:
         assert found == BLOCK * len(keys), (found, len(keys))
         clock.time("allocated", lambda: side.allocated(request, tables, found))
         parts = self._plan(clock, request, tables).loads
-        while not parts[-1].is_last:
+        while not parts or not parts[-1].is_last:
             clock.next_step()
             parts += self._plan(clock, request, tables).loads
         clock.next_step()

@@ -43,7 +43,7 @@ class TierIndex:
         # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
         self.kept: Container[bytes] = _NOTHING
         self.held: Container[bytes] = _NOTHING
-        self.removals = Removals()  # the planner's, as soon as it has this index
+        self.removals = Removals()
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}
         self._filling: dict[bytes, int] = {}
@@ -92,8 +92,7 @@ class TierIndex:
 
     def are_absent(self, keys: Collection[bytes]) -> bool:
         """Whether all these chunks could be reserved."""
-        states = self._resident, self._filling, self._doomed
-        return all(not state or state.keys().isdisjoint(keys) for state in states)
+        return all(state.keys().isdisjoint(keys) for state in (self._resident, *self.barred))
 
     def is_absent(self, key: bytes) -> bool:
         """Whether the chunk could be reserved."""
@@ -213,8 +212,7 @@ class TierIndex:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
-        keys = list(keys)
-        self.removals.note(keys)  # somebody may have counted on it
+        self.removals.note(keys := list(keys))  # somebody may have counted on them
         for key in keys:
             if key in self._doomed:
                 self._let_go(key, ChunkEvent.ABORT)
@@ -262,8 +260,7 @@ class TierIndex:
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
-        pins, doomed = self._pins, self._doomed
-        keys = list(keys)
+        pins, doomed, keys = self._pins, self._doomed, list(keys)
         if len(keys) >= MANY and not doomed:
             counts = list(map(pins.pop, keys, repeat(0)))
             if counts.count(1) == len(keys):
@@ -323,8 +320,8 @@ class TierIndex:
         problems = []
         if used != self.space.used or used > self.space.capacity:
             problems.append(f"places {used}, used {self.space.used} of {self.space.capacity}")
-        if len(self.policy) != len(self._resident):
-            problems.append(f"policy {len(self.policy)} keys, resident {len(self._resident)}")
+        if (known := len(self.policy)) != len(self):
+            problems.append(f"policy {known} keys, resident {len(self)}")
         states = [set(self._resident), set(self._filling), set(self._doomed)]
         if sum(map(len, states)) != len(set.union(*states)):
             problems.append("a key is in two states")
@@ -352,10 +349,9 @@ class TierIndex:
 
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
-        evicted: list[bytes] = []
-        freed = 0
+        evicted, freed = list[bytes](), 0
         while freed < missing:
-            per_key = max(1, self._typical_amount())
+            per_key = max(1, space.used // max(1, len(self) + len(self._filling)))
             names = self.policy.victims(
                 max(1, (missing - freed + per_key - 1) // per_key), evictable
             )
@@ -366,9 +362,6 @@ class TierIndex:
         if len(passed) > PASSED_MOST:
             self.policy.touch(passed)  # or each eviction would pass them by again
         return evicted
-
-    def _typical_amount(self) -> int:
-        return self.space.used // max(1, len(self._resident) + len(self._filling))
 
     def _evict(self, keys: Sequence[bytes]) -> int:
         """RESIDENT -> ABSENT; how much that has freed."""

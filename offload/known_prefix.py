@@ -21,11 +21,12 @@ Holders = tuple[Container[bytes], ...]
 
 
 class LookupRoom:
-    """What all lookups of one engine share: how many chunks those of this step may still ask for,
-    and what has left the tiers."""
+    """What all lookups of one engine share: how many chunks those of this step may still ask for
+    (``few`` each in any case), and what has left the tiers."""
 
-    def __init__(self, removals: Removals, step_chunks: int = STEP_CHUNKS) -> None:
+    def __init__(self, removals: Removals, step_chunks: int = STEP_CHUNKS, few: int = FEW) -> None:
         self.removals = removals
+        self.few = few
         self._step_chunks = self.left = step_chunks
 
     def next_step(self) -> None:
@@ -114,8 +115,8 @@ class KnownPrefix:
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
             run = self._known((above, group), keys, first, holders, room.removals)
-            most = max(room.left, FEW)
-            if self._partial_lookups > 2 * (end - first) // FEW + 1:
+            most = max(room.left, room.few)
+            if self._partial_lookups > 2 * (end - first) // room.few + 1:
                 most = end - first
             room.left -= run.extend(keys, end, most)
             if run.end < end and not run.has_gap:

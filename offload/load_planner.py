@@ -32,7 +32,7 @@ STEP_CHUNKS = 512
 that gets a slot counts twice, and one for which another is evicted four times."""
 ACCEPTED_COST = 1 / 16
 """Accepting a chunk of a long load, in these units."""
-PART_MOST = 256
+PART_MOST = 128
 """Chunks that are planned at a time; what they cost is known afterwards."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """A chunk that nobody holds: a load with it fails."""

@@ -82,8 +82,7 @@ class Planner:
             self.shared,
             step_chunks,
         )
-        self.failed_loads = self._loads.failed
-        self.removals = self._loads.sources.removals
+        self.failed_loads, self.removals = self._loads.failed, self._loads.sources.removals
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)

@@ -167,6 +167,8 @@ def at_a_store(command: str) -> Iterator[None]:
 
 
 def _end(_number: int, _frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell starts jobs with &
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)  # which asyncio takes as well, and ends its tasks in order
 
 

@@ -69,9 +69,13 @@ def test_an_export_that_ends_beside_another(
     assert not part.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "without"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],
+    ids=["SIGINT", "SIGTERM", "SIGTERM in the background of a script"],
+)
 def test_an_export_that_is_ended_leaves_nothing_behind(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, without: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
     make_store(tmp_path / "a", range(40))
     part = tmp_path / "f.part"
@@ -79,7 +83,10 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
     part.chmod(0o644)  # somebody's leftover
     words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "1KiB")  # it would take minutes
     command = [sys.executable, "-m", "offload.cli", *map(str, words)]
+    ignored = {other: signal.signal(other, signal.SIG_IGN) for other in without}  # inherited
     process = subprocess.Popen(command, cwd=ROOT)
+    for other, before in ignored.items():
+        signal.signal(other, before)
     while part.exists() and part.stat().st_mode & 0o777 != 0o600:
         assert process.poll() is None
     process.send_signal(number)

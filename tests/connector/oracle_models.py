@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from offload.known_prefix import LookupRoom
 from tests.connector.vllm_configs import chunked, full, mamba, mla, sliding, sliding_mla
 
 
@@ -111,8 +112,12 @@ MODELS: dict[str, OracleModel] = {
 }
 
 
-def in_short_steps(planner: Any, seed: int) -> Any:
-    """The planner; with every other seed its loads, stores and answers take several steps."""
-    for bounded in (planner._loads, planner._stores, planner._backlog) if seed % 2 else ():
-        bounded._step_chunks = bounded._room = 2
+def in_short_steps(side: Any, seed: int) -> Any:
+    """The planner; with every other seed its lookups, loads, stores and answers take several
+    steps."""
+    planner = side.planner
+    if seed % 2:
+        side.lookups._room = LookupRoom(planner.removals, 3, 1)
+        for bounded in (planner._loads, planner._stores, planner._backlog):
+            bounded._step_chunks = bounded._room = 2
     return planner

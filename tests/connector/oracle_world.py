@@ -216,7 +216,7 @@ class World:
         self._fence = self.executor.fence
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-        self.planner: Any = in_short_steps(self.connector._scheduler.planner, self.seed)
+        self.planner: Any = in_short_steps(self.connector._scheduler, self.seed)
         self.free_at_start = self._free_blocks()
 
     @contextmanager

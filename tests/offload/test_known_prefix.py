@@ -25,6 +25,7 @@ from policies.lru import LruPolicy
 CHUNK = 16
 CHUNKS = 24
 STEP = 5
+FEW = 2
 ALONE = (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),)
 SEVERAL = (
     GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),
@@ -35,7 +36,6 @@ SEVERAL = (
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_prefix, "FEW", 2)
     monkeypatch.setattr(known_prefix, "BATCH", 3)
 
 
@@ -55,7 +55,7 @@ class World:
         self.disk = TierIndex("disk", ByteSpace(10**6), LruPolicy())
         infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1,)) for g in groups}
         self.planner = Planner(infos, self.cpu, [self.disk])
-        self.room = LookupRoom(self.planner.removals, STEP)
+        self.room = LookupRoom(self.planner.removals, STEP, FEW)
         self.known = KnownPrefix()
         self.limit = CHUNKS * CHUNK
         self.loads: list[int] = []
@@ -208,7 +208,7 @@ def test_several_long_prompts_share_a_step() -> None:
     left = world.room.left
     world.known = KnownPrefix()
     assert world.ask() is None, "another request"
-    assert left - world.room.left == known_prefix.FEW, "it may ask for a few all the same"
+    assert left - world.room.left == FEW, "it may ask for a few all the same"
 
 
 @pytest.mark.parametrize("most", [3, 10**6])

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from offload.chunks import GroupInfo, Run
-from offload.index import TierIndex
 from offload.held_chunks import HeldChunks
+from offload.index import TierIndex
 from offload.load_planner import NOBODY
 from offload.planner import Planner
 from offload.plans import IN_SLAB, JobResult, LoadJob, Observed, StepPlan, StepReport

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offload.chunks import Run
+from offload.known_prefix import KnownPrefix, LookupRoom
 from offload.plans import StepPlan, StepReport
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
@@ -23,6 +24,8 @@ from tests.sim.rank import Rank
 from tests.sim.server import Server, Setup
 
 GROUPS = tuple(LAYERS)
+LOOKED_AT, FEW = 4, 2
+"""Chunks that the lookups of a step ask for, and each in any case."""
 
 
 @dataclass(eq=False)
@@ -45,6 +48,7 @@ class Request:
     failed: bool = False
     stale: bool = False
     decodes: int = 0
+    known: KnownPrefix = field(default_factory=KnownPrefix)
 
 
 class Engine(Server):
@@ -74,11 +78,14 @@ class Engine(Server):
     # -- a scheduler step --------------------------------------------------------------------
 
     def _admit(self) -> None:
+        room = LookupRoom(self.planner.removals, LOOKED_AT, FEW)
         while self.waiting:
             request = self.waiting[0]
             if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
                 return
-            hit = 0 if request.failed else self._lookup(request)
+            hit = 0 if request.failed else self._lookup(request, room)
+            if hit is None:
+                return
             self.waiting.pop(0)
             self._allocate(request)
             if hit:
@@ -87,18 +94,33 @@ class Engine(Server):
                 request.failed = False
                 self.running.append(request)
 
-    def _lookup(self, request: Request) -> int:
-        """Positions that all groups can get from some tier; the last one is always computed."""
+    def _lookup(self, request: Request, room: LookupRoom) -> int | None:
+        """Positions that all groups can get from some tier; the last one is always computed.
+        ``None``: not all was looked at in this step."""
         present = self.planner.present
         hit = 0
         for prefix in request.chain[:-1]:
             if not all(present(key_of(prefix, group)) for group in GROUPS):
                 break
             hit += 1
+        remembered = self._remembered(request, room)
+        if remembered is None:
+            self.events["looked up in part"] += 1
+            return None
+        assert remembered == hit, f"{request.name}: {remembered} remembered, {hit} there"
         if hit and not self.planner.can_load(len(GROUPS) * hit, BLOCKS_PER_POSITION * hit):
             self.events["refused"] += 1
             return 0
         return hit
+
+    def _remembered(self, request: Request, room: LookupRoom) -> int | None:
+        """The same, from what earlier steps have found and what this one may ask for."""
+        request.known.begin()
+        run_end = request.known.runs_in(None, self.planner.holders, room)
+        end = len(request.chain) - 1
+        keys = {g: [key_of(prefix, g) for prefix in request.chain[:end]] for g in GROUPS}
+        hit = min(run_end(group, keys[group], 0, end) for group in GROUPS)
+        return None if request.known.is_partial else hit
 
     def _allocate(self, request: Request) -> None:
         for _ in request.chain:

@@ -146,7 +146,7 @@ def loads_end_with_their_first_part(patch: pytest.MonkeyPatch) -> None:
 
 def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LoadPlanner, load: Any, *_: Any) -> None:
-        self._release(load, load.rest)
+        self.held.release(load.job.job)
         load.rest = []
         if load in self._queue:
             self._queue.remove(load)
