@@ -223,6 +223,10 @@ class _Maker:
             )
         if not self.capacity_bytes:
             return "the capacity of the store is not known: give --capacity"
+        if self.kind == "file" and (self._target.key_file or self._target.compress):
+            return (
+                "a file tier neither encrypts nor compresses: leave the option out, or --type lmdb"
+            )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
                 f"--capacity is below the {self._known_bytes} bytes it was made with, and would "

@@ -95,7 +95,7 @@ def _check(
     chosen = wanted.names or wanted.models or unused_for or wanted.set_aside
     if not chosen and not everything:
         fix = "Give --namespace, --model, --unused-for, --set-aside or --all; --dry-run to look."
-        problems.add("clear", "does not know what to remove", fix)
+        problems.add("what to remove", "is not said", fix)
     if not homes:
         return
     names = [home.name for home in homes]

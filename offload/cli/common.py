@@ -78,6 +78,11 @@ class Problems(list[Problem]):
             what, fix = _unreadable(error, fix)
             self.add(str(path), what, fix)
 
+    def key_file(self, path: str) -> None:
+        """A problem if a key file was given that cannot be read; what is in it is seen later."""
+        if path:
+            self.file(Path(path), "Give --key-file the file of the server's configuration.")
+
     def homes(self, folder: Path) -> list[Home]:
         """What lies below a folder; a problem if nothing does."""
         from offload.cli.elsewhere import not_a_folder

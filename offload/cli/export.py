@@ -56,6 +56,7 @@ def export(
     bytes_per_s = problems.size("--rate", rate, -1)
     homes = problems.homes(folder)
     home = _choose(problems, homes, namespace, model)
+    problems.key_file(key_file)
     if file.is_dir() or not file.parent.is_dir():
         problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
     elif file.exists() and not file.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,23 +51,37 @@ def import_(
     """
     from offload.cli.elsewhere import not_a_folder
     from offload.importing import Target
-    from offload.namespace import NAME
 
     problems = Problems()
     capacity_bytes = problems.size("--capacity", capacity)
     if type and type not in KINDS:
         problems.add("--type", f'is unknown (got "{type}")', "Use lmdb or file.")
     problems.file(file, "Name a file that kvtiers export wrote.")
+    problems.key_file(key_file)
     if about := not_a_folder(folder):
         problems.add(str(folder), *about)
-    if NAME.fullmatch(folder.absolute().name):
-        fix = "Give the tier's path above it, as in tiers[].path of the configuration."
-        problems.add(str(folder), "is a namespace", fix)
+    else:
+        _check_folder(problems, folder.absolute())
     problems.refuse("import")
     target = Target(folder.absolute(), type, capacity_bytes, key_file, compress)
     with at_a_store("import"):
         source, found = _read(file, target)
     _report(source, found, as_json)
+
+
+def _check_folder(problems: Problems, folder: Path) -> None:
+    """A problem if no tier's path can be there."""
+    from offload.namespace import NAME
+    from offload.stores import Store
+
+    above = "Give the tier's path above it, as in tiers[].path of the configuration."
+    if any(NAME.fullmatch(path.name) for path in (folder, *folder.parents[:2])):
+        problems.add(str(folder), "is a namespace, or lies in one", above)
+    elif os.path.lexists(folder) and not os.path.isdir(folder):
+        problems.add(str(folder), "is not a folder", "Give the path of a tier.")
+    elif Store(folder).kind != "empty":
+        fix = "Give another: an export goes into a tier's path, with namespaces in it."
+        problems.add(str(folder), "is the folder of a single tier", fix)
 
 
 def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:

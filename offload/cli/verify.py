@@ -56,6 +56,7 @@ def verify(
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
     homes = problems.homes(folder)
+    problems.key_file(key_file)
     problems.refuse("verify")
     with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
         results = [

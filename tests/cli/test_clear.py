@@ -167,7 +167,7 @@ def test_beside_a_writer(root: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "does not know what to remove"),
+        ([], "what to remove: is not said. Give --namespace"),
         (["--namespace", "zz"], '--namespace: fits nothing (got "zz"). Known: '),
         (["--model", "x"], '--model: fits nothing (got "x"). Known: tiny/llama, tiny/qwen'),
         (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),

@@ -354,7 +354,7 @@ def test_bad_input(tmp_path: Path) -> None:
     for words in (
         "3 problems",
         "no: does not exist",
-        "is a namespace",
+        "is a namespace, or lies in one",
         '--type: is unknown (got "x")',
     ):
         assert words in result.err
