@@ -46,6 +46,7 @@ from tiers.uses import DATED_FROM_NS
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
 """Time of use, and of the header (``record``): flags, payload and stored length."""
+_NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
 BATCH = 2048
 """Keys of one transaction: about 2 ms."""
 
@@ -78,6 +79,14 @@ class LmdbReader:
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
+        except lmdb.ReadonlyError as error:  # what LMDB makes of EACCES
+            raise PermissionError(
+                f"{folder} may be read, but not be entered in LMDB's table of readers: "
+                f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
+                "the server runs as"
+            ) from error
+        except _NOT_OF_THE_INDEX as error:
+            raise OSError(f"LMDB: {error}") from error
         except lmdb.Error as error:
             raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
         self._scratch = Scratch()

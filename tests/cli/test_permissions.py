@@ -70,6 +70,32 @@ def test_what_may_not_be_read_is_not_called_empty(
     assert not result.out
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+def test_a_store_that_may_only_be_read_is_not_called_damaged(command: str, place: Path) -> None:
+    """LMDB enters whoever reads in a table, so reading needs the right to write one file."""
+    folder = make_store(place / "kv", range(2))
+    words = [command, place / "kv", *([place / "f"] if command == "export" else [])]
+    assert kvtiers(*words).code == 0  # which also imports what the command needs
+    (place / "f").unlink(missing_ok=True)
+    place.chmod(0o777)
+    for path in (place / "kv", *(place / "kv").rglob("*")):
+        path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
+    (folder / "lock.mdb").chmod(0o444)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        result = kvtiers(*words)
+    finally:
+        if is_root:
+            os.seteuid(0)
+    assert result.code == 1
+    said = result.out + result.err
+    assert "lock.mdb may not be written by this user" in said
+    assert "damaged index" not in said
+    assert "is damaged" not in said
+
+
 def test_an_export_that_may_not_be_read(place: Path) -> None:
     make_store(place / "kv", range(2))
     closed = place / "closed"
