@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from offload.known_prefix import LookupRoom
+
 
 def connector(llm: Any) -> Any:
     """The scheduler-side connector object."""
@@ -18,6 +20,25 @@ def is_idle(llm: Any) -> bool:
 def totals(llm: Any) -> dict[str, float]:
     """The planner's counters."""
     return connector(llm)._scheduler.planner.totals()
+
+
+def look_up_in_steps(llm: Any) -> None:
+    """Let a step look for three chunks, where it does for a thousand."""
+    lookups = connector(llm)._scheduler.lookups
+    lookups._room = LookupRoom(lookups._room.removals, 3, 1)
+    lookups.put_off, ask = 0, lookups.ask
+
+    def counted(*about: Any) -> int | None:
+        found: int | None = ask(*about)
+        lookups.put_off += found is None
+        return found
+
+    lookups.ask = counted
+
+
+def lookups_put_off(llm: Any) -> int:
+    """Lookups since then that did not come to their end in one step."""
+    return int(connector(llm)._scheduler.lookups.put_off)
 
 
 def check(llm: Any) -> None:

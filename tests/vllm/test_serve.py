@@ -14,7 +14,14 @@ import pytest
 
 from tests.vllm import copy_faults, faults
 from tests.vllm.engine import Engine
-from tests.vllm.probes import check, connector, is_idle, totals
+from tests.vllm.probes import (
+    check,
+    connector,
+    is_idle,
+    look_up_in_steps,
+    lookups_put_off,
+    totals,
+)
 from tests.vllm.restored import (
     HASH,
     Reference,
@@ -122,11 +129,13 @@ def test_more_requests_than_the_cache_can_hold(llama: Path, tmp_path: Path) -> N
         expected = Reference(asked, answers, plain.kv_snapshot())
     small = {"num_gpu_blocks_override": 30, "max_num_seqs": 8, "max_model_len": 512}
     with serve(llama, tmp_path, "small", **small) as engine:
+        engine.call(look_up_in_steps)
         for _ in range(3):
             assert compare(engine, expected, engine.generate(asked, **long)) > 0
             settle(engine)
         assert preemptions(engine) > 0
         assert engine.call(totals)["loaded_tokens:cpu"] > 0
+        assert engine.call(lookups_put_off) > 20
         for fault in (copy_faults.swapped_chunks, copy_faults.wrong_bit):
             engine.call(faults.on_workers, copy_faults.plant, fault, None)
             engine.reset_prefix_cache()
