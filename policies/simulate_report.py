@@ -54,12 +54,12 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     shown = Table(title="Prefix hits by policy")
     two = any(job.lower_capacity for job, _ in outcomes)
     for name in ("trace", "capacity", "blocks", "policy"):
-        shown.add_column(name)
+        shown.add_column(name, overflow="fold")
     columns = ["token hits", "of optimum", "FLOPs saved", "writes", "ns/op"]
     if two:
         columns[4:4] = ["upper", "lower", "disk writes"]
     for name in columns:
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", overflow="fold")
     last = None
     for row in rows(outcomes):
         group = (row["trace"], row["capacity_share"])

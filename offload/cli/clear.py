@@ -123,7 +123,9 @@ def _print_plan(removals: list[Removal]) -> None:
         return
     table = Table()
     for name in ("namespace", "model", "what", "size", "last used", "in use by"):
-        table.add_column(name, justify="right" if name in ("size", "last used") else "left")
+        table.add_column(
+            name, justify="right" if name in ("size", "last used") else "left", overflow="fold"
+        )
     for removal in removals:
         what = "everything" if removal.is_whole else f"{sum(removal.old.values()):,} records"
         pids = sorted({str(owner.pid) for owner in removal.owners})

@@ -135,11 +135,11 @@ def _table(stores: list[StoreSummary]) -> Table:
 
     table = Table()
     for place, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if place < 3 else "right")
+        table.add_column(name, justify="left" if place < 3 else "right", overflow="fold")
     ages = [age for store in stores for age, count in store.ages.items() if count]
     shown = [age for age in AGE_NAMES if age in ages]
     for age in shown:
-        table.add_column(AGE_NAMES[age], justify="right")
+        table.add_column(AGE_NAMES[age], justify="right", overflow="fold")
     for store in stores:
         table.add_row(*_cells(store), *(f"{store.ages.get(age, 0):,}" for age in shown))
     return table

@@ -227,7 +227,7 @@ def _print(found: Plan) -> None:
     table = Table()
     heads = ("tier", "capacity", "tokens", "chunks", "loads", "loading pays", "hits", "reads")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if not place else "right")
+        table.add_column(head, justify="left" if not place else "right", overflow="fold")
     for tier in found.tiers:
         table.add_row(
             tier.name,

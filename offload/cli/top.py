@@ -162,7 +162,7 @@ def _table(tiers: list[TierView]) -> Table:
 
     table = Table()
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in LEFT else "right")
+        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
     for tier in tiers:
         pays = "-" if tier.pays is None else "yes" if tier.pays else "no"
         table.add_row(

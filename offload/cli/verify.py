@@ -126,7 +126,7 @@ def _print(results: list[Scrubbed]) -> None:
     table = Table()
     columns = ("namespace", "replica/rank", "records", "read", "good", "gone meanwhile")
     for place, name in enumerate((*columns, "not read", "damaged", "removed")):
-        table.add_column(name, justify="left" if place < 2 else "right")
+        table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
     for result in results:
         store = result.store
         counts = (result.good, result.gone, result.unread, len(result.damaged), result.removed)

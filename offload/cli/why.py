@@ -142,7 +142,11 @@ def _table(records: list[dict[str, Any]]) -> Table:
 
     table = Table()
     for name in ("ago", "request", "prompt", "GPU", "loaded", "missed", "why", "where"):
-        table.add_column(name, justify="right" if name in ("prompt", "GPU", "missed") else "left")
+        table.add_column(
+            name,
+            justify="right" if name in ("prompt", "GPU", "missed") else "left",
+            overflow="fold",
+        )
     now = time.time()
     for record in records:
         loaded = record["loaded_tokens"]

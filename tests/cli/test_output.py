@@ -1,4 +1,5 @@
-"""A full disk or a closed pipe below the standard output of ``kvtiers``, as a shell gives them."""
+"""What ``kvtiers`` prints to: a full disk or a closed pipe, as a shell gives them, or a narrow
+terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import IO
 
 import pytest
 
-from tests.cli.world import ROOT, make_store
+from policies.trace import TraceWriter
+from tests.cli.test_plan import alternating
+from tests.cli.world import ROOT, kvtiers, make_store
 
 FULL = "kvtiers: the output cannot be written: No space left on device\n"
 
@@ -47,3 +50,29 @@ def test_a_pipe_that_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
         assert run(pipe, "inspect", tmp_path, "--json", unbuffered=unbuffered) == (1, "")
     finally:
         os.close(pipe)
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect"], ["verify"], ["clear", "--all", "--dry-run"], ["simulate"], ["plan"]]
+)
+def test_a_narrow_terminal_cuts_nothing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """A size without its unit, or half a number, would be taken for another."""
+    make_store(tmp_path / "kv", range(3))
+    trace = alternating(40)
+    with TraceWriter(tmp_path / "t.jsonl", trace.name, trace.block_tokens) as file:
+        for request in trace.requests:
+            file.write(request)
+    command, *options = words
+    requests = ["--trace", tmp_path / "t.jsonl"]
+    place = {
+        "simulate": [tmp_path / "t.jsonl", "--jobs", "1"],
+        "plan": ["--token-bytes", "128KiB", "--cpu", "1GiB", *requests],
+    }
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # to rich it is a terminal then
+    monkeypatch.setenv("COLUMNS", "60")
+    result = kvtiers(command, *place.get(command, [tmp_path / "kv"]), *options)
+    assert result.code == 0, result.err
+    assert "┃" in result.out
+    assert "…" not in result.out
