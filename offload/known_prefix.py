@@ -16,6 +16,8 @@ STEP_CHUNKS = 1024
 """Chunks that the lookups of one step ask for: about half a millisecond."""
 FEW = 256
 """So many each lookup may ask for, whatever others have asked for in this step."""
+FIRST = 16
+"""So many are asked for together before one was found."""
 
 Holders = tuple[Container[bytes], ...]
 
@@ -68,11 +70,10 @@ class _Run:
                     self.end, self.has_gap = self.chunk_of[key], True
 
     def extend(self, keys: Sequence[bytes], end: int, most: int) -> int:
-        """Ask for up to ``most`` more chunks before ``end``; how many were asked for. A chunk that
-        was missing is asked for alone: mostly it still is."""
+        """Ask for up to ``most`` more chunks before ``end``; how many were asked for."""
         present, asked = present_in(*self.holders), 0
         while self.end < end and asked < most:
-            size = 1 if self.has_gap else min(BATCH, end - self.end, most - asked)
+            size = min(self._batch(), end - self.end, most - asked)
             part = keys[self.end : self.end + size]
             gap = present(part).find(0)
             there = gap if gap >= 0 else size
@@ -85,6 +86,13 @@ class _Run:
             if self.has_gap:
                 break
         return asked
+
+    def _batch(self) -> int:
+        """Chunks to ask for next: few where mostly the first is missing, as of a new prompt, and
+        one that was missing alone, because mostly it still is."""
+        if self.has_gap:
+            return 1
+        return BATCH if self.end > self.first else FIRST
 
 
 class KnownPrefix:
