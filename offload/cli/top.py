@@ -45,7 +45,10 @@ COUNT_NAMES = {
 def top(
     url: Annotated[str, typer.Argument(help="Address of the server, as localhost:8000.")],
     interval: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between two looks; rates are over this time.")
+        float,
+        typer.Option(
+            min=0.0, max=86_400.0, help="Seconds between two looks; rates are over this time."
+        ),
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="One view and no more; --interval 0 for no rates.")

@@ -144,6 +144,14 @@ def test_one_view_as_json_and_as_a_table() -> None:
         assert words in text, words
 
 
+@pytest.mark.parametrize("interval", ["inf", "nan", "-1", "1e300"])
+def test_an_interval_that_never_ends(interval: str) -> None:
+    with serving([Server().page]) as address:
+        result = kvtiers("top", address, "--once", "--interval", interval)
+    assert result.code == 2
+    assert "Invalid value for '--interval'" in result.err
+
+
 def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
     """Until somebody ends it, or reads no more."""
     server = Server()
