@@ -9,36 +9,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from offload.budget import StepBudget
+
+AT_FIRST_LEAVES = 5
+"""Eighths of the budget that are left to what the step has to do besides."""
+
 
 class Backlog:
-    """Pieces of work in order; one step does as many as have ``step_chunks``, but always one."""
+    """Pieces of work in order; a step does as many as its budget allows, but always one."""
 
-    def __init__(self, step_chunks: int) -> None:
+    def __init__(self, budget: StepBudget) -> None:
         self._pieces: deque[tuple[int, Callable[[], None]]] = deque()
-        self._step_chunks = self._room = step_chunks
+        self._budget = budget
+        self._has_worked = False
 
     def __len__(self) -> int:
         """Pieces that are left."""
         return len(self._pieces)
 
-    def add(self, chunks: int, work: Callable[[], None]) -> None:
-        """One more piece, about so many chunks."""
-        self._pieces.append((chunks, work))
+    def add(self, cost: int, work: Callable[[], None]) -> None:
+        """One more piece, and what it costs of the budget."""
+        self._pieces.append((max(1, cost), work))
 
-    def work(self) -> list[Exception]:
+    def work(self, leave: int = AT_FIRST_LEAVES) -> list[Exception]:
         """Do what this step may still do; what went wrong with single pieces."""
         errors: list[Exception] = []
-        while self._pieces and self._room > 0:
-            chunks, work = self._pieces.popleft()
-            self._room -= max(1, chunks)
+        while self._pieces and (self._budget.above(leave) > 0 or not self._has_worked):
+            cost, work = self._pieces.popleft()
+            self._budget.spend(cost)
+            self._has_worked = True
             try:
                 work()
             except Exception as error:  # one bad piece must not lose the others
                 errors.append(error)
         return errors
 
-    def end_step(self) -> list[Exception]:
+    def end_step(self, leave: int) -> list[Exception]:
         """``work``, for the last time in this step."""
-        errors = self.work()
-        self._room = self._step_chunks
+        errors = self.work(leave)
+        self._has_worked = False
         return errors

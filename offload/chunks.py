@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, compress, repeat
-from typing import Any
-
-import numpy as np
+from itertools import chain, compress
 
 from offload.controls import NO_CONTROLS, Controls
+from offload.entries import Entries
 from offload.hints import NO_HINTS, RequestHints
-from offload.layout import FULL
 from policies import hints as names
-from policies.base import EntryInfo
-
-PAIR_TOKENS = 30_000.0
-"""At about this depth a token costs twice of what the first one costs, because it attends to all
-before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes of a
-dense model of 8 billion parameters. A policy only compares costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +76,6 @@ class Run:
         return Run(keys, self.group, chosen, list(compress(self.depths, flags)), self.origin)
 
 
-_entry = partial(tuple.__new__, EntryInfo)  # without the Python function that names fields
-
-
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """What the planner knows of a group: restore rule, tokens of a chunk, and what a chunk
@@ -98,21 +85,6 @@ class GroupInfo:
     chunk_tokens: int
     footprints: tuple[int, ...]
 
-    def entries(self, run: Run, size: int) -> list[EntryInfo]:
-        """What policies are told of chunks of this group that take ``size`` of a tier each. The
-        cost of computing one again is in units of a prompt's first token."""
-        count, depths, origin = len(run), run.depths, run.origin
-        cost = float(self.chunk_tokens)
-        # All groups but full ones look back at a window, or at a state.
-        slope = cost / PAIR_TOKENS if self.kind == FULL else 0.0
-        if isinstance(depths, range):
-            ends = np.arange(depths.start, depths.stop, depths.step)
-        else:
-            ends = np.asarray(depths)
-        costs = (cost + slope * np.maximum(ends - self.chunk_tokens / 2, 0.0)).tolist()
-        hints: Iterable[Mapping[str, Any]] = repeat(origin.hints.stored, count)
-        if origin.hints.pinned_tokens:
-            hints = map(origin.hints.of_chunk, depths)
-        constant = (repeat(value, count) for value in (run.group, self.kind))
-        columns = *constant, depths, repeat(size, count), costs, repeat(origin.salt, count), hints
-        return list(map(_entry, zip(*columns, strict=True)))
+    def entries(self, run: Run, size: int) -> Entries:
+        """What policies are told of chunks of this group that take ``size`` of a tier each."""
+        return Entries(self, run.group, run.depths, run.origin, size)

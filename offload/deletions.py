@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
-DELETIONS_MOST = 4096
+from offload.plans import Keys
+
+DELETIONS_MOST = 1024
 """Of one tier in one step: a tier that has lost everything has millions of them."""
 
 
@@ -28,7 +29,7 @@ class Deletions:
         """Whether one step is not enough for what waits: nothing may be written meanwhile."""
         return self.waiting(tier) > DELETIONS_MOST
 
-    def take(self, tiers: Iterable[int]) -> Mapping[int, tuple[bytes, ...]]:
+    def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
         """What is sent in this step to those of ``tiers`` for which something waits."""
         taken = {}
         for tier in tiers:
@@ -36,11 +37,9 @@ class Deletions:
             if waiting is None:
                 continue
             if len(waiting) <= 2 * DELETIONS_MOST:  # with what this step has evicted
-                taken[tier] = tuple(waiting)
+                taken[tier] = Keys(tuple(waiting))
             else:
-                taken[tier] = tuple(islice(waiting, DELETIONS_MOST))
-                for _ in taken[tier]:
-                    waiting.popleft()
+                taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MOST)])
                 self._waiting[tier] = waiting
         return taken
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, groupby
+from operator import not_
 from typing import Protocol
 
+from offload.entries import Entries, chosen, joined, sized
 from offload.gates import Gates, TierGate
 from offload.index import TierIndex
-from offload.keys import GROUP_BYTES, group_of
+from offload.keys import group_of
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.plans import DemoteJob
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.hints import HIGH, LOW, PRIORITY
 
-_NOTHING: Mapping[bytes, EntryInfo] = {}
-
-
-FLYING_MOST = 128
+FLYING_MOST = 1024
 """Chunks on their way to one tier."""
 
 
@@ -44,6 +44,14 @@ class DueDemotion:
 
     plan: DemoteJob
     evicted: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Chunks of one group, at least one, and what the tier's policies are told of them."""
+
+    keys: Sequence[bytes]
+    infos: Sequence[EntryInfo]
 
 
 class DemotionQueue:
@@ -79,17 +87,18 @@ class DemotionQueue:
         self._max_waiting = max_waiting
         self._max_flying = min(max_flying, FLYING_MOST)
         self._batch = min(batch, self._max_flying)
-        self._waiting: deque[bytes] = deque()
-        self._told: dict[bytes, EntryInfo] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._count = 0
         self._flying = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Chunks that wait."""
+        return self._count
 
     @property
     def depth(self) -> int:
         """Chunks that wait or are being written."""
-        return len(self._waiting) + self._flying
+        return self._count + self._flying
 
     @property
     def _room(self) -> int:
@@ -106,42 +115,51 @@ class DemotionQueue:
         keys: Sequence[bytes],
         cpu: TierIndex,
         groups: Mapping[int, _Group],
-        told: Mapping[bytes, EntryInfo] = _NOTHING,
+        infos: Sequence[EntryInfo] | None = None,
     ) -> None:
-        """Queue chunks that were just committed; pins them in the CPU tier. ``told`` is what is
-        known of them, for the tier's policies."""
-        if self.closed or self._read_only:
+        """Queue chunks that were just committed; pins them in the CPU tier. ``infos`` are what is
+        known of them, for the tier's policies; with it they are of one group."""
+        if self.closed or self._read_only or not keys:
             return
         room = self._room
         if not room:
             self.skipped += len(keys)
             return
-        if not self._index.are_absent(keys):
-            keys = [key for key in keys if self._index.is_absent(key)]
+        if infos is None:
+            for group, part in groupby(keys, group_of):
+                mine = list(part)
+                self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
+            return
+        infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
+        # Nothing was stored that a tier holds which may be read: see ``Planner.plan_store``.
+        if not self._gate.readable and not self._index.are_absent(keys):
+            absent = list(map(self._index.is_absent, keys))
+            keys, infos = list(compress(keys, absent)), chosen(infos, absent)
         # Room first: an admission policy may spend a budget.
-        room -= len(self._waiting)
-        queued: list[bytes] = []
-        if not self._admissions and not any(_is_low(info) for info in told.values()):
-            queued = list(keys[: max(0, room)])
-            self.skipped += len(keys) - len(queued)
+        room = max(0, room - self._count)
+        if self._admissions or _any_is_low(infos):
+            flags = self._admitted(keys, infos, room)
+            keys, infos = list(compress(keys, flags)), chosen(infos, flags)
         else:
-            for at, key in enumerate(keys):
-                if len(queued) >= room:
-                    self.skipped += len(keys) - at
-                    break
-                if self._takes(key, groups, told):
-                    queued.append(key)
-        self._told.update((key, told[key]) for key in queued if key in told)
-        cpu.pin(queued)
-        self._waiting.extend(queued)
+            self.skipped += max(0, len(keys) - room)
+            keys, infos = keys[:room], infos[:room]
+        if keys:
+            cpu.pin(keys)
+            self._waiting.append(_Waiting(keys, infos))
+            self._count += len(keys)
 
-    def _takes(
-        self, key: bytes, groups: Mapping[int, _Group], told: Mapping[bytes, EntryInfo]
-    ) -> bool:
-        known = told.get(key)
-        if not self._admissions and (known is None or not _is_low(known)):
-            return True
-        info = self._info(key, groups, told)
+    def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], room: int) -> list[bool]:
+        """Which of these may wait for the tier, as far as there is room."""
+        flags: list[bool] = []
+        for key, info in zip(keys, infos, strict=True):
+            if not room:
+                self.skipped += len(keys) - len(flags)
+                break
+            flags.append(self._takes(key, info))
+            room -= flags[-1]
+        return flags + [False] * (len(keys) - len(flags))
+
+    def _takes(self, key: bytes, info: EntryInfo) -> bool:
         if not self._may_displace(info):
             self.skipped += 1
             return False
@@ -161,92 +179,113 @@ class DemotionQueue:
         """Low priority takes free space only."""
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
-    def _info(
-        self, key: bytes, groups: Mapping[int, _Group], told: Mapping[bytes, EntryInfo]
-    ) -> EntryInfo:
-        group = group_of(key)
-        size = groups[group].footprints[self.tier]
-        above = told.get(key)
-        if above is None:
-            return EntryInfo(group, groups[group].kind, size_bytes=size)
-        return EntryInfo(*above[:3], size, *above[4:])  # ``_replace`` takes three times as long
-
-    def due(
-        self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
-    ) -> list[DueDemotion]:
-        """Open as many demotions as the bound on flying chunks allows: none while the tier's
-        breaker is open, and one to see whether it may close."""
+    def due(self, cpu: TierIndex, ledger: Ledger, most: int = FLYING_MOST) -> list[DueDemotion]:
+        """Open demotions of about ``most`` chunks, as far as the bound on flying chunks allows:
+        none while the tier's breaker is open, and one to see whether it may close."""
         if not self._gate.writable:
-            self.skipped += len(self._waiting)
+            self.skipped += self._count
             self.clear(cpu)
         max_flying = self._max_flying if self._gate.writes.closed else 1
-        due = []
+        max_flying = min(max_flying, self._flying + most)
+        due: list[DueDemotion] = []
         while self._waiting and self._flying < max_flying:
-            job = self._next(cpu, ledger, groups)
-            if job is not None:
-                due.append(job)
+            batches = -((self._flying - max_flying) // self._batch)  # the last one whole
+            due += self._next(batches * self._batch, cpu, ledger)
         return due
 
-    def _next(
-        self, cpu: TierIndex, ledger: Ledger, groups: Mapping[int, _Group]
-    ) -> DueDemotion | None:
-        keys = self._take_batch(cpu)
+    def _next(self, most: int, cpu: TierIndex, ledger: Ledger) -> list[DueDemotion]:
+        """Demotions of at most so many chunks of one group."""
+        keys, infos = self._take(most, cpu)
         if not keys:
-            return None
-        group = group_of(keys[0])
-        infos = [self._info(key, groups, self._told) for key in keys]
-        for key in keys:
-            self._told.pop(key, None)
-        grant = self._index.reserve(keys, infos)
-        granted = tuple(keys[: len(grant.places)])
-        refused = keys[len(granted) :]
-        self.skipped += len(refused)
-        cpu.unpin(refused)
-        if not granted:
-            return None
-        job = ledger.next_id()
-        pins = ((CPU, granted),)
-        ledger.open(Job(job, JobKind.DEMOTE, fills=granted, fill_tier=self.tier, pins=pins))
-        self._flying += len(granted)
-        slots = tuple(cpu.place(key) for key in granted)
-        return DueDemotion(DemoteJob(job, self.tier, group, granted, slots), grant.evicted)
+            return []
+        grant = self._index.reserve(keys, infos, remember=False)
+        granted = len(grant.places)
+        self.skipped += len(keys) - granted
+        cpu.unpin(keys[granted:])
+        self._flying += granted
+        slots = tuple(map(cpu.resident.__getitem__, keys[:granted]))
+        due = []
+        for first in range(0, granted, self._batch):
+            end = min(granted, first + self._batch)
+            job, mine = ledger.next_id(), keys[first:end]
+            ledger.open(
+                Job(
+                    job,
+                    JobKind.DEMOTE,
+                    fills=mine,
+                    fill_tier=self.tier,
+                    pins=((CPU, mine),),
+                    infos=infos[first:end],
+                )
+            )
+            plan = DemoteJob(job, self.tier, group_of(mine[0]), mine, slots[first:end])
+            due.append(DueDemotion(plan, () if first else grant.evicted))
+        return due
 
-    def _take_batch(self, cpu: TierIndex) -> list[bytes]:
-        """The next waiting keys of one group that the tier does not have yet."""
-        keys: dict[bytes, None] = {}
-        suffix = self._waiting[0][-GROUP_BYTES:]
-        resident = cpu.resident
-        while self._waiting and len(keys) < self._batch:
-            key = self._waiting[0]
-            if key[-GROUP_BYTES:] != suffix:
+    def _take(self, most: int, cpu: TierIndex) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
+        """The next waiting chunks of one group that the tier does not have yet."""
+        keys: list[bytes] = []
+        infos: list[Sequence[EntryInfo]] = []
+        group = group_of(self._waiting[0].keys[0])
+        while self._waiting and len(keys) < most:
+            batch, left = self._waiting[0], most - len(keys)
+            if group_of(batch.keys[0]) != group:
                 break
-            self._waiting.popleft()
-            if key in resident and key not in keys and self._index.is_absent(key):
-                keys[key] = None
+            keys += batch.keys[:left]
+            infos.append(batch.infos[:left])
+            if left < len(batch.keys):
+                self._waiting[0] = _Waiting(batch.keys[left:], batch.infos[left:])
             else:
-                cpu.unpin((key,))
-                if key not in keys:
-                    self._told.pop(key, None)
-        return list(keys)
+                self._waiting.popleft()
+        self._count -= len(keys)
+        known = joined(infos)
+        held, index = cpu.resident, self._index
+        if all(map(held.__contains__, keys)) and index.are_absent(keys):
+            return tuple(keys), known
+        flags = [key in held and index.is_absent(key) for key in keys]
+        cpu.unpin(compress(keys, map(not_, flags)))
+        return tuple(compress(keys, flags)), chosen(known, flags)
 
     @property
     def flying(self) -> int:
         """Chunks that are on their way to the tier."""
         return self._flying
 
-    def ended(self, job: Job) -> None:
-        """A demotion of this tier has been answered by every rank."""
-        self._flying -= len(job.fills)
+    def ended(
+        self, jobs: Sequence[Job], cpu: TierIndex, now: float
+    ) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """Take in demotions of this tier that every rank has answered. Returns the chunks that can
+        be hit now, those that could not be written, and those that the index does not keep."""
+        good: list[bytes] = []
+        bad: list[bytes] = []
+        infos: list[Sequence[EntryInfo]] = []
+        for job in jobs:
+            mine, failed = job.verdict()
+            good += mine
+            bad += failed
+            infos.append(job.infos_of(mine) or ())
+            self._flying -= len(job.fills)
+            for _cpu, keys in job.pins:
+                cpu.unpin(keys)
+            self._gate.written(now, good=bool(mine))
+        self._index.abort(bad)
+        kept = self._index.commit(good, joined(infos))
+        if len(kept) == len(good):
+            return kept, bad, [key for key in bad if key not in self._index]
+        return kept, bad, [key for key in (*good, *bad) if key not in self._index]
 
     def clear(self, cpu: TierIndex) -> None:
         """Forget what waits; what flies is left to its jobs."""
-        cpu.unpin(self._waiting)
+        for batch in self._waiting:
+            cpu.unpin(batch.keys)
         self._waiting.clear()
-        self._told.clear()
+        self._count = 0
 
 
-def _is_low(info: EntryInfo) -> bool:
-    return bool(info.hints) and info.hints.get(PRIORITY) == LOW
+def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
+    if isinstance(infos, Entries):
+        return infos.priority == LOW
+    return any(info.hints and info.hints.get(PRIORITY) == LOW for info in infos)
 
 
 def queues_of(cpu: TierIndex, lower: Sequence[TierIndex], gates: Gates) -> list[DemotionQueue]:

@@ -1,18 +1,21 @@
 """What became of chunks that are not there any more: the most recent ones, with the cause.
 
-Part of the planner, on its thread. Two generations of a dict keep memory bounded at the price of a
-dict insertion per key, which is C speed for a whole batch.
+Part of the planner, on its thread. A dict per batch that has left, of which the oldest are
+forgotten: making one is C speed, and there is none so large that it takes long to grow.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 KEPT_MOST = 65_536
-"""Keys that are remembered at least half of; about 11 MiB."""
+"""Keys that are remembered; about 11 MiB."""
+PART_MOST = 512
+"""Keys of small batches that share a dict."""
 
 
 class Cause(enum.Enum):
@@ -41,23 +44,33 @@ class Departures:
     """The last ``most`` keys or so, each with its latest departure."""
 
     def __init__(self, most: int = KEPT_MOST) -> None:
-        self._most = most // 2
-        self._young: dict[bytes, Departure] = {}
-        self._old: dict[bytes, Departure] = {}
+        self._most = most
+        self._part_most = min(PART_MOST, most // 2)
+        self._parts: deque[dict[bytes, Departure]] = deque()  # the youngest first
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return self._count
 
     def note(self, keys: Iterable[bytes], departure: Departure) -> None:
         """These keys have gone, or did not come."""
-        self._young.update(dict.fromkeys(islice(keys, self._most), departure))
-        if len(self._young) > self._most:
-            self._old, self._young = self._young, {}
+        gone = dict.fromkeys(islice(keys, self._most), departure)
+        if not gone:
+            return
+        if self._parts and len(self._parts[0]) + len(gone) <= self._part_most:
+            self._count -= len(self._parts[0])
+            self._parts[0].update(gone)
+        else:
+            self._parts.appendleft(gone)
+        self._count += len(self._parts[0])
+        while self._count > self._most:
+            self._count -= len(self._parts.pop())
 
     def find(self, key: bytes) -> Departure | None:
         """The latest departure of a key, if it is remembered."""
-        return self._young.get(key) or self._old.get(key)
+        return next((part[key] for part in self._parts if key in part), None)
 
     def clear(self) -> None:
         """Forget all."""
-        self._young, self._old = {}, {}
+        self._parts.clear()
+        self._count = 0

@@ -6,7 +6,7 @@ count per chunk, and asked only for what is about to be evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 
 class HeldChunks:
@@ -21,6 +21,10 @@ class HeldChunks:
 
     def __contains__(self, key: object) -> bool:
         return any(key in keys for keys in self._held.values())
+
+    def isdisjoint(self, keys: Collection[Hashable]) -> bool:
+        """Whether nobody holds any of these."""
+        return all(held.isdisjoint(keys) for held in self._held.values())
 
     def hold(self, owner: int, keys: Iterable[bytes]) -> None:
         """Hold these until ``release``."""

@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import islice, repeat
-from operator import attrgetter
 from typing import NoReturn
 
+from offload.entries import sizes_of
 from offload.errors import InvariantError
+from offload.evictable import PASSED_MOST, Evictable
 from offload.removals import Removals
 from offload.space import Reservation, Space
 from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 
 _NOTHING: frozenset[bytes] = frozenset()
-_size_bytes = attrgetter("size_bytes")
-PASSED_MOST = 64
-MANY = 64
+MANY = 16
 """From so many keys on it pays to look at them all before they are changed all at once."""
 
 
@@ -88,7 +87,7 @@ class TierIndex:
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of ``keys`` that a job is writing now."""
-        return self._filling.keys() & set(keys) if self._filling else set()
+        return set(filter(self._filling.__contains__, keys)) if self._filling else set()
 
     def are_absent(self, keys: Collection[bytes]) -> bool:
         """Whether all these chunks could be reserved."""
@@ -102,10 +101,6 @@ class TierIndex:
         """Where a resident or filling chunk lies."""
         found = self._resident.get(key)
         return self._filling[key] if found is None else found
-
-    def infos(self, keys: Iterable[bytes]) -> dict[bytes, EntryInfo]:
-        """What was told of chunks that are being written; of others nothing is kept."""
-        return {key: self._infos[key] for key in keys if key in self._infos}
 
     def state(self, key: bytes) -> ChunkState:
         """The chunk's state."""
@@ -126,64 +121,72 @@ class TierIndex:
         protect: Container[bytes] = _NOTHING,
         *,
         evict: bool = True,
+        remember: bool = True,
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
 
-        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is.
+        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. Unless
+        the infos are remembered here, ``commit`` has to be told them.
         Stops at the first key that finds no place, so the granted keys are never a prefix with
         a hole.
         """
         evicted: list[bytes] = []
-        places = self._reserve_at_once(keys, infos, protect if evict else None, evicted)
-        if places is not None:
-            return Reservation(places, tuple(evicted))
-        granted: list[int] = []
-        take, filling, told = self.space.take, self._filling, self._infos
-        for key, info in zip(keys, infos, strict=True):
-            if not self.is_absent(key):
-                self._refuse(key, ChunkEvent.RESERVE)
-            place = take(info.size_bytes)
-            if place is None and evict:
-                evicted += self._make_room(self.space.missing(info.size_bytes), protect)
-                place = take(info.size_bytes)
-            if place is None:
-                break
-            filling[key] = place
-            told[key] = info
-            granted.append(place)
+        sizes = sizes_of(infos)
+        granted = self._reserve_at_once(keys, sizes, protect if evict else None, evicted)
+        if granted is None:
+            granted, take = [], self.space.take
+            for key, size in zip(keys, sizes, strict=True):
+                if not self.is_absent(key):
+                    self._refuse(key, ChunkEvent.RESERVE)
+                place = take(size)
+                if place is None and evict:
+                    evicted += self._make_room(self.space.missing(size), protect)
+                    place = take(size)
+                if place is None:
+                    break
+                self._filling[key] = place
+                granted.append(place)
+        if remember:
+            self._infos.update(zip(keys, infos[: len(granted)], strict=False))
         return Reservation(tuple(granted), tuple(evicted))
 
     def _reserve_at_once(
         self,
         keys: Sequence[bytes],
-        infos: Sequence[EntryInfo],
+        sizes: Sequence[int],
         protect: Container[bytes] | None,
         evicted: list[bytes],
-    ) -> tuple[int, ...] | None:
+    ) -> Sequence[int] | None:
         """All of many keys, if all are absent and there is, or can be made, room for them;
         ``None``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
-        if len(keys) < MANY or not self.are_absent(keys) or len(set(keys)) < len(keys):
+        if len(keys) < MANY or not self.are_absent(keys):
             return None
-        sizes = list(map(_size_bytes, infos))
         places = self.space.take_all(sizes)
         if places is None and protect is not None:
             evicted += self._make_room(self.space.missing_all(sizes), protect)
             places = self.space.take_all(sizes)
         if places is None:
             return None
-        self._filling.update(zip(keys, places, strict=True))
-        self._infos.update(zip(keys, infos, strict=True))
-        return tuple(places)
+        filling, before = self._filling, len(self._filling)
+        filling.update(zip(keys, places, strict=True))
+        if len(filling) < before + len(keys):  # one is named twice
+            deque(map(filling.pop, keys, repeat(None)), maxlen=0)
+            self.space.give_all(places)
+            return None
+        return places
 
-    def commit(self, keys: Sequence[bytes]) -> list[bytes]:
+    def commit(
+        self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None
+    ) -> list[bytes]:
         """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.
 
-        ``keys`` are in prefix order; the head ends up youngest in the policy.
+        ``keys`` are in prefix order; the head ends up youngest. ``infos``: if not remembered.
         """
-        if len(keys) >= MANY and self._commit_at_once(keys[::-1]):
+        if len(keys) >= MANY and self._commit_at_once(keys[::-1], infos):
             return list(keys)
         kept: list[bytes] = []
-        resident, filling, infos, doomed = self._resident, self._filling, self._infos, self._doomed
+        resident, filling, doomed = self._resident, self._filling, self._doomed
+        told = self._infos if infos is None else dict(zip(keys, infos, strict=True))
         insert = self.policy.insert
         for key in reversed(keys):
             if key in doomed:
@@ -193,12 +196,14 @@ class TierIndex:
             if place is None:
                 self._refuse(key, ChunkEvent.COMMIT)
             resident[key] = place
-            insert(key, infos.pop(key))
+            insert(key, told.pop(key))
             kept.append(key)
         kept.reverse()
         return kept
 
-    def _commit_at_once(self, backwards: Sequence[bytes]) -> bool:
+    def _commit_at_once(
+        self, backwards: Sequence[bytes], infos: Sequence[EntryInfo] | None
+    ) -> bool:
         """All of these, if all are FILLING; ``False``: nothing was done."""
         filling = self._filling
         places = list(map(filling.pop, backwards, repeat(None)))
@@ -207,7 +212,8 @@ class TierIndex:
             filling.update({k: p for k, p in zip(backwards, places, strict=True) if p is not None})
             return False
         self._resident.update(filled)  # type: ignore[arg-type]  # there is no None
-        self.policy.insert_all(backwards, list(map(self._infos.pop, backwards)))
+        told = list(map(self._infos.pop, backwards)) if infos is None else infos[::-1]
+        self.policy.insert_all(backwards, told)
         return True
 
     def abort(self, keys: Iterable[bytes]) -> None:
@@ -220,7 +226,7 @@ class TierIndex:
             place = self._filling.pop(key, None)
             if place is None:
                 self._refuse(key, ChunkEvent.ABORT)
-            del self._infos[key]
+            self._infos.pop(key, None)
             if key in self._pins:
                 self._doomed[key] = place
             else:
@@ -228,7 +234,7 @@ class TierIndex:
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """Enter chunks found after a restart, oldest first; returns those that did not fit."""
-        sizes = list(map(_size_bytes, infos))
+        sizes = sizes_of(infos)
         if len(keys) == len(sizes) > 0 and sizes.count(sizes[0]) == len(sizes):
             places = dict.fromkeys(keys, sizes[0])  # in half the time
         else:
@@ -325,8 +331,8 @@ class TierIndex:
         states = [set(self._resident), set(self._filling), set(self._doomed)]
         if sum(map(len, states)) != len(set.union(*states)):
             problems.append("a key is in two states")
-        if set(self._infos) != set(self._filling):
-            problems.append("infos do not match filling")
+        if not set(self._infos) <= set(self._filling):
+            problems.append("infos of keys that are not filling")
         if not set(self._pins) <= set.union(*states):
             problems.append("a pinned key is absent")
         if not set(self._doomed) <= set(self._pins):
@@ -338,15 +344,7 @@ class TierIndex:
 
     def _make_room(self, missing: int, protect: Container[bytes]) -> list[bytes]:
         """Evict so much, ahead to the low watermark, never more than needed there."""
-        space, pins, kept, held = self.space, self._pins, self.kept, self.held or _NOTHING
-        passed: list[bytes] = []
-
-        def evictable(key: object) -> bool:
-            if key in kept:
-                passed.append(key)  # type: ignore[arg-type]  # policies see Hashable
-                return False
-            return key not in pins and key not in protect and key not in held
-
+        space, evictable = self.space, Evictable(self.kept, self._pins, protect, self.held)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
         evicted, freed = list[bytes](), 0
@@ -359,20 +357,22 @@ class TierIndex:
                 break
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
-        if len(passed) > PASSED_MOST:
-            self.policy.touch(passed)  # or each eviction would pass them by again
+        if len(evictable.passed) > PASSED_MOST:
+            self.policy.touch(evictable.passed)  # or each eviction would pass them by again
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
         """RESIDENT -> ABSENT; how much that has freed."""
-        named = set(keys)
-        for key in keys:
-            if key in self._pins or key not in self._resident or key not in named:
-                self._refuse(key, ChunkEvent.EVICT)
-            named.discard(key)  # a policy must not name it twice
+        pins, resident = self._pins, self._resident
+        are_free = pins.keys().isdisjoint(keys)
+        places = list(map(resident.pop, keys, repeat(None))) if are_free else []
+        if not are_free or None in places:  # or named twice
+            resident.update((k, p) for k, p in zip(keys, places, strict=False) if p is not None)
+            wrong = (key for key in keys if key in pins or key not in resident)
+            self._refuse(next(wrong, keys[0]), ChunkEvent.EVICT)
         used = self.space.used
-        self.space.give_all(list(map(self._resident.pop, keys)))
-        deque(map(self.policy.remove, keys, repeat(RemoveCause.EVICTED)), maxlen=0)
+        self.space.give_all(places)  # type: ignore[arg-type]  # there is no None
+        self.policy.remove_all(keys, RemoveCause.EVICTED)
         self.evictions += len(keys)
         self.removals.note(keys)
         return used - self.space.used
@@ -380,7 +380,7 @@ class TierIndex:
     def _doom_filling(self, key: bytes) -> None:
         """The job that fills the chunk counts as one more pin from here on."""
         self._doomed[key] = self._filling.pop(key)
-        del self._infos[key]
+        self._infos.pop(key, None)
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def _let_go(self, key: bytes, event: ChunkEvent) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from offload.entries import chosen
 from offload.errors import InvariantError
 from offload.plans import JobResult
+from policies.base import EntryInfo
 
 CPU = -1
 """The CPU tier's number where lower tiers are numbered from 0."""
@@ -32,7 +34,8 @@ class Job:
     """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
     ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads, ``holds`` counts
     those that a load fills; ``write`` are the lower tiers that may get what a store fills
-    (``None``: all). What a ``distrusted`` job fills is never committed, whatever the ranks
+    (``None``: all); ``infos`` are of ``fills`` where the index does not remember them. What a
+    ``distrusted`` job fills is never committed, whatever the ranks
     answer."""
 
     job: int
@@ -46,6 +49,7 @@ class Job:
     holds: int = 0
     tokens_by_tier: Mapping[int, int] | None = None
     write: frozenset[int] | None = None
+    infos: Sequence[EntryInfo] | None = None
     result: JobResult | None = None
     distrusted: bool = False
 
@@ -64,6 +68,13 @@ class Job:
         if not bad:
             return list(self.fills), []
         return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
+
+    def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo] | None:
+        """``infos`` of some of ``fills``, in their order."""
+        if self.infos is None or len(keys) == len(self.fills):
+            return self.infos
+        wanted = set(keys)
+        return chosen(self.infos, [key in wanted for key in self.fills])
 
 
 class Ledger:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from offload.backlog import Backlog
+from offload.budget import TAKE_IN, TOUCH, StepBudget
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
-from offload.coordinator import present_in
 from offload.deletions import Deletions
 from offload.demotion import DemotionQueue, queues_of
 from offload.errors import InvariantError
@@ -20,15 +20,18 @@ from offload.gates import Gates
 from offload.index import TierIndex
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import STEP_CHUNKS, LoadPlanner
-from offload.plans import StepPlan, StepReport
+from offload.plans import Keys, StepPlan, StepReport
 from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
 from offload.store_planner import StorePlanner
 from offload.uses import Uses
+from offload.write_through import WriteThrough
 from policies.base import AdmissionPolicy
 from policies.hints import LOW
 
 _NOTHING: Mapping[str, Any] = {}
+WRITE_THROUGH = 2
+"""Eighths of a step's budget that are left to it."""
 FORGOTTEN_MOST = 16_384
 """Chunks of each tier that are remembered to have been forgotten by a reset."""
 
@@ -86,17 +89,20 @@ class Planner:
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
-        told, half = self._uses.filled, max(1, step_chunks // 2)
+        self._budget = budget = StepBudget(step_chunks + step_chunks // 2)
+        self._piece_chunks = max(1, step_chunks // 4)
+        told = self._uses.filled
         self._stores = StorePlanner(
-            groups, cpu, ledger, stats, told, max_store_chunks, admission, half
+            groups, cpu, ledger, stats, told, max_store_chunks, admission, budget
         )
-        self._backlog = Backlog(half)
-        self._piece_chunks = half
+        self._backlog = Backlog(budget)
         self._reset = False
         self._epochs: dict[int, int] = {}
         if demotions is None:
             demotions = queues_of(cpu, self.lower, self.gates)
-        self._demotions = tuple(demotions)
+        self._demotions = WriteThrough(
+            demotions, cpu, ledger, stats, self.shared, budget, self.delete
+        )
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -126,17 +132,18 @@ class Planner:
         """Note one request's use of these keys (prefix order) in every tier."""
         self.cpu.touch(keys)
         for tier, index in enumerate(self.lower):
-            index.touch(keys)
+            held = list(filter(index.resident.__contains__, keys))
+            if not held:
+                continue
+            index.touch(held)
             if self.gates.tiers[tier].writes.closed:  # else notes would queue behind a hung disk
-                held = filter(index.resident.__contains__, keys)
                 self._touches.setdefault(tier, []).extend(held)
 
     # -- store -------------------------------------------------------------------------------
 
     def plan_store(self, run: Run, protect: Container[bytes] = frozenset()) -> int:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
-        present = present_in(*self.holders, *self.cpu.barred)
-        return self._stores.plan(run, present, protect)
+        return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
@@ -173,7 +180,6 @@ class Planner:
     def tick(self, now: float) -> None:
         """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
         self._now = self.stats.now = now
-        self._uses.step()
         self._loads.tick(now)
         self.shared.tick(now)
 
@@ -194,30 +200,25 @@ class Planner:
             or any(map(self._deletions.waiting, self._ready_for_deletions()))
             or self._reset
             or self._epochs
-            or any(len(queue) for queue in self._demotions)
+            or self._demotions.is_waiting
         )
 
     def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
-        errors = self._backlog.end_step()
+        self._note_uses()
+        errors = self._backlog.end_step(WRITE_THROUGH if self._demotions.is_waiting else 0)
         self._loads.advance()
         if errors:
             raise errors[0]
-        demotes = []
         ready = self._ready_for_deletions()
-        for queue in self._demotions if demote else ():
-            if self._deletions.is_behind(queue.tier):
-                continue
-            for job in queue.due(self.cpu, self._ledger, self.groups):
-                demotes.append(job.plan)
-                self.delete(queue.tier, job.evicted)
-                self.stats.evicted(queue.tier, job.evicted)
+        demotes = self._demotions.due(self._deletions) if demote else ()
         stores, fence = self._stores.take()
+        self._budget.end_step()
         plan = StepPlan(
             stores=stores,
-            demotes=tuple(demotes),
+            demotes=demotes,
             deletes=self._deletions.take(ready),
-            touches={tier: tuple(keys) for tier, keys in self._touches.items() if keys},
+            touches={tier: Keys(keys) for tier, keys in self._touches.items() if keys},
             fence=fence,
             reset=self._reset,
             epochs=dict(self._epochs),
@@ -230,12 +231,19 @@ class Planner:
         self._epochs.clear()
         return plan
 
+    def _note_uses(self) -> None:
+        """Tell policies of the next uses, as far as the step goes, but always of some."""
+        while noted := self._uses.step():
+            self._budget.spend(TOUCH * noted)
+            if self._budget.above(WRITE_THROUGH) <= 0:
+                break
+
     def _ready_for_deletions(self) -> list[int]:
         """Tiers that may be sent deletions: not one that is shut out, nor one whose only write
         since then has not come back, behind which they would queue up."""
         return [
             queue.tier
-            for queue in self._demotions
+            for queue in self._demotions.queues
             if (gate := self.gates.tiers[queue.tier]).writes.closed
             or (gate.writable and not queue.flying)
         ]
@@ -245,7 +253,6 @@ class Planner:
         ended = {
             JobKind.STORE: self._stored,
             JobKind.LOAD: self._loaded,
-            JobKind.DEMOTE: self._demoted,
             JobKind.PROBE: self._probed,
         }
         for (tier, rank), seen in report.tiers.items():
@@ -254,28 +261,31 @@ class Planner:
                 self._lost(tier)
         self.shared.answered(report.answers, self._now)
         errors: list[Exception] = []
+        demoted: list[Job] = []
         for job_id, result in report.results.items():
             try:
                 job = self._ledger.answer(job_id, result)
-                if job is not None:
+                if job is not None and job.kind is JobKind.DEMOTE:
+                    demoted.append(job)
+                elif job is not None:
                     ended[job.kind](job)
             except Exception as error:  # one bad answer must not lose the others
                 errors.append(error)
+        self._demotions.answered(demoted, self._backlog, self._now)
         errors += self._backlog.work()
         if errors:
             raise errors[0]
 
     def _stored(self, job: Job) -> None:
         self._stores.answered(job)
-        self._backlog.add(len(job.fills), partial(self._take_in_store, job))
+        self._backlog.add(TAKE_IN * len(job.fills), partial(self._take_in_store, job))
 
     def _take_in_store(self, job: Job) -> None:
-        good, bad = job.verdict()
-        told = self.cpu.infos(good) if self._demotions else {}
-        kept = self._stores.ended(good, bad)
-        for queue in self._demotions:
+        kept = self._stores.ended(job)
+        infos = job.infos_of(kept)
+        for queue in self._demotions.queues:
             if job.write is None or queue.tier in job.write:
-                queue.offer(kept, self.cpu, self.groups, told)
+                queue.offer(kept, self.cpu, self.groups, infos)
         self._uses.filled(job.fills)
 
     def _loaded(self, job: Job) -> None:
@@ -288,21 +298,6 @@ class Planner:
     def _probed(self, job: Job) -> None:
         self._loads.probed(job, self._now)
         self.forget(job.answer.lost, job.answer.corrupt)
-
-    def _demoted(self, job: Job) -> None:
-        good, bad = job.verdict()
-        index = self.lower[job.fill_tier]
-        index.abort(bad)
-        kept = index.commit(good)
-        for _cpu, keys in job.pins:
-            self.cpu.unpin(keys)
-        self._demotions[job.fill_tier].ended(job)
-        self.gates.tiers[job.fill_tier].written(self._now, good=bool(good))
-        self.stats.stored(job.fill_tier, kept, bad)
-        self.shared.written(job.fill_tier, kept, self._now)
-        # What a rank may have written and the index does not keep (it failed on another, or was
-        # forgotten meanwhile) must not take space, nor come back after a restart.
-        self.delete(job.fill_tier, [key for key in job.fills if key not in index])
 
     # -- forgetting --------------------------------------------------------------------------
 
@@ -343,7 +338,7 @@ class Planner:
         """Tell the workers the new epochs of these lower tiers; writes to them may go on."""
         self._epochs.update(epochs)
         self.shared.begin_epochs(epochs)
-        for queue in self._demotions:
+        for queue in self._demotions.queues:
             if queue.tier in epochs:
                 queue.closed = False
 
@@ -354,7 +349,7 @@ class Planner:
         again only after ``begin_epochs``.
         """
         self._stores.cancel_planned()
-        for queue in self._demotions:
+        for queue in self._demotions.queues:
             queue.clear(self.cpu)
             queue.closed = True
         indexes = (self.cpu, *self.lower)
@@ -378,12 +373,12 @@ class Planner:
 
     def queue_depth(self, tier: int) -> int:
         """Chunks on their way into a tier."""
-        return self._stores.storing if tier == CPU else self._demotions[tier].depth
+        return self._stores.storing if tier == CPU else self._demotions.queues[tier].depth
 
     def totals(self) -> dict[str, float]:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
         late: dict[str, float] = {"late_answers": self._ledger.late_answers}
-        for queue, index in zip(self._demotions, self.lower, strict=True):
+        for queue, index in zip(self._demotions.queues, self.lower, strict=True):
             late[f"write_refusals:{index.name}"] = queue.refused
             late[f"writes_skipped:{index.name}"] = queue.skipped
         return self.stats.totals() | late | self.gates.totals() | self.shared.totals()

@@ -6,10 +6,10 @@ jobs of one plan are posted in this order: deletes, stores, demotes, loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import msgspec
 
@@ -23,6 +23,7 @@ IN_SLAB = -1
 
 
 _pack = msgspec.msgpack.encode
+_SLOTS = msgspec.msgpack.Decoder(list[int])
 _ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 _PACKED = msgspec.msgpack.Decoder(Packed)
 
@@ -146,15 +147,83 @@ def _thawed(chunks: bytes) -> Columns:
 _load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields
 
 
-@dataclass(frozen=True, slots=True)
-class DemoteJob:
-    """Write chunks from slots to a lower tier, by key."""
+class Keys(Sequence[bytes]):
+    """Keys of a plan. In one piece as long as they travel, and on vLLM's threads: they are told
+    apart by whoever first looks at them."""
 
-    job: int
-    tier: int
-    group: int
-    keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
+    __slots__ = ("_keys", "_lengths")
+
+    def __init__(self, keys: Sequence[bytes] | bytes, lengths: Sequence[int] = ()) -> None:
+        self._keys: tuple[bytes, ...] | bytes = keys if isinstance(keys, bytes) else tuple(keys)
+        self._lengths = lengths
+
+    def _thawed(self) -> tuple[bytes, ...]:
+        if isinstance(self._keys, bytes):
+            self._keys = unpack_keys(self._keys, self._lengths)
+        return self._keys
+
+    def __len__(self) -> int:
+        if isinstance(self._keys, bytes) and len(self._lengths) == 1:
+            return len(self._keys) // self._lengths[0]
+        return len(self._thawed())
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[bytes, ...]: ...
+    def __getitem__(self, at: int | slice) -> bytes | tuple[bytes, ...]:
+        return self._thawed()[at]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._thawed())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._thawed() == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of other sequences that may change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        keys = self._keys
+        return Keys, (keys, self._lengths) if isinstance(keys, bytes) else pack_keys(keys)
+
+    def __repr__(self) -> str:
+        return repr(self._thawed())
+
+
+class DemoteJob:
+    """Write chunks from ``slots`` to a lower tier, by key. Travels as ``LoadJob`` does."""
+
+    __slots__ = ("_slots", "group", "job", "keys", "tier")
+
+    def __init__(
+        self,
+        job: int,
+        tier: int,
+        group: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int] | bytes,
+    ) -> None:
+        self.job = job
+        self.tier = tier
+        self.group = group
+        self.keys: Sequence[bytes] = keys
+        self._slots: Sequence[int] | bytes = slots
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk."""
+        if isinstance(self._slots, bytes):
+            self._slots = _SLOTS.decode(self._slots)
+        assert not isinstance(self._slots, bytes)
+        return self._slots
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        slots = self._slots
+        frozen = slots if isinstance(slots, bytes) else _pack(slots)
+        return DemoteJob, (self.job, self.tier, self.group, Keys(self.keys), frozen)
+
+    def __repr__(self) -> str:
+        return f"DemoteJob({self.job}, {self.tier}, {self.group}, {self.keys}, {self.slots})"
 
 
 class Question:
@@ -188,8 +257,8 @@ class StepPlan:
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     demotes: tuple[DemoteJob, ...] = ()
-    deletes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
-    touches: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    deletes: Mapping[int, Keys] = field(default_factory=dict)
+    touches: Mapping[int, Keys] = field(default_factory=dict)
     fence: tuple[int, ...] = ()
     reset: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)

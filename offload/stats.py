@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,7 +112,7 @@ class PlannerStats:
         for counters in self.tiers.values():
             counters.missed_tokens += tokens
 
-    def reset(self, keys: Iterable[bytes], counts: Mapping[int, int]) -> None:
+    def reset(self, keys: Sequence[bytes], counts: Mapping[int, int]) -> None:
         """Everything was forgotten: ``counts`` chunks of each tier, ``keys`` among them."""
         self.resets += 1
         for tier, count in counts.items():
@@ -133,7 +133,7 @@ class PlannerStats:
         name = f"{'cpu' if tier == CPU else self.lower_names[tier]}:{cause.value}"
         self.removed[name] = self.removed.get(name, 0) + count
 
-    def _gone(self, tier: int, keys: Iterable[bytes], cause: Cause) -> None:
+    def _gone(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
         self.departures.note(keys, Departure(cause, tier, self.now))
 
     def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import compress, count, islice
 
+from offload.budget import EVICT, STORE, StepBudget
 from offload.chunks import GroupInfo, Run
-from offload.coordinator import PresentBatch
+from offload.coordinator import present_in
 from offload.departures import Cause
+from offload.entries import Entries
 from offload.index import TierIndex
 from offload.layout import STATE
 from offload.ledger import CPU, Job, JobKind, Ledger
@@ -20,6 +22,8 @@ from offload.stats import PlannerStats
 from policies.base import AdmissionPolicy
 from policies.hints import HIGH, LOW
 
+LEAVES = 3
+"""Eighths of a step's budget that are left to what follows stores."""
 FEW = 64
 """So many chunks may always be stored: what a request ends with should not be lost because another
 has used up the step."""
@@ -27,7 +31,7 @@ has used up the step."""
 
 class StorePlanner:
     """Plans stores into the CPU tier; at most ``max_chunks`` are ``storing`` at a time, and a step
-    begins to store about ``step_chunks``, of which one counts twice for which another is evicted.
+    begins to store what its ``budget`` allows.
 
     ``admission`` says what may enter (``None``: everything). ``filled(keys)`` is told when a store
     of these keys has ended, however it did.
@@ -42,7 +46,7 @@ class StorePlanner:
         filled: Callable[[Sequence[bytes]], None],
         max_chunks: int,
         admission: AdmissionPolicy | None,
-        step_chunks: int,
+        budget: StepBudget,
     ) -> None:
         self.storing = 0
         self._groups = groups
@@ -52,7 +56,7 @@ class StorePlanner:
         self._filled = filled
         self._max_chunks = max_chunks
         self._admission = admission
-        self._step_chunks = self._room = step_chunks
+        self._budget = budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
 
@@ -64,53 +68,57 @@ class StorePlanner:
         """The stores planned since the last call, and the jobs to be fenced."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
-        self._room = self._step_chunks
         return taken
 
     def answered(self, job: Job) -> None:
         """A store has been answered by every rank."""
         self.storing -= len(job.fills)
 
-    def ended(self, good: Sequence[bytes], bad: Sequence[bytes]) -> list[bytes]:
-        """What a store that was answered has filled; the keys that can be hit from now on."""
+    def ended(self, job: Job) -> list[bytes]:
+        """Take in what a store that was answered has filled: the keys that can be hit now."""
+        good, bad = job.verdict()
         self._cpu.abort(bad)
-        kept = self._cpu.commit(good)
+        kept = self._cpu.commit(good, job.infos_of(good))
         self._stats.stored(CPU, kept, bad)
         return kept
 
-    def plan(self, run: Run, present: PresentBatch, protect: Container[bytes]) -> int:
+    def plan(self, run: Run, holders: Sequence[Container[bytes]], protect: Container[bytes]) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
-        ``present`` tells which chunks some tier holds already or a job is writing; ``protect`` are
+        ``holders`` are the chunks that some tier holds already or a job is writing; ``protect`` are
         keys that must not be evicted for these. Returns how many of them, from the first on, need
         no more attention: those that some tier holds and those that got a slot. The rest may be
         asked again.
         """
         if self._room <= 0 and len(run) > FEW:
             return 0
-        fresh, settled = self._absent_prefix(run, present)
+        fresh, settled = self._absent_prefix(run, holders)
         if not fresh:
             return settled
         infos = self._groups[run.group].entries(fresh, 1)
         evict = run.origin.priority != LOW
-        grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict)
+        grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict, remember=False)
         self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.places)) < len(fresh):
             self._stats.store_refusals += len(fresh) - granted
             self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_ROOM)
             settled = run.keys.index(fresh.keys[granted])
         if granted:
-            self._open(fresh.part(0, granted), grant.places)
-        self._room -= granted + len(grant.evicted)
+            self._open(fresh.part(0, granted), infos[:granted], grant.places)
+        self._budget.spend(STORE * granted + EVICT * len(grant.evicted))
         return settled
 
-    def _absent_prefix(self, run: Run, present: PresentBatch) -> tuple[Run, int]:
+    @property
+    def _room(self) -> int:
+        """Chunks that may be stored in this step if none has to be evicted for them."""
+        return self._budget.above(LEAVES) // STORE
+
+    def _absent_prefix(self, run: Run, holders: Sequence[Container[bytes]]) -> tuple[Run, int]:
         """The chunks that no tier has, as far as the budgets of this step and of all stores go, and
         how many were seen."""
-        held = present(run.keys)
-        if 0 not in held:
+        wanted = _absent(run.keys, holders)
+        if True not in wanted:
             return run.part(0, 0), len(run)
-        wanted = [not here for here in held]
         # A recurrent state is offered once; what else is refused here is asked again.
         left = room = len(run)
         if self._groups[run.group].kind != STATE:
@@ -142,10 +150,12 @@ class StorePlanner:
                 self._stats.refused(CPU, [run.keys[at]], Cause.NOT_ADMITTED)
         return found
 
-    def _open(self, run: Run, slots: Sequence[int]) -> None:
+    def _open(self, run: Run, infos: Entries, slots: Sequence[int]) -> None:
         job = self._ledger.next_id()
-        write = run.origin.controls.write
-        self._ledger.open(Job(job, JobKind.STORE, fills=run.keys, blocks=run.blocks, write=write))
+        write, keys, blocks = run.origin.controls.write, run.keys, run.blocks
+        self._ledger.open(
+            Job(job, JobKind.STORE, fills=keys, blocks=blocks, write=write, infos=infos)
+        )
         self._planned.append(StoreJob(job, run.group, run.blocks, slots))
         self.storing += len(run)
 
@@ -181,3 +191,10 @@ class StorePlanner:
         self._stats.stores_cancelled += 1
         self._stats.refused(CPU, job.fills, Cause.CANCELLED)
         self._filled(job.fills)
+
+
+def _absent(keys: Sequence[bytes], holders: Sequence[Container[bytes]]) -> list[bool]:
+    """Which of these are in no holder; mostly all are absent, which is asked at once."""
+    if all(isinstance(held, dict) and held.keys().isdisjoint(keys) for held in holders):
+        return [True] * len(keys)
+    return [not here for here in present_in(*holders)(keys)]

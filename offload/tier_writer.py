@@ -99,7 +99,7 @@ class TierWriter:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queue a note of use."""
         if keys:
-            self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(keys)))
+            self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(tuple(keys))))
 
     def reset(self, epoch: int) -> None:
         """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""

@@ -14,9 +14,9 @@ from offload.index import TierIndex
 
 WAITING_MOST = 256
 """Ended requests whose last chunks are still being stored; further ones are noted at once."""
-AT_ONCE = 512
+AT_ONCE = 128
 """Keys that are noted at a time; the rest of a long request is noted in the steps that follow."""
-BEHIND_MOST = 256
+BEHIND_MOST = 1024
 """Parts that may be put off."""
 
 
@@ -73,14 +73,16 @@ class Uses:
         self._waiting.clear()
         self._behind.clear()
 
-    def step(self) -> None:
-        """Note the next part of what was put off."""
-        if self._behind:
-            part, use = self._behind.popleft()
-            self._touch(part)
-            if use is not None and use.hints:
-                for index in self._tiers:
-                    index.policy.advise(use.keys, use.hints)
+    def step(self) -> int:
+        """Note the next part of what was put off; of how many keys."""
+        if not self._behind:
+            return 0
+        part, use = self._behind.popleft()
+        self._touch(part)
+        if use is not None and use.hints:
+            for index in self._tiers:
+                index.policy.advise(use.keys, use.hints)
+        return len(part)
 
     def _note(self, use: _Use) -> None:
         """Part by part, the tail first, as policies take it: the head of a prefix ends up younger

@@ -42,6 +42,13 @@ class EntryInfo(NamedTuple):
     hints: Mapping[str, Any] = NO_HINTS
 
 
+def all_may_go(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> bool:
+    """Whether all of these are evictable, if that can be asked at once, which is faster: then
+    ``evictable`` has a method ``all_of(keys)``. If not, they have to be asked for one by one."""
+    all_of = getattr(evictable, "all_of", None)
+    return all_of is not None and bool(all_of(keys))
+
+
 class EvictionPolicy(ABC):
     """Orders the keys of one tier. Membership equals the tier's resident keys."""
 
@@ -86,6 +93,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def remove(self, key: Key, cause: RemoveCause) -> None:
         """Take a member out; unknown keys are ignored."""
+
+    def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
+        """Take many members out, one after the other. Overridden where that is faster at once;
+        who overrides ``remove`` of such a policy has to override this as well."""
+        for key in keys:
+            self.remove(key, cause)
 
     @abstractmethod
     def clear(self) -> None:

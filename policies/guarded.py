@@ -11,9 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import filterfalse, repeat
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, all_may_go
 from policies.lru import LruPolicy
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,20 @@ class GuardedPolicy(EvictionPolicy):
         else:
             self._charge("insert", start, 1)
 
+    def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
+        if self._own is not None:
+            self._own.update(dict.fromkeys(keys))
+        if self.faults:
+            self._active.insert_all(keys, infos)
+            return
+        start = self._clock()
+        try:
+            self._active.insert_all(keys, infos)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"insert_all raised {error!r}")  # which has these too
+        else:
+            self._charge("insert_all", start, len(keys))
+
     def touch(self, keys: Sequence[Key]) -> None:
         if self.faults:
             self._active.touch(keys)
@@ -143,6 +158,20 @@ class GuardedPolicy(EvictionPolicy):
         else:
             self._charge("remove", start, 1)
 
+    def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
+        if self._own is not None:
+            deque(map(self._own.pop, keys, repeat(None)), maxlen=0)
+        if self.faults:
+            self._active.remove_all(keys, cause)
+            return
+        start = self._clock()
+        try:
+            self._active.remove_all(keys, cause)
+        except Exception as error:  # containing it is this class's purpose
+            self._fall_back(f"remove_all raised {error!r}")  # which has these no more
+        else:
+            self._charge("remove_all", start, len(keys))
+
     def clear(self) -> None:
         if self._own is not None:
             self._own.clear()
@@ -167,11 +196,12 @@ class GuardedPolicy(EvictionPolicy):
             return f"victims({count}) returned {_brief(names)}"
         if len(set(names)) != len(names):
             return "victims named a key twice"
-        for key in names:
-            if key not in self._members:
-                return f"victims named an unknown key {_brief(key)}"
-            if not evictable(key):
-                return f"victims named a pinned key {_brief(key)}"
+        unknown = next(filterfalse(self._members.__contains__, names), None)
+        if unknown is not None:
+            return f"victims named an unknown key {_brief(unknown)}"
+        pinned = None if all_may_go(evictable, names) else next(filterfalse(evictable, names), None)
+        if pinned is not None:
+            return f"victims named a pinned key {_brief(pinned)}"
         if len(names) < count and len(self._members) > len(names):
             held = set(names)
             if any(key not in held and evictable(key) for key in self._members):
@@ -208,9 +238,7 @@ class GuardedPolicy(EvictionPolicy):
     def _fall_back(self, reason: str) -> None:
         """LRU over the same members takes over. Their first order is that of insertion."""
         fallback = LruPolicy()
-        info = EntryInfo()
-        for key in self._members:
-            fallback.insert(key, info)
+        fallback.insert_all(list(self._members), ())
         self._active = fallback
         self.faults.append(reason)
         logger.error("policy %s is replaced by LRU: %s", self._name, reason)

@@ -4,90 +4,175 @@ A request's keys are moved to the young end from its last chunk to its first, so
 of a prefix is always younger than its tail: eviction is deepest-first and the cache stays
 prefix-closed (the leaf LRU of a radix tree, at the cost of a dict).
 
-``OrderedDict``, here and in the other policies, because a plain dict used as a queue leaves holes
-at its front that every look at the oldest key walks over again.
+Keys are kept in parts: lists in order of use, of what was used together. A dict says in which part
+a key was used last; elsewhere it is not there any more. So a thousand keys are moved by making a
+list and updating a dict, which takes a fifth of the time that an ``OrderedDict`` takes to move them
+one by one, and there is no node per key. What is not there any more is taken out when it comes to
+the old end, and bit by bit when it is more than there is of the rest.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, compress, count, islice, repeat
+from operator import is_, is_not
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, all_may_go
 
-_ABSENT = object()
+PART_MOST = 512
+FEW = 32
+"""Fewer keys join the youngest part, if it was made of few as well."""
+STALE_SHARE = 2
+STALE_LEAST = 4096
+"""So many times the members, and so many more, there may be places that their keys have left."""
+
+
+class _Part(list[Key]):
+    """Keys in order of use, oldest first, and those that have left; compared by identity."""
+
+    __slots__ = ()
 
 
 class LruPolicy(EvictionPolicy):
-    """An ``OrderedDict`` in order of use, oldest first. All operations are O(1) per key.
+    """All operations are O(1) per key, amortised.
 
-    What a restart brings back lies before it, as a list in order of use and a dict that says which
-    of it is still there: made at a third of the time, and in less memory. A key that is touched
-    moves over; the list is only walked once.
+    What a restart brings back lies before the parts, as one list in order of use, and needs no
+    part: made in less time and memory. It is only walked once.
     """
 
     keeps_prefixes_closed = True
     takes_parts = True
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()
-        self._found: dict[Key, Any] = {}
+        self._part_of: dict[Key, Any] = {}  # of what a restart brought back: anything else
+        self._parts: deque[_Part] = deque()
+        self._open: set[Key] = set()  # all keys of the youngest part, if few may join it
+        self._places = 0  # in all parts
+        self._swept = 0  # the part that is looked at next for keys that have left
         self._found_order: list[Key] = []
-        self._gone = 0  # so many at the front of the list are not there any more
+        self._gone = 0  # so many at the front of that list are not there any more
 
     def insert(self, key: Key, info: EntryInfo) -> None:
-        self._order[key] = None
+        self._append([key])
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         if self or not isinstance(keys, dict):
-            self._order.update(zip(keys, repeat(None)))
+            self._append(list(keys))
             return
-        self._found, self._found_order, self._gone = keys, list(keys), 0
+        self.clear()
+        self._part_of, self._found_order = keys, list(keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        # At the speed of C: a request may have thousands.
-        order, found, backwards = self._order, self._found, keys[::-1]
-        if found:
-            gone = list(map(found.pop, backwards, repeat(_ABSENT)))
-            if _ABSENT not in gone:
-                order.update(zip(backwards, repeat(None)))
-                return
-            known = zip(backwards, gone, strict=True)
-            order.update((key, None) for key, place in known if place is not _ABSENT)
-        deque(map(order.move_to_end, filter(order.__contains__, backwards)), maxlen=0)
+        members = list(compress(keys, map(self._part_of.__contains__, keys)))
+        if len(set(members)) < len(members):
+            members = list(dict.fromkeys(members))  # the head end counts
+        self._append(members[::-1])
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        found: list[Key] = []
-        for key in chain(self._still_found(), self._order):
-            if len(found) >= count:
-                break
-            if evictable(key):
-                found.append(key)
-        return found
-
-    def _still_found(self) -> Iterator[Key]:
-        """What a restart brought back and nobody has used since, oldest first."""
-        order, found = self._found_order, self._found
-        if not found:
-            self._found_order, self._gone = [], 0
-            return
-        while order[self._gone] not in found:
-            self._gone += 1
-        for at in range(self._gone, len(order)):
-            if order[at] in found:
-                yield order[at]
+        self._forget_oldest()
+        oldest = list(islice(self._in_order(), count))
+        if all_may_go(evictable, oldest):
+            return oldest
+        return list(islice(filter(evictable, self._in_order()), count))
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
-        if key in self._found:
-            del self._found[key]
-        else:
-            self._order.pop(key, None)
+        self._part_of.pop(key, None)
+
+    def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
+        deque(map(self._part_of.pop, keys, repeat(None)), maxlen=0)
 
     def clear(self) -> None:
-        self._order.clear()
-        self._found, self._found_order, self._gone = {}, [], 0
+        self._part_of = {}
+        self._parts.clear()
+        self._open.clear()
+        self._places = self._swept = 0
+        self._found_order, self._gone = [], 0
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._found)
+        return len(self._part_of)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _append(self, keys: list[Key]) -> None:
+        """These distinct keys are the youngest now, the last of them above all."""
+        for first in range(0, len(keys), PART_MOST):
+            some = keys[first : first + PART_MOST]
+            is_few = len(some) < FEW
+            if is_few and 0 < len(self._open) < PART_MOST and self._open.isdisjoint(some):
+                part = self._parts[-1]
+                part += some
+            else:
+                part = _Part(some)
+                self._parts.append(part)
+                self._open.clear()
+            if is_few:
+                self._open.update(some)
+            self._part_of.update(dict.fromkeys(some, part))
+            self._places += len(some)
+            if self._places > (1 + STALE_SHARE) * len(self) + STALE_LEAST:
+                self._sweep(2 * len(some) + FEW)
+
+    def _in_order(self) -> Iterator[Key]:
+        """All members, oldest first."""
+        parts = chain(self._found_parts(), map(self._members, self._parts))
+        return chain.from_iterable(parts)
+
+    def _members(self, part: _Part) -> Iterator[Key]:
+        """The keys of a part that have not left it."""
+        return compress(part, map(is_, map(self._part_of.get, part), repeat(part)))
+
+    def _found_parts(self) -> Iterator[Iterator[Key]]:
+        """What a restart brought back and nobody has used since, oldest first."""
+        order, get = self._found_order, self._part_of.get
+        for first in range(self._gone, len(order), PART_MOST):
+            some = order[first : first + PART_MOST]
+            others = map(type, map(get, some, repeat(_GONE)))
+            yield compress(some, map(is_not, others, repeat(_Part)))
+
+    def _forget_oldest(self) -> None:
+        """Take out what has left the oldest parts, up to the first member."""
+        order, get = self._found_order, self._part_of.get
+        while self._gone < len(order) and isinstance(get(order[self._gone], _GONE), _Part):
+            self._gone += 1
+        if order and self._gone == len(order):
+            self._found_order, self._gone = [], 0
+        while self._parts:
+            part = self._parts[0]
+            are_members = map(is_, map(self._part_of.get, part), repeat(part))
+            first = next(compress(count(), are_members), len(part))
+            self._places -= first
+            del part[:first]
+            if part:
+                return
+            self._parts.popleft()
+            self._swept = max(0, self._swept - 1)
+        self._open.clear()
+
+    def _sweep(self, most: int) -> None:
+        """Take out what has left the next parts but the youngest, about so many places, and join
+        small ones."""
+        parts = self._parts
+        while most > 0 and len(parts) > 1:
+            at = self._swept = self._swept if self._swept < len(parts) - 1 else 0
+            part = parts[at]
+            most -= len(part) + 1
+            self._keep_members(part)
+            before = parts[at - 1] if at else None
+            if part and (before is None or len(before) + len(part) > PART_MOST):
+                self._swept += 1
+                continue
+            if before is not None:
+                self._keep_members(before)  # a key must not be in one part twice
+                before += part
+                self._part_of.update(dict.fromkeys(part, before))
+            del parts[at]
+
+    def _keep_members(self, part: _Part) -> None:
+        kept = list(self._members(part))
+        self._places -= len(part) - len(kept)
+        part[:] = kept
+
+
+_GONE = _Part()

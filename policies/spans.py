@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import compress, groupby
 
-from policies.base import Key
+from policies.base import Key, all_may_go
 
 
 class Span:
@@ -158,7 +158,9 @@ class SpanTree:
             if span.live != len(keys) - first:
                 return False
         run = keys[first : first + count - len(found)]
-        if not (self.hanging.keys().isdisjoint(run) and all(map(evictable, run))):
+        if not self.hanging.keys().isdisjoint(run):
+            return False
+        if not (all_may_go(evictable, run) or all(map(evictable, run))):
             return False
         if found and not found.keys().isdisjoint(run):
             return False

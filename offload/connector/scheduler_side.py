@@ -71,6 +71,8 @@ class SchedulerSide:
         self._coordinator = Coordinator(layout)
         self._wanted = WantedChunks(layout, self._coordinator)
         self._tables = BlockTables(layout)
+        groups = enumerate(layout.groups)
+        self._chunk_tokens = [(n, g.chunk_tokens) for n, g in groups if g.kind != STATE]
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
         # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
@@ -90,6 +92,7 @@ class SchedulerSide:
         """A request was added (also called again for a resumed session)."""
         if request.request_id not in self._trackers:
             tracker = self._trackers[request.request_id] = self.intake.admit(request)
+            tracker.ready_at = self._ready_at(tracker)
             tracker.mark = self.planner.removals.count if self.planner is not None else 0
             self._requests[request.request_id] = request
 
@@ -254,14 +257,13 @@ class SchedulerSide:
             table = state.get_block_ids(request.request_id) if state is not None else None
             if table is not None:
                 self._store_ready(tracker, request, limit, table)
-        tracker.ready_at = min(
-            (
-                (done + 1) * group.chunk_tokens
-                for group, done in zip(self.layout.groups, tracker.next_chunk, strict=True)
-                if group.kind != STATE
-            ),
-            default=sys.maxsize,
-        )
+        tracker.ready_at = self._ready_at(tracker)
+
+    def _ready_at(self, tracker: RequestTracker) -> int:
+        """Where the first chunk ends that is not stored. States are handed over elsewhere."""
+        done = tracker.next_chunk
+        ends = [(done[index] + 1) * tokens for index, tokens in self._chunk_tokens]
+        return min(ends) if ends else sys.maxsize
 
     def _store_ready(
         self,
@@ -299,7 +301,7 @@ class SchedulerSide:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
-            last = min(end, first + STEP_CHUNKS // 2)
+            last = min(end, first + STEP_CHUNKS // 4)
             if first < loaded.start:
                 last = min(last, loaded.start)
             seen += last - first

@@ -118,6 +118,6 @@ def in_short_steps(side: Any, seed: int) -> Any:
     planner = side.planner
     if seed % 2:
         side.lookups._room = LookupRoom(planner.removals, 3, 1)
-        for bounded in (planner._loads, planner._stores, planner._backlog):
-            bounded._step_chunks = bounded._room = 2
+        planner._loads._step_chunks = planner._loads._room = 2
+        planner._budget.units = planner._budget.left = 4
     return planner

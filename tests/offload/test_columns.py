@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.columns import NO_CHUNKS, Columns
-from offload.plans import LoadItem, LoadJob, StoreJob
+from offload.plans import DemoteJob, Keys, LoadItem, LoadJob, StoreJob
 
 NUMBER = st.integers(-1, 2**40)
 
@@ -62,3 +63,23 @@ def test_a_store_is_unpacked_by_whoever_reads_it() -> None:
     for job in (found, again):
         assert (job.job, job.group, job.blocks, job.slots) == (7, 1, [2, 3, 4, 5], [8, 9])
     assert repr(found) == "StoreJob(7, 1, [2, 3, 4, 5], [8, 9])"
+
+
+@pytest.mark.parametrize("keys", [(), (b"key",), (b"key", b"yek"), (b"key", b"", b"longer")])
+def test_keys_travel_in_one_piece(keys: tuple[bytes, ...]) -> None:
+    found = pickle.loads(pickle.dumps(Keys(keys)))
+    assert isinstance(found._keys, bytes)
+    again = pickle.loads(pickle.dumps(found))
+    assert (len(found), bool(found), list(found)) == (len(keys), bool(keys), list(keys))
+    assert found == again == keys
+    assert found != (*keys, b"another")
+    assert found[:1] == keys[:1]
+
+
+def test_a_demotion_is_unpacked_by_whoever_reads_it() -> None:
+    found = pickle.loads(pickle.dumps(DemoteJob(7, 1, 2, (b"key", b"yek"), (8, 9))))
+    assert isinstance(found.keys._keys, bytes)
+    again = pickle.loads(pickle.dumps(found))
+    for job in (found, again):
+        assert (job.job, job.tier, job.group) == (7, 1, 2)
+        assert (tuple(job.keys), list(job.slots)) == ((b"key", b"yek"), [8, 9])

@@ -5,8 +5,6 @@ With ``KVTIERS_BIG_TESTS=1`` speeds are compared between 10^4 and 10^6 keys too.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import pytest
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -86,7 +84,7 @@ class _ClearsHalf(LruPolicy):
 
 class _Scans(LruPolicy):
     def touch(self, keys):
-        self._order = OrderedDict((key, None) for key in self._order)
+        self._part_of = {key: self._part_of[key] for key in self._part_of}
         super().touch(keys)
 
 

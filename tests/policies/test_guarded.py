@@ -68,7 +68,7 @@ class Evil(LruPolicy):
         if self.wrong == "no list":
             return None
         if self.wrong == "forgets":
-            self._order.popitem()
+            self._part_of.popitem()
         return super().victims(count, evictable)
 
     def remove(self, key, cause):

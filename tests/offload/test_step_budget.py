@@ -1,0 +1,210 @@
+"""What a step does is bounded, and what does not fit does not pile up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from offload import store_planner
+from offload.budget import StepBudget
+from offload.chunks import GroupInfo, Run
+from offload.demotion import DemotionQueue, queues_of
+from offload.gates import Gates
+from offload.index import TierIndex
+from offload.keys import group_of
+from offload.ledger import Job
+from offload.planner import Planner
+from offload.plans import JobResult, StepPlan, StepReport
+from offload.space import ByteSpace, SlotSpace
+from policies.base import EntryInfo
+from policies.lru import LruPolicy
+
+STEP_CHUNKS = 800
+UNITS = 1200
+SIZE = 100
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big") + (0).to_bytes(4, "big")
+
+
+JUNK = [key_of(10**9 + n) for n in range(4000)]
+
+
+class Bed:
+    """A planner whose requests compute ``per_step`` new chunks in every step; ranks answer in the
+    next."""
+
+    def __init__(self, tiers: int, slots: int = 4000, disk_chunks: int = 100_000) -> None:
+        self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+        self.lower = [
+            TierIndex(f"disk{n}", ByteSpace(disk_chunks * SIZE), LruPolicy()) for n in range(tiers)
+        ]
+        groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
+        queues = queues_of(self.cpu, self.lower, Gates([index.name for index in self.lower]))
+        self.planner = Planner(
+            groups, self.cpu, self.lower, demotions=queues, step_chunks=STEP_CHUNKS
+        )
+        self.computed = self.stored = 0
+        self.spent_most = 0
+        self.behind_most = 0
+
+    def step(self, chunks: int) -> StepPlan:
+        numbers = range(self.computed, self.computed + chunks)
+        self.computed += chunks
+        for first in range(0, chunks, 100):
+            some = numbers[first : first + 100]
+            depths = range(16, 16 * (len(some) + 1), 16)
+            run = Run([key_of(n) for n in some], 0, list(some), depths)
+            self.planner.plan_store(run)
+        spend = self.planner._budget
+        plan = self._watched(spend)
+        self.stored += sum(len(store.slots) for store in plan.stores)
+        jobs = [*plan.stores, *plan.demotes]
+        self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
+        behind = sum(cost for cost, _ in self.planner._backlog._pieces)
+        self.behind_most = max(self.behind_most, behind)
+        return plan
+
+    def _watched(self, budget: StepBudget) -> StepPlan:
+        """The step's plan, and what it has cost when the next step begins."""
+        ends = budget.end_step
+
+        def end_step() -> None:
+            self.spent_most = max(self.spent_most, budget.units - budget.left)
+            ends()
+
+        budget.end_step = end_step  # type: ignore[method-assign]  # for this step
+        try:
+            return self.planner.step()
+        finally:
+            budget.end_step = ends  # type: ignore[method-assign]  # as it was
+
+    def use(self, numbers: range) -> None:
+        self.planner.used([key_of(n) for n in numbers])
+
+
+def overload(tiers: int) -> Bed:
+    """Three times what can be stored, for a long time."""
+    bed = Bed(tiers, slots=40_000)
+    for number in range(60):
+        bed.step(600)
+        if number % 4 == 0:
+            bed.use(range(bed.computed - 600, bed.computed))
+    assert bed.behind_most <= 3 * UNITS, "answers pile up"
+    assert bed.spent_most <= 1.5 * UNITS, "a step takes too long"
+    assert bed.stored >= 60 * 60, "nearly nothing is stored"
+    return bed
+
+
+@pytest.mark.parametrize("tiers", [0, 1, 2])
+def test_too_much_is_not_stored_and_nothing_piles_up(tiers: int) -> None:
+    bed = overload(tiers)
+    for _ in range(400):
+        if not bed.planner.busy:
+            break
+        bed.step(0)
+    assert not bed.planner.busy
+    bed.planner.check()
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
+    """Into a full CPU tier, every chunk on: nothing is left out, however long it goes on."""
+    bed = Bed(tiers)
+    bed.cpu.recover(JUNK, [EntryInfo()] * len(JUNK))
+    per_step = 100 if tiers == 1 else 60
+    for _ in range(150):
+        bed.step(per_step)
+        bed.use(range(bed.computed - per_step, bed.computed))
+    assert bed.stored == bed.computed == 150 * per_step
+    for _ in range(20):
+        bed.step(0)
+    assert not bed.planner.busy
+    assert all(key_of(n) in index for index in bed.lower for n in range(bed.computed))
+    assert not any(queue.skipped for queue in bed.planner._demotions.queues)
+    bed.planner.check()
+
+
+def test_the_head_of_a_long_request_is_evicted_last_from_every_tier() -> None:
+    bed = Bed(1, slots=2000)
+    bed.step(700)
+    while bed.planner.busy:
+        bed.step(0)
+    bed.use(range(700))
+    while bed.planner.busy:
+        bed.step(0)
+    tail_first = [key_of(n) for n in reversed(range(700))]
+    for index in (bed.cpu, *bed.lower):
+        held = [key for key in tail_first if key in index]
+        assert len(held) >= 400
+        assert index.policy.victims(700, lambda key: True) == held
+
+
+def some_fail() -> None:
+    """Of several demotions that are taken in together."""
+    bed = Bed(1)
+    bed.step(200)
+    plan = bed.planner.step()
+    assert len(plan.demotes) >= 3
+    first, second, third = plan.demotes[:3]
+    bad = frozenset(second.keys[3:5])
+    report = {job.job: JobResult() for job in plan.demotes}
+    report |= {second.job: JobResult(bad=bad), third.job: JobResult(failed=True)}
+    bed.planner.complete(StepReport(report))
+    deleted = list(bed.planner.step().deletes.get(0, ()))
+    index = bed.lower[0]
+    assert all(key in index for key in first.keys)
+    assert {key for key in second.keys if key not in index} == bad
+    assert not any(key in index for key in third.keys)
+    assert set(deleted) == {*bad, *third.keys}
+    assert not any(map(bed.cpu.is_pinned, [*first.keys, *second.keys, *third.keys]))
+    assert {group_of(key) for key in deleted} == {0}
+    bed.planner.check()
+
+
+def test_demotions_that_fail_among_others() -> None:
+    some_fail()
+
+
+def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_planner, "LEAVES", 0)
+
+
+def _no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "above", lambda self, eighths: self.units)
+
+
+def _all_are_good(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
+
+
+def _pins_stay(patch: pytest.MonkeyPatch) -> None:
+    ended = DemotionQueue.ended
+
+    def forgetful(self: DemotionQueue, jobs: list[Job], cpu: TierIndex, now: float) -> object:
+        for job in jobs:
+            job.pins = ()
+        return ended(self, jobs, cpu, now)
+
+    patch.setattr(DemotionQueue, "ended", forgetful)
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [
+        (_stores_leave_nothing, lambda: overload(2)),
+        (_no_end, lambda: overload(1)),
+        (_all_are_good, some_fail),
+        (_pins_stay, some_fail),
+    ],
+)
+def test_planted_faults_are_seen(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    test: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()
