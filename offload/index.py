@@ -157,8 +157,7 @@ class TierIndex:
         protect: Container[bytes] | None,
         evicted: list[bytes],
     ) -> Sequence[int] | None:
-        """All of many keys, if all are absent and there is, or can be made, room for them;
-        ``None``: none was reserved. ``protect`` is ``None`` if nothing may be evicted."""
+        """Many keys, if all are absent; ``None``: none was. No ``protect``: nothing is evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
         places = self.space.take_all(sizes)
@@ -166,7 +165,8 @@ class TierIndex:
             evicted += self._make_room(self.space.missing_all(sizes), protect)
             places = self.space.take_all(sizes)
         if places is None:
-            return None
+            places = self.space.take_some(sizes)
+            keys = keys[: len(places)]
         filling, before = self._filling, len(self._filling)
         filling.update(zip(keys, places, strict=True))
         if len(filling) < before + len(keys):  # one is named twice

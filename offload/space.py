@@ -33,12 +33,19 @@ class Space(ABC):
 
     def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
         """A place for each of many, or ``None`` with nothing taken if there is no room for all."""
+        places = self.take_some(sizes)
+        if len(places) < len(sizes):
+            self.give_all(places)
+            return None
+        return places
+
+    def take_some(self, sizes: Sequence[int]) -> Sequence[int]:
+        """A place for each of the first ones, as long as there is room."""
         places: list[int] = []
         for size in sizes:
             place = self.take(size)
             if place is None:
-                self.give_all(places)
-                return None
+                break
             places.append(place)
         return places
 

@@ -59,6 +59,7 @@ class StorePlanner:
         self._budget = budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
+        self._is_full = False  # nothing can be evicted in this step: that is not tried again
 
     def __len__(self) -> int:
         """Stores that were planned and not sent."""
@@ -68,6 +69,7 @@ class StorePlanner:
         """The stores planned since the last call, and the jobs to be fenced."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
+        self._is_full = False
         return taken
 
     def answered(self, job: Job) -> None:
@@ -90,7 +92,7 @@ class StorePlanner:
         no more attention: those that some tier holds and those that got a slot. The rest may be
         asked again.
         """
-        if self._room <= 0 and len(run) > FEW:
+        if self._is_full or (self._room <= 0 and len(run) > FEW):
             return 0
         fresh, settled = self._absent_prefix(run, holders)
         if not fresh:
@@ -100,6 +102,7 @@ class StorePlanner:
         grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict, remember=False)
         self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.places)) < len(fresh):
+            self._is_full = evict
             self._stats.store_refusals += len(fresh) - granted
             self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_ROOM)
             settled = run.keys.index(fresh.keys[granted])

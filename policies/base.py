@@ -42,11 +42,11 @@ class EntryInfo(NamedTuple):
     hints: Mapping[str, Any] = NO_HINTS
 
 
-def all_may_go(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> bool:
-    """Whether all of these are evictable, if that can be asked at once, which is faster: then
-    ``evictable`` has a method ``all_of(keys)``. If not, they have to be asked for one by one."""
-    all_of = getattr(evictable, "all_of", None)
-    return all_of is not None and bool(all_of(keys))
+def free_among(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> Sequence[Key]:
+    """Those of these keys that are evictable: asked at once, which is faster, where ``evictable``
+    has a method ``among(keys)``."""
+    among: Callable[[Sequence[Key]], Sequence[Key]] | None = getattr(evictable, "among", None)
+    return among(keys) if among is not None else list(filter(evictable, keys))
 
 
 class EvictionPolicy(ABC):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse, repeat
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, all_may_go
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
 from policies.lru import LruPolicy
 
 logger = logging.getLogger(__name__)
@@ -199,8 +199,9 @@ class GuardedPolicy(EvictionPolicy):
         unknown = next(filterfalse(self._members.__contains__, names), None)
         if unknown is not None:
             return f"victims named an unknown key {_brief(unknown)}"
-        pinned = None if all_may_go(evictable, names) else next(filterfalse(evictable, names), None)
-        if pinned is not None:
+        free = free_among(evictable, names)
+        if len(free) < len(names):
+            pinned = next(filterfalse(set(free).__contains__, names))
             return f"victims named a pinned key {_brief(pinned)}"
         if len(names) < count and len(self._members) > len(names):
             held = set(names)

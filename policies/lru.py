@@ -19,7 +19,7 @@ from itertools import chain, compress, count, islice, repeat
 from operator import is_, is_not
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, all_may_go
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
 
 PART_MOST = 512
 FEW = 32
@@ -72,10 +72,12 @@ class LruPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         self._forget_oldest()
-        oldest = list(islice(self._in_order(), count))
-        if all_may_go(evictable, oldest):
-            return oldest
-        return list(islice(filter(evictable, self._in_order()), count))
+        found: list[Key] = []
+        order, most = self._in_order(), count
+        while len(found) < count and (some := list(islice(order, most))):
+            found += free_among(evictable, some)
+            most = max(count, PART_MOST)  # what is pinned may lie there by the thousand
+        return found[:count]
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
         self._part_of.pop(key, None)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import compress, groupby
 
-from policies.base import Key, all_may_go
+from policies.base import Key, free_among
 
 
 class Span:
@@ -160,7 +160,7 @@ class SpanTree:
         run = keys[first : first + count - len(found)]
         if not self.hanging.keys().isdisjoint(run):
             return False
-        if not (all_may_go(evictable, run) or all(map(evictable, run))):
+        if len(free_among(evictable, run)) < len(run):
             return False
         if found and not found.keys().isdisjoint(run):
             return False

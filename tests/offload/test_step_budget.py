@@ -85,9 +85,9 @@ class Bed:
         self.planner.used([key_of(n) for n in numbers])
 
 
-def overload(tiers: int) -> Bed:
+def overload(tiers: int, slots: int = 40_000) -> Bed:
     """Three times what can be stored, for a long time."""
-    bed = Bed(tiers, slots=40_000)
+    bed = Bed(tiers, slots=slots)
     for number in range(60):
         bed.step(600)
         if number % 4 == 0:

@@ -42,8 +42,8 @@ class _Pins:
     def __call__(self, key: Key) -> bool:
         return key not in self.pinned
 
-    def all_of(self, keys: list[Key]) -> bool:
-        return self.pinned.isdisjoint(keys)  # type: ignore[arg-type]  # numbers here
+    def among(self, keys: list[Key]) -> list[Key]:
+        return list(filter(self, keys))
 
 
 @pytest.fixture(autouse=True)
