@@ -10,8 +10,8 @@ from __future__ import annotations
 
 STORE = EVICT = TAKE_IN = 1
 DEMOTE = DEMOTED = TOUCH = 2
-"""What a chunk costs at each station, in units of somewhat less than a microsecond with a million
-keys in the lower tier: ``python -m bench hooks``. A lower tier's dicts are not in any cache."""
+"""What a chunk costs at each station, in units of about a microsecond with a million keys in the
+lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
 
 
 class StepBudget:
@@ -28,6 +28,6 @@ class StepBudget:
         """So much was done, even if it was more than was left."""
         self.left -= units
 
-    def end_step(self) -> None:
-        """The next step begins."""
-        self.left = self.units
+    def end_step(self, *, half: bool = False) -> None:
+        """The next step begins; ``half`` of it is spoken for."""
+        self.left = self.units // 2 if half else self.units

@@ -30,6 +30,8 @@ from policies.base import AdmissionPolicy
 from policies.hints import LOW
 
 _NOTHING: Mapping[str, Any] = {}
+UNITS_PER_CHUNK = 3
+"""Of the budget of a step, of which a chunk that it loads from the CPU tier takes half."""
 WRITE_THROUGH = 2
 """Eighths of a step's budget that are left to it."""
 FORGOTTEN_MOST = 16_384
@@ -43,8 +45,8 @@ class Planner:
     every job; ``max_store_chunks`` and ``max_load_chunks`` bound the chunks that may be on their
     way to and from the CPU tier; ``admission`` says what may enter it (``None``: everything).
     ``shared`` are the numbers of lower tiers that other engines write to as well. ``step_chunks``
-    bounds the chunks that one step loads, and half of it those that it stores or takes in as done;
-    others follow in the next steps.
+    bounds the chunks that one step loads and, by a ``StepBudget``, what it does besides; the rest
+    follows in the next steps.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class Planner:
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
-        self._budget = budget = StepBudget(step_chunks + step_chunks // 2)
-        self._piece_chunks = max(1, step_chunks // 4)
+        self._budget = budget = StepBudget(UNITS_PER_CHUNK * step_chunks)
+        self._piece_chunks = max(1, step_chunks // 2)
         told = self._uses.filled
         self._stores = StorePlanner(
             groups, cpu, ledger, stats, told, max_store_chunks, admission, budget
@@ -213,7 +215,6 @@ class Planner:
         ready = self._ready_for_deletions()
         demotes = self._demotions.due(self._deletions) if demote else ()
         stores, fence = self._stores.take()
-        self._budget.end_step()
         plan = StepPlan(
             stores=stores,
             demotes=demotes,
@@ -229,6 +230,7 @@ class Planner:
         self._touches = {}
         self._reset = False
         self._epochs.clear()
+        self._budget.end_step(half=len(self._loads) > 0)  # for loads that go on
         return plan
 
     def _note_uses(self) -> None:

@@ -301,7 +301,7 @@ class SchedulerSide:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
-            last = min(end, first + STEP_CHUNKS // 4)
+            last = min(end, first + STEP_CHUNKS // 2)
             if first < loaded.start:
                 last = min(last, loaded.start)
             seen += last - first

@@ -290,7 +290,7 @@ def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest()
 def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> None:
     many = range(300)
     cpu = TierIndex("cpu", SlotSpace(400), LruPolicy())
-    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=107)
+    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=53)
     assert planner.plan_store(run(many)) == 100, "five eighths of the budget"
     assert planner.plan_store(run(range(100, 300))) == 0
     assert planner.plan_store(run(range(290, 300))) == 10, "a few always find room"

@@ -20,7 +20,7 @@ from offload.space import ByteSpace, SlotSpace
 from policies.base import EntryInfo
 from policies.lru import LruPolicy
 
-STEP_CHUNKS = 800
+STEP_CHUNKS = 400
 UNITS = 1200
 SIZE = 100
 
@@ -71,9 +71,9 @@ class Bed:
         """The step's plan, and what it has cost when the next step begins."""
         ends = budget.end_step
 
-        def end_step() -> None:
+        def end_step(*, half: bool) -> None:
             self.spent_most = max(self.spent_most, budget.units - budget.left)
-            ends()
+            ends(half=half)
 
         budget.end_step = end_step  # type: ignore[method-assign]  # for this step
         try:
