@@ -31,9 +31,10 @@ class LookupRoom:
         self.few = few
         self._step_chunks = self.left = step_chunks
 
-    def next_step(self) -> None:
-        """A step is over."""
-        self.left = self._step_chunks
+    def next_step(self) -> int:
+        """A step is over; how many chunks were asked for."""
+        asked, self.left = self._step_chunks - self.left, self._step_chunks
+        return asked
 
 
 class _Run:

@@ -91,7 +91,7 @@ class Planner:
         self._deletions = Deletions()
         self._touches: dict[int, list[bytes]] = {}
         self._uses = Uses(cpu, self.lower, self.touch)
-        self._budget = budget = StepBudget(UNITS_PER_CHUNK * step_chunks)
+        self.budget = budget = StepBudget(UNITS_PER_CHUNK * step_chunks)
         self._piece_chunks = max(1, step_chunks // 2)
         told = self._uses.filled
         self._stores = StorePlanner(
@@ -230,14 +230,14 @@ class Planner:
         self._touches = {}
         self._reset = False
         self._epochs.clear()
-        self._budget.end_step(half=len(self._loads) > 0)  # for loads that go on
+        self.budget.end_step(half=len(self._loads) > 0)  # for loads that go on
         return plan
 
     def _note_uses(self) -> None:
         """Tell policies of the next uses, as far as the step goes, but always of some."""
         while noted := self._uses.step():
-            self._budget.spend(TOUCH * noted)
-            if self._budget.above(WRITE_THROUGH) <= 0:
+            self.budget.spend(TOUCH * noted)
+            if self.budget.above(WRITE_THROUGH) <= 0:
                 break
 
     def _ready_for_deletions(self) -> list[int]:

@@ -48,9 +48,9 @@ class Lookups:
         self._explainer = Explainer(coordinator, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
-    def next_step(self) -> None:
-        """A step is over: lookups have room again."""
-        self._room.next_step()
+    def next_step(self) -> int:
+        """A step is over: lookups have room again. Returns how many chunks were asked for."""
+        return self._room.next_step()
 
     def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in

@@ -75,6 +75,7 @@ class SchedulerSide:
         self._chunk_tokens = [(n, g.chunk_tokens) for n, g in groups if g.kind != STATE]
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
+        self._new_chunks = 0  # of requests that have arrived since the last step
         # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
         self._unseen: set[str] = set()
         self._moved_at = time.monotonic()
@@ -93,6 +94,7 @@ class SchedulerSide:
         if request.request_id not in self._trackers:
             tracker = self._trackers[request.request_id] = self.intake.admit(request)
             tracker.ready_at = self._ready_at(tracker)
+            self._new_chunks += sum(map(len, tracker.keys))
             tracker.mark = self.planner.removals.count if self.planner is not None else 0
             self._requests[request.request_id] = request
 
@@ -211,7 +213,9 @@ class SchedulerSide:
             return StepPlan()
         idle = output.total_num_scheduled_tokens == 0
         if self.lookups is not None:
-            self.lookups.next_step()
+            # Making their keys and asking for chunks has cost about so much of this step.
+            self.planner.budget.spend(self._new_chunks // 10 + self.lookups.next_step() // 2)
+            self._new_chunks = 0
         try:
             self._prepare(output)
             return self.planner.step(idle=idle)

@@ -119,5 +119,5 @@ def in_short_steps(side: Any, seed: int) -> Any:
     if seed % 2:
         side.lookups._room = LookupRoom(planner.removals, 3, 1)
         planner._loads._step_chunks = planner._loads._room = 2
-        planner._budget.units = planner._budget.left = 4
+        planner.budget.units = planner.budget.left = 4
     return planner

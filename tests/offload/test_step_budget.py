@@ -58,7 +58,7 @@ class Bed:
             depths = range(16, 16 * (len(some) + 1), 16)
             run = Run([key_of(n) for n in some], 0, list(some), depths)
             self.planner.plan_store(run)
-        spend = self.planner._budget
+        spend = self.planner.budget
         plan = self._watched(spend)
         self.stored += sum(len(store.slots) for store in plan.stores)
         jobs = [*plan.stores, *plan.demotes]

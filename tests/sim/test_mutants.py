@@ -207,7 +207,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
     ),
     "restored from another slot": (from_another_slot, None, WRONG_BYTES),
     "staging buffers are shared": (staging_is_shared, SMALL, WRONG_BYTES + "|got lost"),
-    "one rank is enough": (one_rank_is_enough, SMALL, WRONG_BYTES + "|has lost"),
+    "one rank is enough": (one_rank_is_enough, SMALL, WRONG_BYTES + "|has lost|in flight"),
     "failed reads fill slots": (failed_reads_fill_slots, Setup(trouble=0.08), WRONG_BYTES),
     "failed fills are committed": (
         failed_fills_are_committed,
