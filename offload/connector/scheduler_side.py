@@ -71,13 +71,12 @@ class SchedulerSide:
         self._coordinator = Coordinator(layout)
         self._wanted = WantedChunks(layout, self._coordinator)
         self._tables = BlockTables(layout)
-        groups = enumerate(layout.groups)
-        self._chunk_tokens = [(n, g.chunk_tokens) for n, g in groups if g.kind != STATE]
+        paced = [(n, g) for n, g in enumerate(layout.groups) if g.kind != STATE]
+        self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
         self._new_chunks = 0  # of requests that have arrived since the last step
-        # Requests with a load that vLLM's scheduler has not seen the end of; they hold blocks.
-        self._unseen: set[str] = set()
+        self._unseen: set[str] = set()  # with a load whose end vLLM has not seen; they hold blocks
         self._moved_at = time.monotonic()
         self._clock = PrefillClock(self._computed)
 
@@ -209,13 +208,13 @@ class SchedulerSide:
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """Everything the workers have to do because of this step."""
+        idle = output.total_num_scheduled_tokens == 0
         if self.planner is None:
             return StepPlan()
-        idle = output.total_num_scheduled_tokens == 0
         if self.lookups is not None:
-            # Making their keys and asking for chunks has cost about so much of this step.
-            self.planner.budget.spend(self._new_chunks // 10 + self.lookups.next_step() // 2)
-            self._new_chunks = 0
+            # About what keys and lookups have cost of this step.
+            asked, made, self._new_chunks = self.lookups.next_step(), self._new_chunks, 0
+            self.planner.budget.spend(made // 10 + asked // 2)
         try:
             self._prepare(output)
             return self.planner.step(idle=idle)
