@@ -50,6 +50,17 @@ def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], boo
     return found.to_bytes(len(keys))
 
 
+def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | None:
+    """The first of these that is not present, if any. Of more than ``most`` only every nth is asked
+    for, and the ones around the first that is missing: small gaps may be overlooked."""
+    nth = max(1, -(-len(keys) // most))
+    gap = present(keys[::nth]).find(0)
+    if gap < 0:
+        return None
+    first = max(0, (gap - 1) * nth + 1)
+    return first + present(keys[first : gap * nth + 1]).find(0)
+
+
 class Coordinator:
     """Longest hit and load ranges over the groups of one layout."""
 

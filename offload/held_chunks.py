@@ -20,7 +20,10 @@ class HeldChunks:
         return len(self._held)
 
     def __contains__(self, key: object) -> bool:
-        return any(key in keys for keys in self._held.values())
+        for keys in self._held.values():  # noqa: SIM110  # half the time of any()
+            if key in keys:
+                return True
+        return False
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
         """Whether nobody holds any of these."""

@@ -252,9 +252,11 @@ class LoadPlanner:
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
-        """Plan no more of this load than these."""
+        """Plan no more of this load than these. What tiers have given is what was planned."""
         self.held.release(load.job.job)
         load.rest = []
+        load.tokens.clear()
+        load.tokens |= self.sources.tokens(load.counts)
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)

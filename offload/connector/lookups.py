@@ -45,12 +45,36 @@ class Lookups:
         self._coordinator = coordinator
         self._planner = planner
         self._room = LookupRoom(planner.removals)
+        self._unfinished: dict[str, tuple[RequestTracker, Request]] = {}
+        self._asked: set[str] = set()  # in this step
         self._explainer = Explainer(coordinator, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
+
+    def go_on(self) -> None:
+        """What a step has left goes to lookups that have not come to their end and that vLLM did
+        not repeat: it does not ask for waiting requests in steps that others fill, and these would
+        take as many steps that are not full."""
+        asked, self._asked = self._asked, set()
+        for name, (tracker, request) in list(self._unfinished.items()):
+            if self._room.left <= 0:
+                break
+            if name not in asked:
+                self._go_on(tracker, request)
 
     def next_step(self) -> int:
         """A step is over: lookups have room again. Returns how many chunks were asked for."""
         return self._room.next_step()
+
+    def _go_on(self, tracker: RequestTracker, request: Request) -> None:
+        wait: Wait | None = tracker.wait
+        if wait is not None and self._planner.shared.is_stale(wait, time.monotonic()):
+            return  # its next lookup asks again, before what is known is compared
+        if self._find(tracker, request, tracker.lookup_start) is not None:
+            self.given_up(tracker)
+
+    def given_up(self, tracker: RequestTracker) -> None:
+        """This request's lookup need not go on."""
+        self._unfinished.pop(tracker.request, None)
 
     def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in
@@ -68,6 +92,11 @@ class Lookups:
                 hit = self._hit(tracker, request, computed_tokens)
                 is_waiting = hit is None
                 tracker.found = computed_tokens if hit is None else hit
+                self._asked.add(tracker.request)
+                if hit is None:
+                    self._unfinished[tracker.request] = (tracker, request)
+                else:
+                    self.given_up(tracker)
         self.seconds += time.perf_counter() - started
         self.count += 1
         if is_waiting:
@@ -90,18 +119,8 @@ class Lookups:
         return shared.is_waiting(wait, now)
 
     def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
-        limit = _limits(tracker, request).stop
         short_loads = self._planner.stats.short_loads
-        hit = tokens_to_load(
-            self._coordinator,
-            self._planner,
-            tracker.keys,
-            computed_tokens,
-            limit,
-            self._room,
-            tracker.known,
-            tracker.origin,
-        )
+        hit = self._find(tracker, request, computed_tokens)
         tracker.shortened = self._planner.stats.short_loads > short_loads
         if hit is not None and hit > computed_tokens:
             ranges = self._coordinator.load_ranges(computed_tokens, hit)
@@ -111,6 +130,18 @@ class Lookups:
             if not self._planner.can_load(sum(chunks), blocks, tracker.origin):
                 tracker.refused = True
         return hit
+
+    def _find(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
+        return tokens_to_load(
+            self._coordinator,
+            self._planner,
+            tracker.keys,
+            computed_tokens,
+            _limits(tracker, request).stop,
+            self._room,
+            tracker.known,
+            tracker.origin,
+        )
 
     def accepted(self, tracker: RequestTracker, request: Request) -> None:
         """vLLM goes on with what the last lookup found: make the request's record, once."""

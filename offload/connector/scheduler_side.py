@@ -19,7 +19,7 @@ from offload.connector.intake import Intake
 from offload.connector.lookups import Lookups
 from offload.connector.prefill_clock import PrefillClock
 from offload.connector.wanted_chunks import WantedChunks
-from offload.coordinator import Coordinator, present_in
+from offload.coordinator import Coordinator, find_gap, present_in
 from offload.layout import FULL, STATE, ModelLayout
 from offload.ledger import CPU
 from offload.load_planner import STEP_CHUNKS
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_MOST = 1024
-"""Chunks of an ended request that are looked for once more."""
+LOOK_AGAIN_MOST, LOOK_AT_END_MOST = 1024, 4096
+"""Chunks of an ended request that are looked for once more, and of those that were not before."""
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
 waiting."""
@@ -164,8 +164,9 @@ class SchedulerSide:
         self._requests.pop(request.request_id, None)
         self._unseen.discard(request.request_id)
         self._clock.ended(request, time.monotonic())
-        if tracker is None or self.planner is None or self._endings is None:
+        if tracker is None or not (self.planner and self.lookups and self._endings):
             return None
+        self.lookups.given_up(tracker)
         if tracker.loading:
             self.planner.cancel_load(request.request_id)
         if not tracker.loading and block_ids:
@@ -177,23 +178,17 @@ class SchedulerSide:
 
     def _look_again(self, tracker: RequestTracker) -> None:
         """Chunks may have been evicted while their request ran, which counts as their use only
-        now. Store them again from the GPU: what comes behind a hole can never be hit. Of very many
-        every nth is looked at: a small hole that is overlooked costs hits, until a request that
-        computes it stores it."""
+        now. Store them again from the GPU: what comes behind a hole can never be hit."""
         assert self.planner is not None
         if self.planner.removals.count == tracker.mark:
             return
         present = present_in(*self.planner.holders)
         for index, group in enumerate(self.layout.groups):
             done = tracker.keys[index][: tracker.next_chunk[index]]
-            if group.kind != FULL or not done:
-                continue
-            nth = -(-len(done) // LOOK_AGAIN_MOST)
-            hole = present(done[::nth]).find(0)
-            if hole >= 0:
-                first = max(0, (hole - 1) * nth + 1)
-                around = present(done[first : hole * nth + 1])
-                tracker.next_chunk[index] = first + around.find(0)
+            hole = find_gap(present, done, LOOK_AGAIN_MOST) if group.kind == FULL else None
+            if hole is not None:
+                tracker.next_chunk[index] = hole
+                tracker.loaded = ()
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """How many of the loaded tokens come from the CPU tier and from lower tiers."""
@@ -212,6 +207,10 @@ class SchedulerSide:
         if self.planner is None:
             return StepPlan()
         if self.lookups is not None:
+            try:
+                self.lookups.go_on()
+            except Exception as error:  # the step's plan must go out
+                self._faults.note("lookup", error)
             # About what keys and lookups have cost of this step.
             asked, made, self._new_chunks = self.lookups.next_step(), self._new_chunks, 0
             self.planner.budget.spend(made // 10 + asked // 2)
@@ -290,17 +289,18 @@ class SchedulerSide:
                 continue  # states are handed over at their boundary
             settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
-            self._store_up_to(tracker, index, end, block_ids[group.group])
+            most = LOOK_AT_END_MOST if ended else STEP_CHUNKS
+            self._store_up_to(tracker, index, end, block_ids[group.group], most)
 
     def _store_up_to(
-        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]
+        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int], most: int
     ) -> None:
-        """As many chunks of one group as one step takes. What was loaded is in some tier."""
+        """As many chunks of one group as one step takes, of about ``most``; not what was loaded."""
         assert self.planner is not None
         size = self.layout.groups[index].chunk_tokens
         loaded = tracker.loaded[index] if tracker.loaded else range(0)
         seen = 0
-        while (first := tracker.next_chunk[index]) < end and seen < STEP_CHUNKS:
+        while (first := tracker.next_chunk[index]) < end and seen < most:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
