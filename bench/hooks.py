@@ -29,6 +29,7 @@ from offload.plans import StepPlan
 
 BLOCK = 16
 GOAL_CHUNKS = 8192
+POLICY = "adaptive"
 CHECKED_MOST = 1_100_000
 """Keys up to which the books are checked after each request; it takes seconds for ten million."""
 SCHEDULER_GOAL_US = 2000.0
@@ -42,11 +43,13 @@ MESSAGES = ("pickle plan", "runner, unpickle plan")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``chunks`` of one request (16 tokens each), ``keys`` in the index of the lower tier."""
+    """``chunks`` of one request (16 tokens each), ``keys`` in the index of the lower tier, and the
+    CPU tier's ``policy``; below it is ``lru``, as by default."""
 
     chunks: tuple[int, ...] = (512, GOAL_CHUNKS, 65_536)
     keys: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
     repeats: int = 7
+    policy: str = POLICY
 
 
 class Clock:
@@ -88,7 +91,7 @@ class Bed:
     """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
     ``bytes_per_key`` is what they take in memory."""
 
-    def __init__(self, keys: int, chunks_max: int) -> None:
+    def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
         from offload.chunks import GroupInfo
         from offload.connector.guard import Faults
         from offload.connector.scheduler_side import SchedulerSide
@@ -98,12 +101,14 @@ class Bed:
         from offload.recovery import recover
         from offload.space import ByteSpace, SlotSpace
         from policies.base import EntryInfo
+        from policies.guarded import contained
         from policies.registry import make_policy
 
         group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
         layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
         self.side = SchedulerSide(layout, lambda _request: b"", Faults(), tiers=["lmdb"])
-        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), make_policy({"name": "lru"}))
+        first = contained(make_policy(policy), "cpu")
+        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), first)
         lower = TierIndex("lmdb", ByteSpace(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
         self.planner.gates.tiers[0].pace.pays = True
@@ -303,7 +308,7 @@ def run(config: Config, progress: Progress) -> Report:
     task = progress.add_task("indexes", total=len(config.keys) * len(config.chunks))
     try:
         for keys in config.keys:
-            bed = Bed(keys, max(config.chunks))
+            bed = Bed(keys, max(config.chunks), config.policy)
             for chunks in config.chunks:
                 case = f"{chunks} chunks, {keys} keys"
                 found = _measure(bed, min(chunks, keys), config.repeats)
@@ -342,11 +347,13 @@ def register(app: typer.Typer) -> None:
         chunks: Annotated[list[int] | None, typer.Option(help="Chunks of one request.")] = None,
         keys: Annotated[list[int] | None, typer.Option(help="Keys in the lower tier.")] = None,
         repeats: Annotated[int, typer.Option(min=1)] = 7,
+        policy: Annotated[str, typer.Option(help="Of the CPU tier.")] = POLICY,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Write into bench/results.")] = False,
     ) -> None:
         defaults = Config()
-        config = Config(tuple(chunks or defaults.chunks), tuple(keys or defaults.keys), repeats)
+        sizes = tuple(chunks or defaults.chunks), tuple(keys or defaults.keys)
+        config = Config(*sizes, repeats, policy)
         with progress_bar() as progress:
             report = run(config, progress)
         deliver(report, command="python -m bench hooks", column="us", as_json=as_json, keep=keep)

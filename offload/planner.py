@@ -20,10 +20,11 @@ from offload.gates import Gates
 from offload.index import TierIndex
 from offload.ledger import CPU, Job, JobKind, Ledger
 from offload.load_planner import STEP_CHUNKS, LoadPlanner
-from offload.plans import Keys, StepPlan, StepReport
+from offload.plans import StepPlan, StepReport
 from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
 from offload.store_planner import StorePlanner
+from offload.touches import Touches
 from offload.uses import Uses
 from offload.write_through import WriteThrough
 from policies.base import AdmissionPolicy
@@ -89,8 +90,8 @@ class Planner:
         )
         self.failed_loads, self.removals = self._loads.failed, self._loads.sources.removals
         self._deletions = Deletions()
-        self._touches: dict[int, list[bytes]] = {}
-        self._uses = Uses(cpu, self.lower, self.touch)
+        self._touches = Touches(cpu, self.lower, tiers)
+        self._uses = Uses(cpu, self.lower, self._touches.note)
         self.budget = budget = StepBudget(UNITS_PER_CHUNK * step_chunks)
         self._piece_chunks = max(1, step_chunks // 2)
         told = self._uses.filled
@@ -132,14 +133,8 @@ class Planner:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note one request's use of these keys (prefix order) in every tier."""
-        self.cpu.touch(keys)
-        for tier, index in enumerate(self.lower):
-            held = list(filter(index.resident.__contains__, keys))
-            if not held:
-                continue
-            index.touch(held)
-            if self.gates.tiers[tier].writes.closed:  # else notes would queue behind a hung disk
-                self._touches.setdefault(tier, []).extend(held)
+        for tier in range(CPU, len(self.lower)):
+            self._touches.note(tier, keys)
 
     # -- store -------------------------------------------------------------------------------
 
@@ -182,6 +177,8 @@ class Planner:
     def tick(self, now: float) -> None:
         """Say what time it is (monotonic seconds), before each ``step`` and ``complete``."""
         self._now = self.stats.now = now
+        if self._uses.is_long:  # before anything else draws from this step's budget
+            self.budget.spend(TOUCH * self._uses.step())
         self._loads.tick(now)
         self.shared.tick(now)
 
@@ -219,7 +216,7 @@ class Planner:
             stores=stores,
             demotes=demotes,
             deletes=self._deletions.take(ready),
-            touches={tier: Keys(keys) for tier, keys in self._touches.items() if keys},
+            touches=self._touches.take(),
             fence=fence,
             reset=self._reset,
             epochs=dict(self._epochs),
@@ -227,15 +224,15 @@ class Planner:
             idle=idle,
             loads=self._loads.take(),  # the last: what is taken must be sent
         )
-        self._touches = {}
         self._reset = False
         self._epochs.clear()
         self.budget.end_step(half=len(self._loads) > 0)  # for loads that go on
         return plan
 
     def _note_uses(self) -> None:
-        """Tell policies of the next uses, as far as the step goes, but always of some."""
-        while noted := self._uses.step():
+        """Tell policies of the next uses, as far as the step goes, but always of some; not after a
+        long one, which has taken more than a step's share."""
+        while self.budget.left > 0 and not self._uses.is_long and (noted := self._uses.step()):
             self.budget.spend(TOUCH * noted)
             if self.budget.above(WRITE_THROUGH) <= 0:
                 break
@@ -363,7 +360,7 @@ class Planner:
         self.shared.forget_all()
         self._uses.clear()
         self._deletions.clear()
-        self._touches = {}
+        self._touches.clear()
         self._ledger.distrust(JobKind.PROBE)
         self._reset = True
         self._epochs.clear()

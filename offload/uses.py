@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.index import TierIndex
+from offload.ledger import CPU
 
 WAITING_MOST = 256
 """Ended requests whose last chunks are still being stored; further ones are noted at once."""
 AT_ONCE = 128
-"""Keys that are noted at a time; the rest of a long request is noted in the steps that follow."""
+"""Keys that are noted at a time, where policies take parts; the rest of a long request is noted in
+the steps that follow."""
 BEHIND_MOST = 1024
 """Parts that may be put off."""
 
@@ -29,20 +31,29 @@ class _Use:
     hints: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Keys to be noted in a tier; with the last ones the ``use`` that they belong to."""
+
+    tier: int
+    keys: Sequence[bytes]
+    use: _Use | None
+
+
 class Uses:
-    """Ended requests on their way to the policies; ``touch`` notes keys in every tier."""
+    """Ended requests on their way to the policies; ``touch`` notes keys in one tier."""
 
     def __init__(
         self,
         cpu: TierIndex,
         lower: Sequence[TierIndex],
-        touch: Callable[[Sequence[bytes]], None],
+        touch: Callable[[int, Sequence[bytes]], None],
     ) -> None:
         self._cpu = cpu
-        self._tiers = (cpu, *lower)
+        self._tiers = dict(enumerate((cpu, *lower), CPU))
         self._touch = touch
         self._waiting: list[_Use] = []
-        self._behind: deque[tuple[Sequence[bytes], _Use | None]] = deque()
+        self._behind: deque[_Piece] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
         """A request has ended that used these keys of one group (prefix order). Waits for those
@@ -65,8 +76,13 @@ class Uses:
             self._note(use)
 
     def __len__(self) -> int:
-        """Parts that were put off."""
+        """Pieces that were put off."""
         return len(self._behind)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the next piece is a long request of a policy that does not take parts."""
+        return bool(self._behind) and len(self._behind[0].keys) > AT_ONCE
 
     def clear(self) -> None:
         """All chunks are forgotten."""
@@ -74,25 +90,28 @@ class Uses:
         self._behind.clear()
 
     def step(self) -> int:
-        """Note the next part of what was put off; of how many keys."""
+        """Note the next piece of what was put off; of how many keys."""
         if not self._behind:
             return 0
-        part, use = self._behind.popleft()
-        self._touch(part)
-        if use is not None and use.hints:
-            for index in self._tiers:
-                index.policy.advise(use.keys, use.hints)
-        return len(part)
+        piece = self._behind.popleft()
+        self._touch(piece.tier, piece.keys)
+        if piece.use is not None and piece.use.hints:
+            self._tiers[piece.tier].policy.advise(piece.use.keys, piece.use.hints)
+        return len(piece.keys)
 
     def _note(self, use: _Use) -> None:
-        """Part by part, the tail first, as policies take it: the head of a prefix ends up younger
-        than its tail. Until the last part it is not, for a few steps: as it was not while the
-        request ran, whose use no policy hears of before its end. Hints come after the last part."""
-        end = len(use.keys)
-        while end > AT_ONCE and all(index.policy.takes_parts for index in self._tiers):
-            self._behind.append((use.keys[end - AT_ONCE : end], None))
-            end -= AT_ONCE
-        self._behind.append((use.keys[:end], use))
-        self.step()
+        """At once if it is short. Else in the next steps, and where policies take parts part by
+        part, the tail first: the head of a prefix ends up younger than its tail. Until the last
+        part it is not, for a few steps: as it was not while the request ran, whose use no policy
+        hears of before its end. Hints come after the last part."""
+        for tier, index in self._tiers.items():
+            end = len(use.keys)
+            while end > AT_ONCE and index.policy.takes_parts:
+                self._behind.append(_Piece(tier, use.keys[end - AT_ONCE : end], None))
+                end -= AT_ONCE
+            self._behind.append(_Piece(tier, use.keys[:end], use))
+        for _ in self._tiers if len(use.keys) <= AT_ONCE else (CPU,):
+            if not self.is_long:
+                self.step()
         while len(self._behind) > BEHIND_MOST:
             self.step()

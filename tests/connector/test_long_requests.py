@@ -23,7 +23,7 @@ class Server(Bed):
     """A scheduler side whose steps a test takes one by one."""
 
     def __init__(self, chunks: int) -> None:
-        super().__init__(chunks, 2 * chunks)
+        super().__init__(chunks, 2 * chunks, "lru")
         self.keys = self.planner.lower[0].some(chunks)
 
     def came(self, keys: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from offload import uses
 from offload.index import TierIndex
+from offload.ledger import CPU
 from offload.space import ByteSpace
 from offload.uses import Uses
 from policies.base import EntryInfo, EvictionPolicy, Key
@@ -45,6 +46,12 @@ def order(index: TierIndex) -> list[Key]:
     return index.policy.victims(len(index), lambda key: True)
 
 
+def into(cpu: TierIndex, *lower: TierIndex) -> Callable[[int, Sequence[Key]], None]:
+    """Notes uses in these tiers."""
+    tiers = dict(enumerate((cpu, *lower), CPU))
+    return lambda tier, keys: tiers[tier].touch(keys)
+
+
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "AT_ONCE", 3)
@@ -54,7 +61,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_are_as_one_use(count: int) -> None:
     at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
     at_once.touch(KEYS[:count])
-    noted = Uses(by_parts, (), by_parts.touch)
+    noted = Uses(by_parts, (), into(by_parts))
     noted.ended(KEYS[:count], {})
     steps = 0
     while order(by_parts) != order(at_once):
@@ -67,7 +74,7 @@ def test_parts_are_as_one_use(count: int) -> None:
 def test_a_step_notes_one_part_and_hints_come_last() -> None:
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), index.touch)
+    noted = Uses(index, (), into(index))
     noted.ended(KEYS[:7], {"session_end": True})
     assert policy.told == ["touch 3"]
     noted.step()
@@ -81,16 +88,37 @@ def test_a_step_notes_one_part_and_hints_come_last() -> None:
 @pytest.mark.parametrize("make", [WholeRequests])
 def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruPolicy]) -> None:
     at_once, index = index_of(LruPolicy()), index_of(make())
-    Uses(index, (), index.touch).ended(KEYS[:20], {})
+    noted = Uses(index, (), into(index))
+    noted.ended(KEYS[:20], {})
+    assert noted.is_long
+    assert order(index) == KEYS, "the hook does not wait for that"
+    assert noted.step() == 20
     at_once.touch(KEYS[:20])
     assert order(index) == order(at_once)
+
+
+def test_each_tier_is_told_as_its_policy_takes_it() -> None:
+    class Whole(Told):
+        takes_parts = False
+
+    policies = Whole(), Told()
+    cpu, disk = map(index_of, policies)
+    noted = Uses(cpu, [disk], into(cpu, disk))
+    noted.ended(KEYS[:7], {"session_end": True})
+    assert not policies[0].told
+    while noted.step():
+        pass
+    assert policies[0].told == ["touch 7", "advise 7"]
+    assert policies[1].told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    noted.ended(KEYS[:3], {})
+    assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], "what is short, at once"
 
 
 def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "BEHIND_MOST", 4)
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), index.touch)
+    noted = Uses(index, (), into(index))
     for _ in range(10):
         noted.ended(KEYS, {})
     parts = 14 * 10
@@ -100,7 +128,7 @@ def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reset_forgets_what_was_put_off() -> None:
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), index.touch)
+    noted = Uses(index, (), into(index))
     noted.ended(KEYS, {})
     noted.clear()
     noted.step()
