@@ -6,33 +6,33 @@ from collections.abc import Container, Hashable, Sequence
 from itertools import filterfalse
 
 PASSED_MOST = 64
+"""From so many on that stay, a policy moves them out of its way."""
 
 
 class Evictable:
-    """Not what is ``kept`` for a time, and nothing that is in one of ``others`` (pinned, held for
-    loads, protected). ``passed`` are kept keys that a policy has asked for."""
+    """Nothing that is in one of ``others`` (kept for clients, pinned, held for loads, protected).
+    ``passed`` are keys that a policy has asked for and that must stay, in its order."""
 
-    def __init__(self, kept: Container[bytes], *others: Container[bytes]) -> None:
+    def __init__(self, *others: Container[bytes]) -> None:
         self.passed: list[bytes] = []
-        self._kept = kept
         self._others = [other for other in others if other]
 
     def __call__(self, key: Hashable) -> bool:
-        if key in self._kept:
+        stays = any(key in other for other in self._others)
+        if stays:
             self.passed.append(key)  # type: ignore[arg-type]  # policies see Hashable
-            return False
-        return not any(key in other for other in self._others)
+        return not stays
 
     def among(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
         """Those that may be evicted; at the speed of C, because a tier that is slow to write to
         keeps thousands pinned."""
-        if self._kept and _holds_any(self._kept, keys):
-            self.passed += filter(self._kept.__contains__, keys)  # type: ignore[arg-type]  # as above
-            keys = list(filterfalse(self._kept.__contains__, keys))
+        free = keys
         for names in self._others:
-            if _holds_any(names, keys):
-                keys = list(filterfalse(names.__contains__, keys))
-        return keys
+            if _holds_any(names, free):
+                free = list(filterfalse(names.__contains__, free))
+        if len(free) < len(keys):
+            self.passed += filterfalse(set(free).__contains__, keys)  # type: ignore[arg-type]  # as above
+        return free
 
 
 def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:

@@ -357,8 +357,8 @@ class TierIndex:
                 break
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
-        if len(evictable.passed) > PASSED_MOST:
-            self.policy.touch(evictable.passed)  # or each eviction would pass them by again
+        if len(evictable.passed) > PASSED_MOST and self.policy.takes_parts:
+            self.policy.touch(evictable.passed[::-1])  # or each eviction would pass them by again
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
