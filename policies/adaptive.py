@@ -216,7 +216,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _enter(self, members: Sequence[Key], taken: Sequence[Taken], start: int) -> None:
         """Make the touched keys from ``start`` on one span, or two where others share the
-        head."""
+        head. What was inserted for this request alone has its span already."""
+        is_own = not start and len(taken) == 1 and taken[0][0] is self._fresh
         if self._fresh.keys:
             if self._fresh.live:  # keys of other requests
                 self._settle(self._fresh)
@@ -239,8 +240,13 @@ class AdaptivePolicy(EvictionPolicy):
             self._tree.enter(head)
             self._queue(head)
         if split < len(members):
-            tail = Span(self._now, list(reversed(members[split:])))
-            self._tree.enter(tail, members[split - 1] if split else None)
+            keys = list(reversed(members[split:]))
+            if is_own and not taken[0][3]:
+                tail = taken[0][0]
+                tail.begin(self._now, keys)
+            else:
+                tail = Span(self._now, keys)
+                self._tree.enter(tail, members[split - 1] if split else None)
             before = before or self._returned_in(tail)
             tail.turn = before.turn + 1 if before else 1
             tail.gap = self._now - before.time if before else 0

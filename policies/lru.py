@@ -55,7 +55,14 @@ class LruPolicy(EvictionPolicy):
         self._gone = 0  # so many at the front of that list are not there any more
 
     def insert(self, key: Key, info: EntryInfo) -> None:
-        self._append([key])
+        if not 0 < len(self._open) < PART_MOST or key in self._open:
+            self._append([key])
+            return
+        part = self._parts[-1]
+        part.append(key)
+        self._open.add(key)
+        self._part_of[key] = part
+        self._placed(1)
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         if self or not isinstance(keys, dict):
@@ -72,6 +79,10 @@ class LruPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         self._forget_oldest()
+        if count == 1 and self._parts and not self._found_order:
+            oldest = self._parts[0][0]
+            if evictable(oldest):
+                return [oldest]
         found: list[Key] = []
         order, most = self._in_order(), count
         while len(found) < count and (some := list(islice(order, most))):
@@ -112,9 +123,13 @@ class LruPolicy(EvictionPolicy):
             if is_few:
                 self._open.update(some)
             self._part_of.update(dict.fromkeys(some, part))
-            self._places += len(some)
-            if self._places > (1 + STALE_SHARE) * len(self) + STALE_LEAST:
-                self._sweep(2 * len(some) + FEW)
+            self._placed(len(some))
+
+    def _placed(self, count: int) -> None:
+        """So many keys have got places."""
+        self._places += count
+        if self._places > (1 + STALE_SHARE) * len(self._part_of) + STALE_LEAST:
+            self._sweep(2 * count + FEW)
 
     def _in_order(self) -> Iterator[Key]:
         """All members, oldest first."""

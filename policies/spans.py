@@ -45,6 +45,10 @@ class Span:
     )
 
     def __init__(self, time: int, keys: list[Key]) -> None:
+        self.begin(time, keys)
+
+    def begin(self, time: int, keys: list[Key]) -> None:
+        """Be a new span of these keys."""
         self.time = time
         self.keys = keys
         self.start = 0  # keys before this place have left the span
