@@ -27,6 +27,11 @@ FEW = 32
 STALE_SHARE = 2
 STALE_LEAST = 4096
 """So many times the members, and so many more, there may be places that their keys have left."""
+PART_PLACES = 8
+"""What a part takes besides its keys counts as so many places."""
+PASSED_MOST = 1024
+"""Places that their keys have left at the old end, behind one that stays there (it is pinned): more
+of them are taken out, or each search for victims would pass all that were evicted."""
 
 
 class _Part(list[Key]):
@@ -53,6 +58,7 @@ class LruPolicy(EvictionPolicy):
         self._swept = 0  # the part that is looked at next for keys that have left
         self._found_order: list[Key] = []
         self._gone = 0  # so many at the front of that list are not there any more
+        self._looked = 0  # places that the last search has begun to look at
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if not 0 < len(self._open) < PART_MOST or key in self._open:
@@ -84,10 +90,13 @@ class LruPolicy(EvictionPolicy):
             if evictable(oldest):
                 return [oldest]
         found: list[Key] = []
-        order, most = self._in_order(), count
+        order, most, seen = self._in_order(), count, 0
         while len(found) < count and (some := list(islice(order, most))):
+            seen += len(some)
             found += free_among(evictable, some)
             most = max(count, PART_MOST)  # what is pinned may lie there by the thousand
+        if self._looked > 2 * seen + PASSED_MOST:
+            self._tidy_oldest(self._looked)
         return found[:count]
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
@@ -128,13 +137,20 @@ class LruPolicy(EvictionPolicy):
     def _placed(self, count: int) -> None:
         """So many keys have got places."""
         self._places += count
-        if self._places > (1 + STALE_SHARE) * len(self._part_of) + STALE_LEAST:
+        places = self._places + PART_PLACES * len(self._parts)
+        if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_LEAST:
             self._sweep(2 * count + FEW)
 
     def _in_order(self) -> Iterator[Key]:
         """All members, oldest first."""
-        parts = chain(self._found_parts(), map(self._members, self._parts))
-        return chain.from_iterable(parts)
+        self._looked = 0
+        return chain.from_iterable(chain(self._found_parts(), self._used_parts()))
+
+    def _used_parts(self) -> Iterator[Iterator[Key]]:
+        """The members of each part."""
+        for part in self._parts:
+            self._looked += len(part)
+            yield self._members(part)
 
     def _members(self, part: _Part) -> Iterator[Key]:
         """The keys of a part that have not left it."""
@@ -142,11 +158,16 @@ class LruPolicy(EvictionPolicy):
 
     def _found_parts(self) -> Iterator[Iterator[Key]]:
         """What a restart brought back and nobody has used since, oldest first."""
-        order, get = self._found_order, self._part_of.get
+        order = self._found_order
         for first in range(self._gone, len(order), PART_MOST):
             some = order[first : first + PART_MOST]
-            others = map(type, map(get, some, repeat(_GONE)))
-            yield compress(some, map(is_not, others, repeat(_Part)))
+            self._looked += len(some)
+            yield self._found_members(some)
+
+    def _found_members(self, some: list[Key]) -> Iterator[Key]:
+        """Those that a restart brought back and nobody has used since."""
+        others = map(type, map(self._part_of.get, some, repeat(_GONE)))
+        return compress(some, map(is_not, others, repeat(_Part)))
 
     def _forget_oldest(self) -> None:
         """Take out what has left the oldest parts, up to the first member."""
@@ -166,6 +187,18 @@ class LruPolicy(EvictionPolicy):
             self._parts.popleft()
             self._swept = max(0, self._swept - 1)
         self._open.clear()
+
+    def _tidy_oldest(self, most: int) -> None:
+        """Take out what has left the oldest places, about so many."""
+        order, first = self._found_order, self._gone
+        end = min(len(order), first + most)
+        kept = list(self._found_members(order[first:end]))
+        self._gone = end - len(kept)
+        order[self._gone : end] = kept
+        swept, before = self._swept, len(self._parts)
+        self._swept = 0
+        self._sweep(most - (end - first))
+        self._swept = max(self._swept, swept - (before - len(self._parts)))
 
     def _sweep(self, most: int) -> None:
         """Take out what has left the next parts but the youngest, about so many places, and join

@@ -48,7 +48,8 @@ class _Pins:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PART_MOST": 5, "FEW": 3, "STALE_SHARE": 1, "STALE_LEAST": 4}.items():
+    small = {"PART_MOST": 5, "FEW": 3, "STALE_SHARE": 1, "STALE_LEAST": 4}
+    for name, value in {**small, "PART_PLACES": 1, "PASSED_MOST": 3}.items():
         monkeypatch.setattr(lru, name, value)
 
 
@@ -109,7 +110,38 @@ def test_parts_are_in_the_order_of_use(seed: int) -> None:
     _live(seed)
 
 
+def _one_stays(after_restart: bool) -> None:
+    """The oldest key is pinned for good, and all others come and go behind it."""
+    policy = LruPolicy()
+    keys = list(range(600))
+    policy.insert_all(dict.fromkeys(keys, 4096) if after_restart else keys, [INFO] * 600)
+    for new in range(600, 1800, 4):
+        names = policy.victims(4, _Pins({0}))
+        assert names == list(range(new - 599, new - 595))
+        assert policy._looked <= 2 * 6 + 3 * 5 + 3, "what was evicted is passed again"
+        policy.remove_all(names, RemoveCause.EVICTED)
+        policy.insert_all(list(range(new, new + 4)), [INFO] * 4)
+
+
+@pytest.mark.parametrize("after_restart", [False, True])
+def test_victims_behind_a_key_that_stays_are_not_passed_for_ever(after_restart: bool) -> None:
+    _one_stays(after_restart)
+
+
+def test_a_key_that_is_touched_again_and_again_makes_few_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lru, "PART_PLACES", 8)
+    policy = LruPolicy()
+    policy.insert_all(list(range(4000)), [INFO] * 4000)
+    for _ in range(6000):
+        policy.touch([7])
+    assert len(policy._parts) <= 2000
+
+
 def _all_worlds() -> None:
+    _one_stays(after_restart=False)
+    _one_stays(after_restart=True)
     for seed in range(60):
         _live(seed)
         _touched_often(seed)
@@ -137,7 +169,11 @@ def _never_swept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LruPolicy, "_sweep", lambda self, most: None)
 
 
-@pytest.mark.parametrize("fault", [_double_places, _open_for_all, _never_swept])
+def _never_tidied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LruPolicy, "_tidy_oldest", lambda self, most: None)
+
+
+@pytest.mark.parametrize("fault", [_double_places, _open_for_all, _never_swept, _never_tidied])
 def test_planted_faults_are_seen(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
