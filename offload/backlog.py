@@ -13,15 +13,21 @@ from offload.budget import StepBudget
 
 AT_FIRST_LEAVES = 5
 """Eighths of the budget that are left to what the step has to do besides."""
+LEAST_SHARE = 8
+"""This part of what is behind is done in any case, so that it does not pile up in steps whose
+budget others have used up: until it is done, chunks keep their slots and cannot be hit."""
 
 
 class Backlog:
-    """Pieces of work in order; a step does as many as its budget allows, but always one."""
+    """Pieces of work in order; a step does as many as its budget allows, but always one, and an
+    eighth of what was behind when it began."""
 
     def __init__(self, budget: StepBudget) -> None:
         self._pieces: deque[tuple[int, Callable[[], None]]] = deque()
         self._budget = budget
         self._has_worked = False
+        self._behind = 0  # what all pieces cost
+        self._least = 0  # of that, what has to be done in this step
 
     def __len__(self) -> int:
         """Pieces that are left."""
@@ -30,12 +36,17 @@ class Backlog:
     def add(self, cost: int, work: Callable[[], None]) -> None:
         """One more piece, and what it costs of the budget."""
         self._pieces.append((max(1, cost), work))
+        self._behind += max(1, cost)
 
     def work(self, leave: int = AT_FIRST_LEAVES) -> list[Exception]:
         """Do what this step may still do; what went wrong with single pieces."""
         errors: list[Exception] = []
-        while self._pieces and (self._budget.above(leave) > 0 or not self._has_worked):
+        while self._pieces and (
+            self._budget.above(leave) > 0 or not self._has_worked or self._least > 0
+        ):
             cost, work = self._pieces.popleft()
+            self._behind -= cost
+            self._least -= cost
             self._budget.spend(cost)
             self._has_worked = True
             try:
@@ -48,4 +59,5 @@ class Backlog:
         """``work``, for the last time in this step."""
         errors = self.work(leave)
         self._has_worked = False
+        self._least = self._behind // LEAST_SHARE
         return errors

@@ -39,14 +39,6 @@ class _Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DueDemotion:
-    """A demotion to post, and the keys that left the tier to make room for it."""
-
-    plan: DemoteJob
-    evicted: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Waiting:
     """Chunks of one group, at least one, and what the tier's policies are told of them."""
 
@@ -179,26 +171,34 @@ class DemotionQueue:
         """Low priority takes free space only."""
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
-    def due(self, cpu: TierIndex, ledger: Ledger, most: int = FLYING_MOST) -> list[DueDemotion]:
+    def due(
+        self, cpu: TierIndex, ledger: Ledger, most: int = FLYING_MOST
+    ) -> tuple[list[DemoteJob], list[bytes]]:
         """Open demotions of about ``most`` chunks, as far as the bound on flying chunks allows:
-        none while the tier's breaker is open, and one to see whether it may close."""
+        none while the tier's breaker is open, and one to see whether it may close. Returns them,
+        and the chunks that have left the tier to make room."""
         if not self._gate.writable:
             self.skipped += self._count
             self.clear(cpu)
         max_flying = self._max_flying if self._gate.writes.closed else 1
         max_flying = min(max_flying, self._flying + most)
-        due: list[DueDemotion] = []
+        due: list[DemoteJob] = []
+        evicted: list[bytes] = []
         while self._waiting and self._flying < max_flying:
             batches = -((self._flying - max_flying) // self._batch)  # the last one whole
-            due += self._next(batches * self._batch, cpu, ledger)
-        return due
+            due += self._next(batches * self._batch, cpu, ledger, evicted)
+        return due, evicted
 
-    def _next(self, most: int, cpu: TierIndex, ledger: Ledger) -> list[DueDemotion]:
-        """Demotions of at most so many chunks of one group."""
+    def _next(
+        self, most: int, cpu: TierIndex, ledger: Ledger, evicted: list[bytes]
+    ) -> list[DemoteJob]:
+        """Demotions of at most so many chunks of one group; what was ``evicted`` is added, also if
+        that was not enough for any."""
         keys, infos = self._take(most, cpu)
         if not keys:
             return []
         grant = self._index.reserve(keys, infos, remember=False)
+        evicted += grant.evicted
         granted = len(grant.places)
         self.skipped += len(keys) - granted
         cpu.unpin(keys[granted:])
@@ -218,8 +218,7 @@ class DemotionQueue:
                     infos=infos[first:end],
                 )
             )
-            plan = DemoteJob(job, self.tier, group_of(mine[0]), mine, slots[first:end])
-            due.append(DueDemotion(plan, () if first else grant.evicted))
+            due.append(DemoteJob(job, self.tier, group_of(mine[0]), mine, slots[first:end]))
         return due
 
     def _take(self, most: int, cpu: TierIndex) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:

@@ -138,9 +138,11 @@ class Planner:
 
     # -- store -------------------------------------------------------------------------------
 
-    def plan_store(self, run: Run, protect: Container[bytes] = frozenset()) -> int:
+    def plan_store(
+        self, run: Run, protect: Container[bytes] = frozenset(), *, ended: bool = False
+    ) -> int:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
-        return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect)
+        return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect, ended=ended)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""

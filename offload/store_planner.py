@@ -25,8 +25,8 @@ from policies.hints import HIGH, LOW
 LEAVES = 3
 """Eighths of a step's budget that are left to what follows stores."""
 FEW = 64
-"""So many chunks may always be stored: what a request ends with should not be lost because another
-has used up the step."""
+"""So many chunks may always be stored of a request that ends, because what it ends with should not
+be lost when others have used up the step; and so many in a step of all that go on."""
 
 
 class StorePlanner:
@@ -59,6 +59,7 @@ class StorePlanner:
         self._budget = budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
+        self._few = FEW  # of requests that go on, left of this step
         self._is_full = False  # nothing can be evicted in this step: that is not tried again
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class StorePlanner:
         """The stores planned since the last call, and the jobs to be fenced."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
-        self._is_full = False
+        self._is_full, self._few = False, FEW
         return taken
 
     def answered(self, job: Job) -> None:
@@ -84,17 +85,26 @@ class StorePlanner:
         self._stats.stored(CPU, kept, bad)
         return kept
 
-    def plan(self, run: Run, holders: Sequence[Container[bytes]], protect: Container[bytes]) -> int:
+    def plan(
+        self,
+        run: Run,
+        holders: Sequence[Container[bytes]],
+        protect: Container[bytes],
+        *,
+        ended: bool = False,
+    ) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
         ``holders`` are the chunks that some tier holds already or a job is writing; ``protect`` are
         keys that must not be evicted for these. Returns how many of them, from the first on, need
         no more attention: those that some tier holds and those that got a slot. The rest may be
-        asked again.
+        asked again, unless their request has ``ended``.
         """
-        if self._is_full or (self._room <= 0 and len(run) > FEW):
+        is_state = self._groups[run.group].kind == STATE
+        most = max(self._room, FEW if ended or is_state else self._few)
+        if self._is_full or most <= 0:
             return 0
-        fresh, settled = self._absent_prefix(run, holders)
+        fresh, settled = self._absent_prefix(run, holders, most)
         if not fresh:
             return settled
         infos = self._groups[run.group].entries(fresh, 1)
@@ -108,6 +118,7 @@ class StorePlanner:
             settled = run.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.places)
+        self._few -= 0 if ended else granted
         self._budget.spend(STORE * granted + EVICT * len(grant.evicted))
         return settled
 
@@ -116,9 +127,11 @@ class StorePlanner:
         """Chunks that may be stored in this step if none has to be evicted for them."""
         return self._budget.above(LEAVES) // STORE
 
-    def _absent_prefix(self, run: Run, holders: Sequence[Container[bytes]]) -> tuple[Run, int]:
-        """The chunks that no tier has, as far as the budgets of this step and of all stores go, and
-        how many were seen."""
+    def _absent_prefix(
+        self, run: Run, holders: Sequence[Container[bytes]], most: int
+    ) -> tuple[Run, int]:
+        """The chunks that no tier has, as far as this step (``most``) and the budget of all stores
+        go, and how many were seen."""
         wanted = _absent(run.keys, holders)
         if True not in wanted:
             return run.part(0, 0), len(run)
@@ -126,7 +139,7 @@ class StorePlanner:
         left = room = len(run)
         if self._groups[run.group].kind != STATE:
             left = max(0, self._max_chunks - self.storing)
-            room = min(left, max(self._room, FEW))
+            room = min(left, most)
         if self._admission is not None:
             wanted = self._admitted(self._admission, run, wanted, room)
         if wanted.count(True) > room:

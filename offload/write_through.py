@@ -52,12 +52,12 @@ class WriteThrough:
         queues = [queue for queue in self.queues if not deletions.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
         most = max(1, self._budget.left // (DEMOTE * waiting))
-        demotes = []
+        demotes: list[DemoteJob] = []
         for queue in queues:
-            for job in queue.due(self._cpu, self._ledger, most):
-                demotes.append(job.plan)
-                self._delete(queue.tier, job.evicted)
-                self._stats.evicted(queue.tier, job.evicted)
+            jobs, evicted = queue.due(self._cpu, self._ledger, most)
+            demotes += jobs
+            self._delete(queue.tier, evicted)
+            self._stats.evicted(queue.tier, evicted)
         return tuple(demotes)
 
     def answered(self, jobs: Sequence[Job], backlog: Backlog, now: float) -> None:

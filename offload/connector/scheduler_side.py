@@ -289,14 +289,14 @@ class SchedulerSide:
                 continue  # states are handed over at their boundary
             settled_tokens = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled_tokens) // group.chunk_tokens, len(tracker.keys[index]))
-            most = LOOK_AT_END_MOST if ended else STEP_CHUNKS
-            self._store_up_to(tracker, index, end, block_ids[group.group], most)
+            self._store_up_to(tracker, index, end, block_ids[group.group], ended=ended)
 
     def _store_up_to(
-        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int], most: int
+        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int], *, ended: bool
     ) -> None:
-        """As many chunks of one group as one step takes, of about ``most``; not what was loaded."""
+        """As many chunks of one group as one step takes; not what was loaded."""
         assert self.planner is not None
+        most = LOOK_AT_END_MOST if ended else STEP_CHUNKS
         size = self.layout.groups[index].chunk_tokens
         loaded = tracker.loaded[index] if tracker.loaded else range(0)
         seen = 0
@@ -313,7 +313,7 @@ class SchedulerSide:
             if not run:
                 continue
             self._moved_at = time.monotonic()
-            refused = run.depths[self.planner.plan_store(run) :]
+            refused = run.depths[self.planner.plan_store(run, ended=ended) :]
             if refused:
                 tracker.next_chunk[index] = max(first, refused[0] // size - 1)
                 return

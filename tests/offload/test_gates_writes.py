@@ -78,7 +78,8 @@ def test_the_first_write_is_one_job_also_with_two_groups() -> None:
     assert planner.cpu.recover(keys, [info] * 2) == []
     queue = DemotionQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
     queue.offer(keys, planner.cpu, groups)
-    assert len(queue.due(planner.cpu, Ledger(1))) == 1
+    jobs, _evicted = queue.due(planner.cpu, Ledger(1))
+    assert len(jobs) == 1
 
 
 def test_deletes_wait_while_open_and_are_delivered_later() -> None:

@@ -293,11 +293,15 @@ def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> N
     planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=53)
     assert planner.plan_store(run(many)) == 100, "five eighths of the budget"
     assert planner.plan_store(run(range(100, 300))) == 0
-    assert planner.plan_store(run(range(290, 300))) == 10, "a few always find room"
+    assert planner.plan_store(run(range(290, 300))) == 0, "nor few, as long as it goes on"
+    ended = run(range(290, 300))
+    assert planner.plan_store(ended, ended=True) == 10, "of what ends a few always find room"
     assert planner.totals()["store_refusals"] == 0
     plan = planner.step()
     assert planner.plan_store(run(range(100, 300))) == 100
     assert sum(len(store.slots) for store in plan.stores) == 110
+    ended = run(range(200, 300))
+    assert planner.plan_store(ended, ended=True) == 64, "and no more, however many are missing"
 
 
 def test_a_part_in_the_slab_names_slots_that_hold_it() -> None:

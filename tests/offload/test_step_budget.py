@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from offload import store_planner
+from offload import backlog, store_planner
 from offload.budget import StepBudget
 from offload.chunks import GroupInfo, Run
 from offload.demotion import DemotionQueue, queues_of
@@ -17,6 +18,7 @@ from offload.ledger import Job
 from offload.planner import Planner
 from offload.plans import JobResult, StepPlan, StepReport
 from offload.space import ByteSpace, SlotSpace
+from offload.store_planner import StorePlanner
 from policies.base import EntryInfo
 from policies.lru import LruPolicy
 
@@ -50,16 +52,19 @@ class Bed:
         self.spent_most = 0
         self.behind_most = 0
 
-    def step(self, chunks: int) -> StepPlan:
+    def step(self, chunks: int, length: int = 100, *, loading: bool = False) -> StepPlan:
+        """``length`` chunks of each request. ``loading``: loads go on, which take half."""
         numbers = range(self.computed, self.computed + chunks)
         self.computed += chunks
-        for first in range(0, chunks, 100):
-            some = numbers[first : first + 100]
+        for first in range(0, chunks, length):
+            some = numbers[first : first + length]
             depths = range(16, 16 * (len(some) + 1), 16)
             run = Run([key_of(n) for n in some], 0, list(some), depths)
             self.planner.plan_store(run)
         spend = self.planner.budget
         plan = self._watched(spend)
+        if loading:
+            spend.end_step(half=True)
         self.stored += sum(len(store.slots) for store in plan.stores)
         jobs = [*plan.stores, *plan.demotes]
         self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
@@ -85,11 +90,11 @@ class Bed:
         self.planner.used([key_of(n) for n in numbers])
 
 
-def overload(tiers: int, slots: int = 40_000) -> Bed:
+def overload(tiers: int, slots: int = 40_000, length: int = 100, *, loading: bool = False) -> Bed:
     """Many times what can be stored, for a long time."""
     bed = Bed(tiers, slots=slots)
     for number in range(60):
-        bed.step(1500)
+        bed.step(1500, length, loading=loading)
         if number % 4 == 0:
             bed.use(range(bed.computed - 1500, bed.computed))
     assert bed.behind_most <= 3 * UNITS, "answers pile up"
@@ -107,6 +112,13 @@ def test_too_much_is_not_stored_and_nothing_piles_up(tiers: int) -> None:
         bed.step(0)
     assert not bed.planner.busy
     bed.planner.check()
+
+
+@pytest.mark.parametrize("tiers", [0, 1, 2])
+@pytest.mark.parametrize("length", [4, 64])
+def test_short_requests_do_not_pile_up_either(tiers: int, length: int) -> None:
+    overload(tiers, length=length)
+    overload(tiers, length=length, loading=True)
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
@@ -168,6 +180,33 @@ def test_demotions_that_fail_among_others() -> None:
     some_fail()
 
 
+def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
+    """Others are evicted for a large chunk, which finds too little room all the same."""
+    cpu = TierIndex("cpu", SlotSpace(100), LruPolicy())
+    disk = TierIndex("disk", ByteSpace(10 * SIZE), LruPolicy())
+    large = 1
+    groups = {0: GroupInfo("full", 16, (SIZE,)), large: GroupInfo("window", 16, (9 * SIZE,))}
+    planner = Planner(groups, cpu, [disk])
+    deleted: list[bytes] = []
+
+    def finish() -> None:
+        while planner.busy:
+            plan = planner.step()
+            deleted.extend(plan.deletes.get(0, ()))
+            jobs = [*plan.stores, *plan.demotes]
+            planner.complete(StepReport({job.job: JobResult() for job in jobs}))
+
+    small = [key_of(n) for n in range(10)]
+    planner.plan_store(Run(small, 0, list(range(10)), range(16, 176, 16)))
+    finish()
+    disk.pin(small[:5])
+    key = small[0][:32] + large.to_bytes(4, "big")
+    planner.plan_store(Run([key], large, [99], [16]))
+    finish()
+    assert key not in disk
+    assert set(deleted) == {key for key in small if key not in disk} == set(small[5:])
+
+
 def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_planner, "LEAVES", 0)
 
@@ -178,6 +217,19 @@ def _no_end(patch: pytest.MonkeyPatch) -> None:
 
 def _all_are_good(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
+
+
+def _few_of_each(patch: pytest.MonkeyPatch) -> None:
+    plan = StorePlanner.plan
+
+    def generous(self: StorePlanner, *args: Any, ended: bool = False) -> int:
+        return plan(self, *args, ended=True)
+
+    patch.setattr(StorePlanner, "plan", generous)
+
+
+def _no_least_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(backlog, "LEAST_SHARE", 1 << 30)
 
 
 def _pins_stay(patch: pytest.MonkeyPatch) -> None:
@@ -196,6 +248,8 @@ def _pins_stay(patch: pytest.MonkeyPatch) -> None:
     [
         (_stores_leave_nothing, lambda: overload(2)),
         (_no_end, lambda: overload(1)),
+        (_few_of_each, lambda: overload(2, length=64, loading=True)),
+        (_no_least_share, lambda: overload(2, loading=True)),
         (_all_are_good, some_fail),
         (_pins_stay, some_fail),
     ],
