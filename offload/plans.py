@@ -163,7 +163,7 @@ class Keys(Sequence[bytes]):
         return self._keys
 
     def __len__(self) -> int:
-        if isinstance(self._keys, bytes) and len(self._lengths) == 1:
+        if isinstance(self._keys, bytes) and len(self._lengths) == 1 and self._lengths[0]:
             return len(self._keys) // self._lengths[0]
         return len(self._thawed())
 

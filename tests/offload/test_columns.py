@@ -65,7 +65,9 @@ def test_a_store_is_unpacked_by_whoever_reads_it() -> None:
     assert repr(found) == "StoreJob(7, 1, [2, 3, 4, 5], [8, 9])"
 
 
-@pytest.mark.parametrize("keys", [(), (b"key",), (b"key", b"yek"), (b"key", b"", b"longer")])
+@pytest.mark.parametrize(
+    "keys", [(), (b"",), (b"key",), (b"key", b"yek"), (b"key", b"", b"longer")]
+)
 def test_keys_travel_in_one_piece(keys: tuple[bytes, ...]) -> None:
     found = pickle.loads(pickle.dumps(Keys(keys)))
     assert isinstance(found._keys, bytes)
