@@ -85,12 +85,12 @@ class LruPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         self._forget_oldest()
-        if count == 1 and self._parts and not self._found_order:
-            oldest = self._parts[0][0]
-            if evictable(oldest):
-                return [oldest]
         found: list[Key] = []
         order, most, seen = self._in_order(), count, 0
+        if count == 1 and self._parts and not self._found_order:
+            if evictable(self._parts[0][0]):
+                return self._parts[0][:1]
+            next(order)  # it was asked for
         while len(found) < count and (some := list(islice(order, most))):
             seen += len(some)
             found += free_among(evictable, some)
