@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from offload.coordinator import BATCH, RunEnd, present_in
 from offload.removals import Removals
 
-STEP_CHUNKS = 1024
+LOOKUP_CHUNKS = 1024
 """Chunks that the lookups of one step ask for: about half a millisecond."""
 FEW = 256
 """So many each lookup may ask for, whatever others have asked for in this step."""
@@ -26,7 +26,9 @@ class LookupRoom:
     """What all lookups of one engine share: how many chunks those of this step may still ask for
     (``few`` each in any case), and what has left the tiers."""
 
-    def __init__(self, removals: Removals, step_chunks: int = STEP_CHUNKS, few: int = FEW) -> None:
+    def __init__(
+        self, removals: Removals, step_chunks: int = LOOKUP_CHUNKS, few: int = FEW
+    ) -> None:
         self.removals = removals
         self.few = few
         self._step_chunks = self.left = step_chunks
@@ -112,6 +114,7 @@ class KnownPrefix:
     def clear(self) -> None:
         """Nothing is known any more."""
         self._runs.clear()
+        self.is_partial, self._partial_lookups = False, 0
 
     def begin(self) -> None:
         """A lookup begins."""

@@ -37,7 +37,8 @@ def test_by_columns_as_one_by_one(count: int, kind: str, origin: Origin) -> None
     assert list(sized(found, 300)) == sized(naive, 300)
     assert list(found[1:3]) == naive[1:3]
     assert list(found[::-1]) == naive[::-1]
-    flags = [random.Random(count).random() < 0.5 for _ in range(count)]
+    rng = random.Random(count)
+    flags = [rng.random() < 0.5 for _ in range(count)]
     assert list(chosen(found, flags)) == chosen(naive, flags)
     parts = [found[:3], found[3:]]
     assert isinstance(joined(parts), Entries), "nothing is made of them"
