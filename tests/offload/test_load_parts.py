@@ -16,6 +16,7 @@ from offload.owed import Deadlines
 from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
 from tests.offload.small_model import compute, keys, wrong_blocks
 from tests.offload.test_executor import KEYS, Rank, fill, rank_with
+from tests.sim.virtual_time import run_virtually
 from tiers.memory_tier import MemoryTier
 from tiers.wrappers import HoldingTier, nth
 
@@ -155,18 +156,22 @@ async def test_slots_of_parts_that_are_not_read_must_not_look_filled(
             await after_the_end(rank)
 
 
-async def test_a_later_part_that_hangs_ends_at_the_deadline() -> None:
+def test_a_later_part_that_hangs_ends_at_the_deadline() -> None:
+    run_virtually(hang_in_a_later_part())
+
+
+async def hang_in_a_later_part() -> None:
     inner = MemoryTier(1 << 20)
     tier = HoldingTier(inner, nth(2), methods={"read"})
-    async with rank_with(tier, load_timeout_s=1.0) as rank:
+    async with rank_with(tier) as rank:
         await ready(rank, inner)
         post(rank, part(0, [4]))
         assert not (await rank.turn()).finished
         post(rank, part(1, [5, 6], last=True))
         done = await rank.turn()
-        async with asyncio.timeout(10):
-            while not done.finished:
-                rank._add(done, await rank.turn())
+        assert not done.finished
+        await asyncio.sleep(rank.executor.limits.load_timeout_s)
+        rank._add(done, await rank.turn())
         assert done.failed == {"r"}
         assert not done.report.results, "the slots are taken until the read returns"
         tier.release()

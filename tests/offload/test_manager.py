@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,18 @@ async def restored_right(
         cache[20:] = 0xEE
     assert await manager.restore(keys(count), blocks) == expected
     assert wrong_blocks(caches, keys(expected), blocks[:expected]) == []
+
+
+@contextmanager
+def deadline_of_loads(manager: OffloadManager, seconds: float) -> Iterator[None]:
+    """For what hangs here; what must succeed has the usual one, on a busy machine too."""
+    executor = manager._executor
+    usual = executor.limits
+    executor.limits = replace(usual, load_timeout_s=seconds)
+    try:
+        yield
+    finally:
+        executor.limits = usual
 
 
 async def test_a_round_trip_through_the_cpu_tier(engine: str) -> None:
@@ -167,11 +181,12 @@ async def test_undetected_damage_would_be_seen_by_these_tests(engine: str) -> No
 async def test_a_read_that_hangs_ends_at_the_deadline_and_keeps_its_slots(engine: str) -> None:
     caches = kv_caches()
     tier = HoldingTier(memory(), methods={"read"})
-    async with await open_manager(caches, [tier], slots=8, load_timeout_s=0.2) as manager:
+    async with await open_manager(caches, [tier], slots=8) as manager:
         await stored(manager, caches, 16)
         missing = [key for key in keys(16) if key + bytes(4) not in manager.planner.cpu]
-        assert await manager.restore(missing[:4], range(20, 24)) == 0
-        assert tier.met > 0
+        with deadline_of_loads(manager, 0.2):
+            while not tier.met:  # on a busy machine it may be over before the read has begun
+                assert await manager.restore(missing[:4], range(20, 24)) == 0
         filling = manager.planner.cpu.filling_count
         assert filling > 0, "slots that a read may still write into stay reserved"
         tier.release()
