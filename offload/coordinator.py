@@ -89,12 +89,14 @@ class Coordinator:
         """
         batch = present if callable(present) else present_in(present)
         bound = limit_tokens // self._alignment * self._alignment
+        counts = [len(mine) for mine in keys]
         if self._alone:
-            keys = [keys[0][: limit_tokens // self.layout.groups[0].chunk_tokens]]
+            counts[0] = min(counts[0], limit_tokens // self.layout.groups[0].chunk_tokens)
         groups = [
             _GroupLookup(
                 self.layout.groups[g],
                 keys[g],
+                counts[g],
                 batch,
                 start_tokens,
                 self._alignment,
@@ -189,13 +191,14 @@ def _needed(group: GroupLayout, start: int, boundary: int, unit: int) -> range:
 
 
 class _GroupLookup:
-    """Lowers a bound to the longest prefix that one group can restore. Bounds only fall, so the
-    presence of each chunk is asked for at most once."""
+    """Lowers a bound to the longest prefix that one group can restore, of its first ``count``
+    chunks. Bounds only fall, so the presence of each chunk is asked for at most once."""
 
     def __init__(
         self,
         layout: GroupLayout,
         keys: Sequence[bytes],
+        count: int,
         batch: PresentBatch,
         start: int,
         alignment: int,
@@ -203,6 +206,7 @@ class _GroupLookup:
     ) -> None:
         self._layout = layout
         self._keys = keys
+        self._count = count
         self._batch = batch
         self._start = start
         self._alignment = alignment
@@ -216,7 +220,7 @@ class _GroupLookup:
     def lower(self, bound: int) -> int:
         """The largest aligned boundary up to ``bound`` that this group can restore; at most
         ``start`` if there is none."""
-        chunks = len(self._keys) - self._proof
+        chunks = self._count - self._proof
         bound = self._align_down(min(bound, chunks * self._layout.chunk_tokens))
         if self._layout.kind == FULL:
             return self._lower_full(bound)

@@ -65,15 +65,17 @@ def chunk_keys(
     hashes_per_chunk: int,
     first_chunk: int = 0,
     identity: bytes = b"",
+    end_chunk: int | None = None,
 ) -> list[bytes]:
-    """Keys of all whole chunks of one group, from ``first_chunk`` on.
+    """Keys of the whole chunks ``[first_chunk, end_chunk)`` of one group (``None``: all).
 
     ``block_hashes`` are vLLM's, one per hash block; a chunk spans ``hashes_per_chunk`` of them
     and takes the hash at its end. ``identity`` is what vLLM's hash does not know (the content of
     a LoRA adapter); it is digested into the key.
     """
     suffix = group_suffix(group)
-    ends = block_hashes[(first_chunk + 1) * hashes_per_chunk - 1 : None : hashes_per_chunk]
+    end = None if end_chunk is None else end_chunk * hashes_per_chunk
+    ends = block_hashes[(first_chunk + 1) * hashes_per_chunk - 1 : end : hashes_per_chunk]
     if identity:
         return [hashlib.sha256(identity + end).digest() + suffix for end in ends]
     return [end + suffix for end in ends]

@@ -60,8 +60,6 @@ class _Run:
 
     def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
         """Without what nobody holds any more of those that have left a tier."""
-        if self.end > len(keys):  # the request may want less than before
-            self.end, self.has_gap = len(keys), False
         if self.chunk_of is None:
             found = keys[self.first : self.end]
             self.chunk_of = dict(zip(found, range(self.first, self.end), strict=True))

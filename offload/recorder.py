@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,11 @@ BLOCKS_MOST = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One prompt: its arrival on any clock in seconds, the keys of its full chunks, and hints."""
+    """One prompt: its arrival on any clock in seconds, the keys of its full chunks (made by whoever
+    asks for them), and hints."""
 
     time_s: float
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     prompt_tokens: int
     hints: Mapping[str, Any]
     pinned: int

@@ -1,6 +1,7 @@
 """What the scheduler side remembers of a request: its keys, and how far they are stored.
 
-Pure; knows no vLLM type. Keys grow with the request's block hashes and are made once.
+Pure; knows no vLLM type. Keys grow with the request's block hashes and are made when they are
+first asked for.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.chunks import UNKNOWN, Origin
-from offload.keys import chunk_keys
 from offload.known_prefix import KnownPrefix
 from offload.layout import ModelLayout
+from offload.lazy_keys import LazyKeys
 
 
 class RequestTracker:
@@ -36,7 +37,6 @@ class RequestTracker:
         "filtered_by",
         "found",
         "has_answered",
-        "identity",
         "keys",
         "known",
         "loaded",
@@ -60,13 +60,15 @@ class RequestTracker:
         "wrong",
     )
 
-    def __init__(self, request: str, groups: int, identity: bytes = b"") -> None:
+    def __init__(self, request: str, layout: ModelLayout, identity: bytes = b"") -> None:
         self.request = request
-        self.identity = identity
         self.origin: Origin = UNKNOWN
-        self.keys: list[list[bytes]] = [[] for _ in range(groups)]
+        self.keys = [
+            LazyKeys(group.group, group.chunk_tokens // layout.hash_tokens, identity)
+            for group in layout.groups
+        ]
         self.known = KnownPrefix()
-        self.next_chunk = [0] * groups
+        self.next_chunk = [0] * len(layout.groups)
         self.ready_at = 0
         self.has_answered = False
         self.lookup_start = 0
@@ -88,12 +90,10 @@ class RequestTracker:
         self.wait: Any = None  # offload.shared.Wait
         self.sources: Mapping[int, int] = {}
 
-    def extend(self, block_hashes: Sequence[bytes], layout: ModelLayout) -> None:
-        """Make the keys of chunks that were completed since the last call."""
-        for keys, group in zip(self.keys, layout.groups, strict=True):
-            per_chunk = group.chunk_tokens // layout.hash_tokens
-            if len(block_hashes) // per_chunk > len(keys):
-                keys += chunk_keys(block_hashes, group.group, per_chunk, len(keys), self.identity)
+    def extend(self, block_hashes: Sequence[bytes]) -> None:
+        """These are the request's block hashes now: chunks that were completed have keys."""
+        for keys in self.keys:
+            keys.grow(block_hashes)
 
     def restart(self) -> None:
         """The request was preempted: its blocks are gone, everything is looked at again."""

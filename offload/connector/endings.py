@@ -3,10 +3,14 @@ its chunks are kept if the client asked for that, and the client is told."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.controls import REPORT
 from offload.layout import FULL, ModelLayout
+from offload.lazy_keys import LazyKeys
 from offload.ledger import CPU
 from offload.planner import Planner
 from offload.timed_pins import TimedPins
@@ -16,6 +20,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+MAKE_MOST = 1024
+"""Keys that are made in one step because requests have ended: a tenth of a millisecond. Mostly
+their lookups, loads and stores have made them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A request that has ended used the first ``count`` of these keys."""
+
+    keys: LazyKeys
+    count: int
+    hints: Mapping[str, Any]
+
+
 class Endings:
     """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
 
@@ -23,6 +41,33 @@ class Endings:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
         self._layout = layout
         self._planner = planner
+        self._untold: deque[_Use] = deque()
+        self._room = MAKE_MOST
+
+    @property
+    def are_told(self) -> bool:
+        """Whether policies have heard of all uses: not before all of their keys are made."""
+        return not self._untold
+
+    def clear(self) -> None:
+        """All chunks are forgotten."""
+        self.pins.clear()
+        self._untold.clear()
+
+    def next_step(self) -> int:
+        """A step is over: there is room again. Returns how many keys were made."""
+        made, self._room = MAKE_MOST - self._room, MAKE_MOST
+        return made
+
+    def go_on(self) -> None:
+        """Tell policies of uses in the order in which they ended, as far as this step goes."""
+        while self._untold:
+            use = self._untold.popleft()
+            self._room -= use.keys.make(use.count, self._room)
+            if self._room <= 0:
+                self._untold.appendleft(use)
+                return
+            self._planner.used(use.keys.first(use.count), use.hints)
 
     def ended(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
         """A request has ended after ``tokens`` were computed and their chunks planned."""
@@ -35,8 +80,8 @@ class Endings:
         its end, so that a policy that counts or times uses sees requests."""
         hints = tracker.origin.hints.ended
         for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
-            used = tokens // group.chunk_tokens
-            self._planner.used(keys[:used] if used < len(keys) else keys, hints)
+            self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
+        self.go_on()
 
     def _pin(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
         """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""

@@ -47,12 +47,12 @@ class Intake:
     def admit(self, request: Request) -> RequestTracker:
         """The tracker of a request that was not seen before."""
         identity = self._identity_of(request)
-        tracker = RequestTracker(request.request_id, len(self._layout.groups), identity)
+        tracker = RequestTracker(request.request_id, self._layout, identity)
         tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
         tracker.filtered_by = "require_salt" if tracker.no_load else "no_load"
         self._listen(tracker, request)
-        if not (tracker.no_load and tracker.no_store):  # before the first step, which has to look
-            tracker.extend(request.block_hashes, self._layout)
+        if not (tracker.no_load and tracker.no_store):
+            tracker.extend(request.block_hashes)
         if self._recorder is not None:
             self._record(self._recorder, tracker, request)
         return tracker
@@ -86,9 +86,9 @@ class Intake:
         tracker.origin = Origin(digest, hints, controls)
 
     def _record(self, recorder: TraceRecorder, tracker: RequestTracker, request: Request) -> None:
-        tracker.extend(request.block_hashes, self._layout)
+        tracker.extend(request.block_hashes)
         size = self._layout.groups[self._recorded].chunk_tokens
-        keys = tuple(tracker.keys[self._recorded][: request.num_prompt_tokens // size])
+        keys = tracker.keys[self._recorded].frozen(request.num_prompt_tokens // size)
         hints = tracker.origin.hints
         pinned = min(len(keys), int(min(hints.pinned_tokens, request.num_prompt_tokens) // size))
         told = {**hints.stored, **hints.ended}

@@ -86,7 +86,7 @@ class Lookups:
         tracker.found = computed_tokens
         is_waiting = False
         if not tracker.no_load:
-            tracker.extend(request.block_hashes, self._coordinator.layout)
+            tracker.extend(request.block_hashes)
             is_waiting = self._is_waiting(tracker, request, computed_tokens)
             if not is_waiting:
                 hit = self._hit(tracker, request, computed_tokens)

@@ -75,7 +75,6 @@ class SchedulerSide:
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
-        self._new_chunks = 0  # of requests that have arrived since the last step
         self._unseen: set[str] = set()  # with a load whose end vLLM has not seen; they hold blocks
         self._moved_at = time.monotonic()
         self._clock = PrefillClock(self._computed)
@@ -93,7 +92,6 @@ class SchedulerSide:
         if request.request_id not in self._trackers:
             tracker = self._trackers[request.request_id] = self.intake.admit(request)
             tracker.ready_at = self._ready_at(tracker)
-            self._new_chunks += sum(map(len, tracker.keys))
             tracker.mark = self.planner.removals.count if self.planner is not None else 0
             self._requests[request.request_id] = request
 
@@ -206,14 +204,15 @@ class SchedulerSide:
         idle = output.total_num_scheduled_tokens == 0
         if self.planner is None:
             return StepPlan()
-        if self.lookups is not None:
+        if self.lookups and self._endings:
             try:
+                self._endings.go_on()
                 self.lookups.go_on()
             except Exception as error:  # the step's plan must go out
                 self._faults.note("lookup", error)
             # About what keys and lookups have cost of this step.
-            asked, made, self._new_chunks = self.lookups.next_step(), self._new_chunks, 0
-            self.planner.budget.spend(made // 10 + asked // 2)
+            made, asked = self._endings.next_step(), self.lookups.next_step()
+            self.planner.budget.spend((made + 6 * asked) // 10)
         try:
             self._prepare(output)
             return self.planner.step(idle=idle)
@@ -283,7 +282,7 @@ class SchedulerSide:
         """
         if tracker.no_store or tracker.stale or self.planner is None:
             return
-        tracker.extend(request.block_hashes, self.layout)
+        tracker.extend(request.block_hashes)
         for index, group in enumerate(self.layout.groups):
             if group.kind == STATE:
                 continue  # states are handed over at their boundary
@@ -328,7 +327,7 @@ class SchedulerSide:
             tracker, request = self._trackers.get(request_id), self._requests.get(request_id)
             if tracker is None or request is None or tracker.no_store or tracker.stale:
                 continue
-            tracker.extend(request.block_hashes, self.layout)
+            tracker.extend(request.block_hashes)
             for group_id, block, tokens in offers:
                 index = index_of.get(group_id)
                 if index is None or block == 0:
@@ -374,7 +373,8 @@ class SchedulerSide:
     @property
     def pending(self) -> bool:
         """Whether workers have something to finish and are getting on with it."""
-        if self.planner is None or not self.planner.busy:
+        is_told = self._endings is None or self._endings.are_told
+        if self.planner is None or (is_told and not self.planner.busy):
             self._moved_at = time.monotonic()
             return False
         return time.monotonic() - self._moved_at < STALL_S
@@ -390,7 +390,7 @@ class SchedulerSide:
         if self.planner is not None:
             self.planner.forget_all()
         if self._endings is not None:
-            self._endings.pins.clear()
+            self._endings.clear()
         for request_id, tracker in self._trackers.items():
             # What these requests have computed belongs to the old weights, until they restart.
             tracker.stale = self._requests[request_id].num_computed_tokens > 0
