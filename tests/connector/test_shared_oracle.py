@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,16 @@ class Engine(World):
             self.weights += 100 * self.number
 
 
-def two(folder: Path, seed: int, conditions: Conditions) -> tuple[Engine, Engine]:
-    """Two engines over one memory, for the same prompts."""
+def two(
+    folder: Path, seed: int, conditions: Conditions, lookup_timeout_s: float = 60.0
+) -> tuple[Engine, Engine]:
+    """Two engines over one memory, for the same prompts. What is answered at all is answered in
+    time, on a busy machine too."""
     memory = SharedMemory(1 << 20)
     one, other = (Engine(n, memory, conditions, folder / str(n), seed) for n in (1, 2))
+    for engine in (one, other):
+        shared = engine.planner.shared
+        shared.limits = replace(shared.limits, lookup_timeout_s=lookup_timeout_s)
     other._prompts = one._prompts = []
     return one, other
 
@@ -124,7 +131,7 @@ def request(engine: Engine, prompt: list[int]) -> None:
 
 def serve_before_a_reset_is_through(folder: Path) -> None:
     """The same prompt again under new weights, while the tier is still of the old ones' epoch."""
-    engine, other = two(folder, 1, Conditions(slots=80))
+    engine, other = two(folder, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
         serve(engine, PROMPT)
         tier = engine.executor._tiers[0]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-import pytest
-
-from offload import asker
-from offload.asker import IN_FLIGHT, Asker
+from offload.asker import IN_FLIGHT, LATE_S, Asker
 from offload.plans import Answer, Observed, Question
+from tests.sim.virtual_time import run_virtually
 from tiers.base import Tier
 from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
 from tiers.testing import key_of, put
@@ -29,12 +27,6 @@ class Writer:
         return not self.is_behind
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Observed]:
-    monkeypatch.setattr(asker, "LATE_S", 0.01)
-    return []
-
-
 async def held() -> SharedMemoryTier:
     tier = SharedMemoryTier(SharedMemory(1 << 20))
     await tier.open()
@@ -46,18 +38,24 @@ def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> 
     return Asker(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
 
 
-async def test_what_the_tier_says_is_the_answer(seen: list[Observed]) -> None:
+async def test_what_the_tier_says_is_the_answer() -> None:
+    seen: list[Observed] = []
     asked = asker_of([await held()], [Writer()], seen)
     assert await asked.ask(QUESTION) == Answer(b"\1\0\1\0")
     assert seen == []
 
 
-async def test_a_tier_of_an_epoch_that_is_over_is_not_asked(seen: list[Observed]) -> None:
-    asked = asker_of([await held()], [Writer(is_behind=True)], seen)
+async def test_a_tier_of_an_epoch_that_is_over_is_not_asked() -> None:
+    asked = asker_of([await held()], [Writer(is_behind=True)], [])
     assert await asked.ask(QUESTION) == Answer(None)
 
 
-async def test_failures_and_lateness_are_seen_and_answered(seen: list[Observed]) -> None:
+def test_failures_and_lateness_are_seen_and_answered() -> None:
+    run_virtually(fail_and_be_late())
+
+
+async def fail_and_be_late() -> None:
+    seen: list[Observed] = []
     failing = FailingTier(await held(), methods={"present"})
     slow = HoldingTier(await held(), methods={"present"})
     tiers = [failing, slow]
@@ -65,8 +63,8 @@ async def test_failures_and_lateness_are_seen_and_answered(seen: list[Observed])
     assert await asked.ask(QUESTION) == Answer(None)
     assert seen == [Observed(reads_failed=1)]
     asking = [asyncio.create_task(asked.ask(Question(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)]
-    while len(seen) < 3:  # noqa: ASYNC110  # there is no event: the watch reports by a call
-        await asyncio.sleep(0)
+    await asyncio.sleep(1.5 * LATE_S)
+    assert seen == [Observed(reads_failed=1)] * (1 + IN_FLIGHT)
     assert slow.met == IN_FLIGHT, "the others wait for their turn"
     slow.release()
     assert set(await asyncio.gather(*asking)) == {Answer(b"\1\0\1\0")}

@@ -7,16 +7,18 @@ from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
 from tiers.wrappers import HoldingTier
 
 NAMES = keys(6)
+PATIENT = {"lookup_timeout_s": 10}
+"""For what must be answered, on a busy machine too."""
 
 
 async def test_one_restores_what_another_has_stored() -> None:
     memory = SharedMemory(1 << 22)
     one, other = kv_caches(), kv_caches()
-    async with await open_manager(one, [SharedMemoryTier(memory)]) as first:
+    async with await open_manager(one, [SharedMemoryTier(memory)], **PATIENT) as first:
         compute(one, NAMES, range(6))
         assert await first.offload(NAMES, range(6)) == 6
         await first.flush()
-        async with await open_manager(other, [SharedMemoryTier(memory)]) as second:
+        async with await open_manager(other, [SharedMemoryTier(memory)], **PATIENT) as second:
             assert second.lookup(NAMES) == 0, "nobody has asked yet"
             assert await second.restore(NAMES, range(10, 16)) == 6
             assert wrong_blocks(other, NAMES, range(10, 16)) == []

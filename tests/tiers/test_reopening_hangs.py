@@ -20,12 +20,16 @@ from tiers.testing import assert_holds
 
 
 @pytest.fixture
-async def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Disk]:
+async def disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Disk]:
+    """``request.param``: options."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
-    async with opened(tmp_path) as found:
+    async with opened(tmp_path, **getattr(request, "param", {})) as found:
         yield found
 
 
+@pytest.mark.parametrize("disk", [{}, {"close_timeout_s": 0.05}], indirect=True)
 async def test_a_tier_whose_thread_hung_is_opened_again_when_that_has_ended(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +57,6 @@ async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is opened after all is closed again."""
-    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.05)
     hanging, released = threading.Event(), threading.Event()
 
     def hang(epoch: int) -> Tier:
@@ -67,6 +70,7 @@ async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk.plug()
     waiting = asyncio.ensure_future(disk.tier.touch(KEYS))
     await in_thread(hanging.wait)
+    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.05)  # what closed before did not hang
     await disk.tier.aclose()
     assert not waiting.done()
     released.set()

@@ -37,11 +37,13 @@ class GatedIo(DiskIo):
 
 
 class Disk:
-    """A folder that can be unplugged. ``made`` counts the attempts to open a tier again."""
+    """A folder that can be unplugged. ``made`` counts the attempts to open a tier again. Closing
+    waits for a disk that hangs as long as ``close_timeout_s``; one that works must make it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, close_timeout_s: float = 30.0) -> None:
         self.mount = folder / "mount"
         self.path = self.mount / "tier"
+        self.close_timeout_s = close_timeout_s
         self.elsewhere = folder / "elsewhere"
         self.mount.mkdir()
         self.made = self.losses = self.kept = 0
@@ -58,7 +60,7 @@ class Disk:
             record_bytes=4096,
             reserve_bytes=0,
             epoch=epoch,
-            close_timeout_s=0.05,
+            close_timeout_s=self.close_timeout_s,
         )
 
     def keep_epoch(self, epoch: int) -> None:
@@ -100,9 +102,9 @@ class Disk:
 
 
 @asynccontextmanager
-async def opened(folder: Path) -> AsyncIterator[Disk]:
+async def opened(folder: Path, **options: float) -> AsyncIterator[Disk]:
     """A disk with an open tier that holds ``KEYS``."""
-    found = Disk(folder)
+    found = Disk(folder, **options)
     await found.tier.open()
     await put(found.tier, KEYS, SIZE)
     yield found

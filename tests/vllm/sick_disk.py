@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.vllm.faults import executor
@@ -64,6 +65,16 @@ def infect(worker: Any, state: str) -> None:
         if state == "well":
             io.gate.set()
             tier._store.file._io = SickIo()  # later calls have a gate of their own
+
+
+def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> None:
+    """How long this rank's loads, and operations of its tiers, may take from now on."""
+    found = executor(worker)
+    found.limits = replace(
+        found.limits, load_timeout_s=load_timeout_s, tier_timeout_s=tier_timeout_s
+    )
+    for watch in found._lane.watches:
+        watch._timeout_s = tier_timeout_s
 
 
 def disk_calls(worker: Any) -> int:

@@ -52,10 +52,12 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.kill()
 
 
-def offload(master: Master, cpu: str, segment: str = "128MiB") -> dict[str, Any]:
+def offload(
+    master: Master, cpu: str, segment: str = "128MiB", lookup_timeout_s: float = 10.0
+) -> dict[str, Any]:
     """A CPU tier over the store; what is loaded is not weighed against this tiny model's speed."""
     tiers = [master.tier(segment)]
-    return config(None, cpu=cpu, tiers=tiers, break_even=False, lookup_timeout_s=1.0)
+    return config(None, cpu=cpu, tiers=tiers, break_even=False, lookup_timeout_s=lookup_timeout_s)
 
 
 def ask(engine: Engine, reference: Reference) -> float:
@@ -133,7 +135,7 @@ def test_the_master_is_killed_and_restarted_under_load(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(2))
-    small = offload(master, "1MiB")
+    small = offload(master, "1MiB", lookup_timeout_s=1.0)
     with (
         Engine(llama, log=tmp_path / "1.log", connector=small, **HASH) as one,
         Engine(llama, log=tmp_path / "2.log", connector=small, **HASH) as two,

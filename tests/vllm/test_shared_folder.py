@@ -21,7 +21,8 @@ KINDS = ["lmdb", "file"] if os.environ.get("KVTIERS_TEST_ALL_SHARED") else ["lmd
 
 def connector(path: Path, kind: str) -> dict[str, Any]:
     tier = {"type": kind, "path": str(path), "capacity": "256MiB", "reserve": 0, "shared": True}
-    return transfer_config({"cpu": {"capacity": "64MiB"}, "tiers": [tier]})
+    extra = {"cpu": {"capacity": "64MiB"}, "tiers": [tier], "lookup_timeout_s": 10}
+    return transfer_config(extra)
 
 
 def compute(engine: Engine, asked: list[list[int]], tier: str) -> Reference:

@@ -25,6 +25,9 @@ from tests.vllm.restored import (
 
 FAILURES = 3
 ROUNDS_MAX = 40
+SHORT, LONG = (2.0, 0.3), (60.0, 60.0)
+"""Seconds that a load and an operation of the disk may take while it is ill, and while it must not
+be shut out because the machine is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
     """A CPU tier that holds one prompt at a time, so that most hits come from the disk."""
-    limits = {"load_timeout_s": 2.0, "tier_timeout_s": 0.3, "breaker_failures": FAILURES}
-    offload = config(root, cpu="1MiB", **limits)
+    limits = {"load_timeout_s": LONG[0], "tier_timeout_s": LONG[1]}
+    offload = config(root, cpu="1MiB", breaker_failures=FAILURES, **limits)
     with Engine(llama, log=root.with_name("log"), connector=offload, **HASH) as found:
         answers = [found.generate_one(prompt) for prompt in reference.prompts]
         assert compare(found, reference, answers) > 0
@@ -98,6 +101,7 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
 ) -> None:
     assert engine.call(gate_state)[:2] == (True, True)
     before = engine.call(gate_state)[2]
+    on_disk(engine, sick_disk.set_limits, *SHORT)
     on_disk(engine, sick_disk.infect, state)
     for turn in range(ROUNDS_MAX):
         ask_all(engine, reference, turn)
@@ -109,6 +113,7 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
     assert openings > before or state == "crawls"
     assert on_disk(engine, sick_disk.disk_calls)[0] > 0, "the fault was never met"
     on_disk(engine, sick_disk.infect, "well")
+    on_disk(engine, sick_disk.set_limits, *LONG)
     ask_until(engine, reference, (True, True))
     settle(engine)
     ask_and_compare(engine, reference, "lmdb")
