@@ -6,6 +6,7 @@ Several engines (data-parallel replicas) are summed, except states, of which the
 
 from __future__ import annotations
 
+import base64
 import http.client
 import math
 import urllib.parse
@@ -158,19 +159,43 @@ def hits(page: Page) -> list[TierHits]:
 def metrics_url(text: str) -> str:
     """``host:port`` or any address of a server as that of its metrics. Raises ``ValueError``."""
     address = text if "://" in text else f"http://{text}"
-    parts = urllib.parse.urlsplit(address)
-    is_plain = address.isprintable() and " " not in address
-    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise ValueError(f'is not the address of a server (got "{text}")')
-    _ = parts.port  # raises ValueError for one that is no number
+    try:
+        parts = urllib.parse.urlsplit(address)
+        is_plain = address.isprintable() and " " not in address
+        is_good = parts.scheme in ("http", "https") and parts.hostname and is_plain
+        _ = parts.port  # raises ValueError for one that is no number
+    except ValueError:  # its text may repeat a part of a password
+        is_good = False
+    if not is_good:
+        raise ValueError(f'is not the address of a server (got "{_without_password(text)}")')
     path = parts.path if parts.path.strip("/") else "/metrics"
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
+def shown_url(url: str) -> str:
+    """An address as it may be printed: without the user and the password."""
+    parts = urllib.parse.urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _without_password(text: str) -> str:
+    """The same for what is no address, of which nobody knows where a password begins."""
+    _, hidden, host = text.rpartition("@")
+    return f"...@{host}" if hidden else text
+
+
 def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
-    """The page's text. Raises ``PageError``."""
+    """The page's text. ``user:password@`` before the host is sent as HTTP's basic authentication,
+    to this address only. Raises ``PageError``, without the password."""
+    user, found, _ = urllib.parse.urlsplit(url).netloc.rpartition("@")
+    url = shown_url(url)
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        request = urllib.request.Request(url)
+        if found:
+            user += "" if ":" in user else ":"
+            token = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+            request.add_unredirected_header("Authorization", f"Basic {token}")
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
     except http.client.HTTPException as error:  # another protocol, or a page that breaks off
         raise PageError(f"{url} answers, but not as a web server does: {error!r}") from error

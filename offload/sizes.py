@@ -67,6 +67,8 @@ def format_size(size: int) -> str:
 
 def _from_text(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
+    if match is None and _SIZE.fullmatch(text.strip().removeprefix("-")):
+        raise ValueError("is negative. Give a positive size")
     if match is None:
         raise ValueError('is not a size. Use an integer (bytes) or a text such as "8GiB"')
     number, unit = match.groups()

@@ -49,16 +49,19 @@ class Problems(list[Problem]):
     def add(self, where: str, what: str, fix: str = "") -> None:
         self.append(Problem(where, what, fix))
 
-    def size(self, where: str, text: str, default: int = 0) -> int:
+    def size(self, where: str, text: str, default: int = 0, *, is_positive: bool = False) -> int:
         """A size such as ``8GiB``; ``default`` if nothing was given."""
         if not text:
             return default
         try:
-            return parse_size(int(text) if text.isdecimal() else text)
+            found = parse_size(int(text) if text.isdecimal() else text)
         except ValueError as error:
             what, _, fix = str(error).partition(". ")
             self.add(where, f'{what} (got "{text}")', f"{fix}." if fix else "")
             return default
+        if is_positive and not found:
+            self.add(where, f'must be more than nothing (got "{text}")', "Give a positive size.")
+        return found
 
     def duration(self, where: str, text: str, default: float = 0.0) -> float:
         """Seconds from a text such as ``7d``; ``default`` if nothing was given."""

@@ -64,6 +64,7 @@ def inspect(
 
     Works while a server runs on the folder. Ends with 1 if something there cannot be read.
     """
+    from offload.metrics_page import shown_url
     from offload.store_summary import summarise, to_json
 
     problems = Problems()
@@ -75,7 +76,7 @@ def inspect(
         task = bar.add_task("records", total=None)
         found = summarise(homes, lambda count: bar.advance(task, count))
     if as_json:
-        told = {"server": {"url": address, "tiers": [asdict(tier) for tier in hits]}}
+        told = {"server": {"url": shown_url(address), "tiers": [asdict(tier) for tier in hits]}}
         of_server = told if address else {}
         print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
@@ -86,13 +87,13 @@ def inspect(
 
 def _hits(address: str) -> list[TierHits]:
     """What the server's tiers have given."""
-    from offload.metrics_page import PageError, fetch, hits, parse
+    from offload.metrics_page import PageError, fetch, hits, parse, shown_url
 
     try:
         return hits(parse(fetch(address), 0.0))
     except PageError as error:
         text = str(error)
-        give_up("inspect", text if text.startswith("http") else f"{address}: {text}")
+        give_up("inspect", text if text.startswith("http") else f"{shown_url(address)}: {text}")
 
 
 def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:

@@ -83,7 +83,7 @@ def plan(
     daily = problems.size("--write-budget", write_budget)
     lifetime = problems.size("--endurance", endurance)
     machine = Machine(
-        cpu_bytes=problems.size("--cpu", cpu),
+        cpu_bytes=problems.size("--cpu", cpu, is_positive=True),
         disk_bytes=problems.size("--disk", disk),
         link_bytes_per_s=problems.size("--link", link),
         disk_bytes_per_s=problems.size("--disk-read", disk_read),
@@ -91,8 +91,8 @@ def plan(
         gpu_flops=gpu_tflops * 1e12,
         write_budget_bytes=daily or lifetime / (365 * years),
     )
-    given_bytes = problems.size("--token-bytes", token_bytes)
-    _check(problems, machine, model, given_bytes, context.args, cpu)
+    given_bytes = problems.size("--token-bytes", token_bytes, is_positive=True)
+    _check(problems, model, token_bytes, context.args, cpu)
     requests = _requests(problems, trace, mix)
     _check_policies(problems, policy, disk_policy)
     problems.refuse("plan")
@@ -104,13 +104,9 @@ def plan(
         _print(found)
 
 
-def _check(
-    problems: Problems, machine: Machine, model: str, given: int, flags: list[str], cpu: str
-) -> None:
+def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: str) -> None:
     if not cpu:
         problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
-    elif machine.cpu_bytes < 1 and not problems:
-        problems.add("--cpu", f'must be more than nothing (got "{cpu}")', "Give a size as 64GiB.")
     if model.startswith("-"):  # an option that is not known goes on to vLLM, but after a model
         problems.add(model, "is no option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):

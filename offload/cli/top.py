@@ -60,7 +60,7 @@ def top(
     --json prints one view and ends. Ends with 1 if the server does not answer, or has no metrics
     of kvtiers.
     """
-    from offload.metrics_page import PageError, metrics_url
+    from offload.metrics_page import PageError, metrics_url, shown_url
 
     problems = Problems()
     address = ""
@@ -76,7 +76,7 @@ def top(
             _follow(address, max(interval, 0.2))
     except PageError as error:
         text = str(error)
-        give_up("top", text if text.startswith("http") else f"{address}: {text}")
+        give_up("top", text if text.startswith("http") else f"{shown_url(address)}: {text}")
     except KeyboardInterrupt:
         raise SystemExit(0) from None
 
@@ -88,13 +88,13 @@ def _look(address: str) -> Page:
 
 
 def _one_view(address: str, interval: float, as_json: bool) -> None:
-    from offload.metrics_page import view
+    from offload.metrics_page import shown_url, view
 
     before = _look(address) if interval else None
     time.sleep(interval)
     found = view(_look(address), before)
     if as_json:
-        print_json({"url": address, **found.to_json()})
+        print_json({"url": shown_url(address), **found.to_json()})
     else:
         screen().print(_shown(found))
 

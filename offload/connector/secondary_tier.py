@@ -104,7 +104,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
         except (TierError, TimeoutError) as error:
-            self._loop.stop()
+            self._close()
             raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
 
     async def _start(self) -> None:
@@ -169,6 +169,9 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
     def shutdown(self) -> None:
         """Finish what is under way, within a minute."""
         concurrent.futures.wait(self._open, CLOSE_TIMEOUT_S)
+        self._close()
+
+    def _close(self) -> None:
         try:
             self._loop.call(self._tier.aclose(), CLOSE_TIMEOUT_S)
         except (TierError, TimeoutError) as error:

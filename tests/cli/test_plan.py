@@ -189,6 +189,18 @@ def test_a_model_of_vllm(llama: Path) -> None:
         (["--cpu", "8G", "--token-bytes", "x"], ["--cpu: has an ambiguous unit", "is not a size"]),
         (["--cpu", "0", "--token-bytes", "1KiB"], ["--cpu: must be more than nothing"]),
         (
+            ["--cpu", "0", "--token-bytes", "0KiB"],
+            [
+                "2 problems",
+                '--cpu: must be more than nothing (got "0"). Give a positive size',
+                '--token-bytes: must be more than nothing (got "0KiB"). Give a positive size',
+            ],
+        ),
+        (
+            ["--cpu", "1GiB", "--token-bytes", "-1"],
+            ['plan: --token-bytes: is negative (got "-1"). Give a positive size'],
+        ),
+        (
             ["--cpu", "1GiB", "--token-bytes", "1KiB", "--mix", "user=3", "--policy", "lur"],
             ['--mix: has "user=3". Write name=number with users', "--policy: "],
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import signal
 import socket
@@ -10,12 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from offload.metrics_page import PageError, metrics_url, parse, view
-from tests.cli.world import ROOT, kvtiers
+from tests.cli.world import ROOT, kvtiers, make_store
 
 LABELS = ["model_name", "engine"]
 
@@ -66,13 +68,17 @@ class Server:
 
 
 @contextmanager
-def serving(pages: list[str]) -> Iterator[str]:
-    """An HTTP server that gives one page after the other, the last one for ever."""
+def serving(pages: list[str], user: str = "") -> Iterator[str]:
+    """An HTTP server that gives one page after the other, the last one for ever; to ``user`` only,
+    given as ``name:password``, if there is one."""
+    wanted = f"Basic {base64.b64encode(user.encode()).decode()}" if user else None
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
-            self.send_response(200 if self.path == "/metrics" else 404)
+            is_allowed = self.headers["Authorization"] == wanted
+            found = 200 if self.path == "/metrics" else 404
+            self.send_response(found if is_allowed else 401)
             self.end_headers()
             self.wfile.write(body)
 
@@ -241,6 +247,36 @@ def test_addresses() -> None:
     assert metrics_url("h:1") == "http://h:1/metrics"
     assert metrics_url("https://h/") == "https://h/metrics"
     assert metrics_url("http://h:1/prometheus/metrics") == "http://h:1/prometheus/metrics"
+
+
+def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
+    make_store(tmp_path, range(2))
+    server = Server()
+    server.fill()
+    with serving([server.page], user="me:s/ecret") as address:
+        good, bad = f"http://me:s%2Fecret@{address}", f"http://me:s%2Fecre@{address}"
+        commands = [("top", good, "--json", "--interval", "0"), ("top", good, "--once")]
+        commands.append(("inspect", str(tmp_path), "--server", good, "--json"))
+        allowed = [kvtiers(*command) for command in commands]
+        refused = [kvtiers("top", bad, "--once"), kvtiers("top", f"{address}", "--once")]
+        refused.append(kvtiers("inspect", str(tmp_path), "--server", bad))
+    assert allowed[0].json["url"] == f"http://{address}/metrics"
+    assert allowed[2].json["server"]["url"] == f"http://{address}/metrics"
+    assert [result.code for result in allowed] == [0] * 3
+    for result in refused:
+        assert (result.code, result.out) == (1, "")
+        assert f"http://{address}/metrics does not answer" in result.err
+    for wrong in (
+        "http://me:s/ecre@h:1",
+        "me:s/ecre@h h",
+        "http://me:s/ecre",
+        "http://me:secre@h:x",
+    ):
+        result = kvtiers("top", wrong)
+        assert (result.code, result.out) == (2, "")
+        refused.append(result)
+    for result in allowed + refused:
+        assert "ecre" not in (result.out + result.err).replace('(got "http://me:s/ecre")', "")
 
 
 def test_pages_that_are_none() -> None:

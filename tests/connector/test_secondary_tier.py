@@ -29,7 +29,10 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
+from tests.threads import no_thread_is_left
+from tiers.base import TierIoError
 from tiers.lmdb_store import PAYLOAD_NAME
+from tiers.lmdb_tier import LmdbTier
 
 CHUNKS = 4
 ROW = 8192
@@ -193,6 +196,24 @@ def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
         world.store(KEYS[7], 77)
     with world_at(tmp_path / "kv") as world:
         assert all(world.load(key) is None for key in KEYS), "weights are the files' again"
+
+
+def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world_at(tmp_path / "kv") as world:
+        world.store(KEYS[0], 1)
+        world.manager.reset_cache()
+
+    async def fail(_tier: LmdbTier, _epoch: int) -> None:
+        raise TierIoError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTier, "reset", fail)
+        with no_thread_is_left(), pytest.raises(TierUnavailableError, match="no space left"):
+            World(tmp_path / "kv")
+    with world_at(tmp_path / "kv") as world:
+        assert world.load(KEYS[0]) is None
 
 
 def test_the_cap_holds_and_what_is_used_stays(tmp_path: Path) -> None:
