@@ -15,13 +15,14 @@ I. Ari et al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
-from policies import hints as names
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
-from policies.density import Kind, ReuseTable, age_bin
+from policies.density import ReuseTable
+from policies.kinds import keeps_head, kind_of, label_of, shared_kind
+from policies.segments import Segment, run_ends
 from policies.shadow import Shadows, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
@@ -38,12 +39,6 @@ _WAITING_MOST = 4096
 """From more spans a regular sample is looked at when learning, so that no request waits long."""
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 4
-_LABELS = (
-    (names.SESSION_END, "end"),
-    (names.ONE_SHOT, "once"),
-    (names.PINNED, "pinned"),
-    (names.TOOL_CALL, "tool"),
-)
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -70,7 +65,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = Shadows(self._worth)
         self._stale = False  # whether the scores of ``_queues`` are old
-        self._span_of = self._tree.span_of
+        self._segment_of = self._tree.segments.of
         self._hanging = self._tree.hanging
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
         self._now = 0
@@ -78,7 +73,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._learn_at = self._every
         self._requests = 0
         self._touched = 0.0  # keys, fading like the counts of the shadows
-        self._fresh = _fresh_span(0)  # keys that were inserted before their request touches them
+        self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
+        self._open: Segment | None = None  # of these, where single keys are inserted
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
@@ -90,31 +86,45 @@ class AdaptivePolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(key)
-        fresh = self._fresh
+        fresh, segment = self._fresh, self._open
         if info.hints:
-            fresh.label = _label(info.hints)
-        fresh.keys.append(key)
+            fresh.label = label_of(info.hints)
+        if segment is None or not segment.live:  # all that were in it have left
+            segment = self._open = self._tree.add(fresh, [])
+        segment.keys.append(key)
+        segment.live += 1
         fresh.live += 1
-        self._span_of[key] = fresh
+        self._segment_of[key] = segment
+
+    def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
+        if not self._ghosts.keys().isdisjoint(keys):
+            for key in filter(self._ghosts.__contains__, keys):
+                self._recall(key)
+        for info in infos:
+            if info.hints:
+                self._fresh.label = label_of(info.hints)
+        self._open = None
+        if keys:
+            self._tree.add(self._fresh, list(keys))
 
     def touch(self, keys: Sequence[Key]) -> None:
-        members, taken = self._tree.take(keys)
+        taken = self._tree.take(keys)
         self._current = None
-        if not members:
+        if not taken:
             return
+        count = taken[-1][2]
         self._requests += 1
-        self._now += len(members)
+        self._now += count
         shadows = self._shadows
         shadows.lead *= self._memory
         shadows.hits *= self._memory
-        self._touched = self._touched * self._memory + len(members)
-        start = 0
-        if _keeps_head(taken):
-            start = taken[0][2]
-            self._renew(taken.pop(0))
+        self._touched = self._touched * self._memory + count
+        renewed = taken.pop(0) if keeps_head(taken) else None
+        if renewed is not None:
+            self._renew(renewed)
         for part in taken:
             self._leave(part)
-        self._enter(members, taken, start)
+        self._enter(taken, count, renewed)
         if self._returned:
             self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
         if self._requests >= self._learn_at:
@@ -124,11 +134,11 @@ class AdaptivePolicy(EvictionPolicy):
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
         """Label the span that the request left at the end of its keys."""
-        label = _label(hints)
+        label = label_of(hints)
         if not label:
             return
         for key in reversed(keys):
-            span = self._tree.span_of.get(key)
+            span = self._tree.span_of(key)
             if span is not None:
                 if not span.shared and not span.fresh:
                     self._relabel(span, label)
@@ -149,36 +159,55 @@ class AdaptivePolicy(EvictionPolicy):
             else:
                 drain(self._fresh, count, evictable, found)
         if len(found) < count:  # only by breaking prefixes, if at all
-            rest = (k for k in self._tree.span_of if k not in found and evictable(k))
+            rest = (k for k in self._segment_of if k not in found and evictable(k))
             found.update(dict.fromkeys(islice(rest, count - len(found))))
         return list(found)
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
-        span = self._span_of.pop(key, None)
-        if span is None:
+        segment = self._segment_of.pop(key, None)
+        if segment is not None:
+            if key in self._hanging:
+                self._tree.orphan(key)
+            self._gone(segment, 1, key, cause)
+
+    def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
+        if not self._hanging.keys().isdisjoint(keys):
+            for key in keys:
+                self.remove(key, cause)
             return
-        span.live -= 1
-        if key in self._hanging:
-            self._tree.orphan(key)
+        segments = list(map(self._segment_of.pop, keys, repeat(None)))
+        start = 0
+        for end in run_ends(segments):
+            segment = segments[start]
+            if segment is not None:
+                self._gone(segment, end - start, keys[end - 1], cause)
+            start = end
+
+    def _gone(self, segment: Segment, count: int, last: Key, cause: RemoveCause) -> None:
+        """Keys have left a segment."""
+        segment.live -= count
+        span = segment.span
+        assert span is not None  # only during a touch
+        span.live -= count
         if span.live:
             return
         self._tree.unhang(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
-            span.keys = []
-            self._ghosts[key] = span
+            span.segments = {}
+            self._ghosts[last] = span
 
     def clear(self) -> None:
         self._start_over()
 
     def __len__(self) -> int:
-        return len(self._tree.span_of)
+        return len(self._segment_of)
 
     # -- a touch -------------------------------------------------------------------------------
 
     def _leave(self, part: Taken) -> None:
         """A request took keys from a span: learn from it, and book the shadows' hits."""
-        span, count, _, rest = part
+        span, count, _, rest, _ = part
         if span.fresh:
             if rest:
                 self._settle(span)
@@ -198,15 +227,15 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _renew(self, part: Taken) -> None:
         """A request used all of a shared span, which stays a span."""
-        span, count, _, _ = part
+        span, count, _, _, _ = part
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
         self._drop(span)
         evicted = span.size
-        span.live = span.size = count
+        self._tree.enter(span, [part])
         span.time = self._now
         span.turn += 1
-        span.kind = _shared_kind(table, span)
+        span.kind = shared_kind(table, span)
         sort = table.known(span.kind)
         if evicted or sort != span.sort or not shadows.renew(span):
             shadows.use(span, count + evicted)
@@ -214,17 +243,18 @@ class AdaptivePolicy(EvictionPolicy):
             shadows.add(span)
         self._line_up(span)
 
-    def _enter(self, members: Sequence[Key], taken: Sequence[Taken], start: int) -> None:
-        """Make the touched keys from ``start`` on one span, or two where others share the
-        head. What was inserted for this request alone has its span already."""
-        is_own = not start and len(taken) == 1 and taken[0][0] is self._fresh
-        if self._fresh.keys:
+    def _enter(self, taken: Sequence[Taken], count: int, renewed: Taken | None) -> None:
+        """Make the touched keys (``count`` with those of a renewed span, the head) one span, or
+        two where others share the head."""
+        if self._fresh.segments or any(p[0] is self._fresh for p in taken):
             if self._fresh.live:  # keys of other requests
                 self._settle(self._fresh)
-            self._fresh = _fresh_span(self._now)
+            self._fresh = Span(self._now, fresh=True)
+            self._open = None
+        start = renewed[2] if renewed else 0
         split, uses, label = start, 0, ""
         before: Span | None = None
-        for span, _, end, rest in taken:
+        for span, _, end, rest, _ in taken:
             if span.fresh:
                 label = label or span.label
             elif rest or span.shared:
@@ -232,38 +262,34 @@ class AdaptivePolicy(EvictionPolicy):
                 uses = max(uses, span.turn if span.shared else 1)
             else:
                 before = span
-        if split > start:
-            head = Span(self._now, list(reversed(members[:split])))
+        above = [part for part in taken if part[2] <= split]
+        if above:
+            head = Span(self._now)
             head.shared = True
             head.turn = uses + 1
-            head.kind = _shared_kind(self._table, head)
-            self._tree.enter(head)
+            head.kind = shared_kind(self._table, head)
+            self._tree.enter(head, above)
             self._queue(head)
-        if split < len(members):
-            keys = list(reversed(members[split:]))
-            if is_own and not taken[0][3]:
-                tail = taken[0][0]
-                tail.begin(self._now, keys)
-            else:
-                tail = Span(self._now, keys)
-                self._tree.enter(tail, members[split - 1] if split else None)
+        if split < count:
+            tail = Span(self._now)
+            self._tree.enter(tail, taken[len(above) :], above[-1] if above else renewed)
             before = before or self._returned_in(tail)
             tail.turn = before.turn + 1 if before else 1
             tail.gap = self._now - before.time if before else 0
             tail.label = label
-            tail.kind = self._table.row(_kind(tail))
+            tail.kind = self._table.row(kind_of(tail))
             self._queue(tail)
 
     def _waits(self, key: Key) -> bool:
         """Whether a key was inserted and its request has not touched it yet."""
-        owner = self._tree.span_of.get(key)
+        owner = self._tree.span_of(key)
         return owner is not None and owner.fresh
 
     def _returned_in(self, tail: Span) -> Span | None:
         """The evicted span whose head came back among a new span's keys."""
         span_of = self._tree.span_of
         for key, span in self._returned.items():
-            if span_of.get(key) is tail and not span.shared:
+            if span_of(key) is tail and not span.shared:
                 return span
         return None
 
@@ -296,7 +322,7 @@ class AdaptivePolicy(EvictionPolicy):
         if queues is not None:
             queues.discard(span)
         span.label = label
-        span.kind = self._table.row(_kind(span))
+        span.kind = self._table.row(kind_of(span))
         span.sort = self._table.known(span.kind)
         if queues is not None:
             queues.add(span)
@@ -357,36 +383,3 @@ class AdaptivePolicy(EvictionPolicy):
             self._every, min(8 * self._every, self._requests // 2), len(self._ghosts) // 8
         )
         self._rescore()
-
-
-def _fresh_span(time: int) -> Span:
-    span = Span(time, [])
-    span.fresh = True
-    return span
-
-
-def _keeps_head(taken: Sequence[Taken]) -> bool:
-    """Whether a request shares all of one shared span, and no more."""
-    span, _, _, rest = taken[0]
-    if rest or not span.shared:
-        return False
-    for i in range(1, len(taken)):
-        span, _, _, rest = taken[i]
-        if span.shared or (rest and not span.fresh):
-            return False
-    return True
-
-
-def _shared_kind(table: ReuseTable, span: Span) -> int:
-    return table.row(("shared", min(6, span.turn.bit_length())))
-
-
-def _label(hints: Mapping[str, Any]) -> str:
-    """The strongest hint's label; empty if none of them says anything here."""
-    return next((label for name, label in _LABELS if hints.get(name)), "")
-
-
-def _kind(span: Span) -> Kind:
-    """Label, turn (exact to 8, then by doubling), gap in coarse steps, size by doubling."""
-    turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
-    return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())

@@ -9,15 +9,15 @@ entry per key, and eviction from the tail of spans that nothing hangs on keeps p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress, count, repeat
-from operator import is_not
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from policies.base import Key, free_among
+from policies.segments import Segment, Segments
 
 
 class Span:
-    """Keys last used at ``time``, tail first; ``live`` of them are still in this span.
+    """Keys last used at ``time``, as segments, the tail first; ``live`` keys are still in it.
 
     ``kind`` is the class of spans whose fate is expected to be alike, ``sort`` the part of it
     that is told apart when choosing victims, both as rows of a ``ReuseTable``; ``turn`` counts
@@ -32,78 +32,95 @@ class Span:
         "fresh",
         "gap",
         "hangs_on",
-        "keys",
         "kind",
         "label",
         "live",
+        "segments",
         "shared",
         "size",
         "sort",
-        "start",
         "time",
         "turn",
     )
 
-    def __init__(self, time: int, keys: list[Key]) -> None:
-        self.begin(time, keys)
-
-    def begin(self, time: int, keys: list[Key]) -> None:
-        """Be a new span of these keys."""
+    def __init__(self, time: int, *, fresh: bool = False) -> None:
         self.time = time
-        self.keys = keys
-        self.start = 0  # keys before this place have left the span
-        self.live = self.size = len(keys)
+        self.segments: dict[Segment, None] = {}
+        self.live = self.size = 0
         self.by_age = self.by_score = 0
         self.kind = self.sort = 0
         self.turn = self.gap = 0
         self.label = ""
         self.shared = False  # the part of a prefix that several conversations use
-        self.fresh = False  # inserted, not touched yet
+        self.fresh = fresh  # inserted, in this order, and not touched yet
         self.hangs_on: Key | None = None
 
 
-Taken = tuple[Span, int, int, bool]
-"""A span that a touch took keys from, how many, where they end in the request, and whether some
-were left behind. A plain tuple, because two are made for every request."""
+Taken = tuple[Span, int, int, bool, list[Segment]]
+"""A span that a touch took keys from, how many, where they end in the request, whether some
+were left behind, and the keys in prefix order. A plain tuple, because two are made for every
+request."""
 
 
 class SpanTree:
     """Which span each member is in, and what hangs on which key."""
 
     def __init__(self) -> None:
-        self.span_of: dict[Key, Span] = {}  # the policy takes single keys out by itself
+        self.segments = Segments()
         self.hanging: dict[Key, OrderedDict[Span, None]] = {}
 
-    def take(self, keys: Sequence[Key]) -> tuple[Sequence[Key], list[Taken]]:
-        """Take keys, given in prefix order, out of their spans; returns the members among them
-        and the spans they came from. The caller enters them in new spans."""
-        if len(set(keys)) < len(keys):  # a key may be used twice, but live in one place only
-            keys = list(dict.fromkeys(keys))
-        owners: list[Span | None] = list(map(self.span_of.get, keys))
-        if None in owners:
-            keys = list(compress(keys, owners))
-            owners = list(filter(None, owners))
-        taken: list[Taken] = []
-        start = 0
-        for end in _run_ends(owners):
-            span, size = owners[start], end - start
-            assert span is not None  # filtered above; said for the type checker
-            start = end
-            span.live -= size
-            span.size -= size
-            taken.append((span, size, end, span.live > 0))
-            if not span.live:
-                if span.hangs_on is not None:
-                    self.unhang(span)
-            elif not span.fresh:
-                self._hang(span, keys[end - 1])
-        return keys, taken
+    def span_of(self, key: Key) -> Span | None:
+        """The span that a member is in."""
+        segment = self.segments.of.get(key)
+        return None if segment is None else segment.span
 
-    def enter(self, span: Span, hangs_on: Key | None = None) -> None:
-        """Make a new span the owner of its keys."""
-        self.span_of.update(zip(span.keys, repeat(span)))
-        if hangs_on is not None:
-            self._hang(span, hangs_on)
+    def add(self, span: Span, keys: list[Key]) -> Segment:
+        """Enter keys that are no members in a span, as a segment."""
+        segment = self.segments.add(keys, span)
+        span.segments[segment] = None
+        span.live += len(keys)
+        return segment
+
+    def take(self, keys: Sequence[Key]) -> list[Taken]:
+        """Take the members among these keys, given in prefix order, out of their spans. The
+        caller enters them in others."""
+        taken: list[Taken] = []
+        found: list[Segment] = []
+        end, size = 0, 0
+        last: Span | None = None
+        for span, segment in self.segments.cut(keys):
+            if span is not last and last is not None:
+                taken.append(self._taken(last, size, end, found))
+                found, size = [], 0
+            last = span
+            found.append(segment)
+            size += segment.live
+            end += segment.live
+        if last is not None:
+            taken.append(self._taken(last, size, end, found))
+        return taken
+
+    def _taken(self, span: Span, size: int, end: int, found: list[Segment]) -> Taken:
+        """Book what was taken from a span; what is left of it hangs on the last key of that."""
+        span.live -= size
+        span.size -= size
+        if not span.live:
+            if span.hangs_on is not None:
+                self.unhang(span)
+        elif not span.fresh:
+            self._hang(span, _last_key(found))
+        return span, size, end, span.live > 0, found
+
+    def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
+        """Give a span all that was taken; it hangs on the end of what came before that."""
+        found = [segment for _, _, _, _, segments in taken for segment in segments]
+        for segment in reversed(self.segments.joined(found)):
+            segment.span = span
+            span.segments[segment] = None
+            span.live += segment.live
+        span.size = span.live
+        if before is not None:
+            self._hang(span, _last_key(before[-1]))
 
     def unhang(self, span: Span) -> None:
         """A span that has no keys any more hangs on nothing."""
@@ -127,25 +144,23 @@ class SpanTree:
         until there are ``count``. Stops at a key that must stay: its prefix stays too."""
         if self._drain_run(span, count, evictable, found):
             return
-        span_of, hanging = self.span_of, self.hanging
-        stack = [(span, self._first(span))]
+        hanging = self.hanging
+        stack: list[tuple[Span, tuple[Key, ...], Iterator[Key]]] = [(span, (), self._members(span))]
         missing = count - len(found)
         while stack:
-            span, first = stack.pop()
-            keys = span.keys
-            for place in range(first, len(keys)):
+            span, put_off, members = stack.pop()
+            for key in chain(put_off, members):
                 if missing <= 0:
                     return
-                key = keys[place]
-                if key in found or span_of.get(key) is not span:
+                if key in found:
                     continue
                 if key in hanging:
                     below = next((s for s in hanging[key] if self._left(s, found)), None)
                     if below is not None:
-                        if any(below is waiting for waiting, _ in stack):
+                        if any(below is waiting for waiting, _, _ in stack):
                             return
-                        stack.append((span, place))
-                        stack.append((below, self._first(below)))
+                        stack.append((span, (key,), members))
+                        stack.append((below, (), self._members(below)))
                         break
                 if not evictable(key):
                     return
@@ -157,12 +172,17 @@ class SpanTree:
     ) -> bool:
         """Drain in the usual case, where all wanted keys may go and nothing hangs on them; does
         nothing otherwise. Returns which."""
-        first, keys = self._first(span), span.keys
-        if span.live != len(keys) - first:
-            self._left(span, found)  # forgets the heads that left
-            if span.live != len(keys) - first:
+        run: list[Key] = []
+        missing = count - len(found)
+        for segment in tuple(span.segments):
+            if not segment.live:
+                del span.segments[segment]
+                continue
+            if not self.segments.is_dense(segment):
                 return False
-        run = keys[first : first + count - len(found)]
+            run += segment.keys[segment.start : segment.start + missing - len(run)]
+            if len(run) == missing:
+                break
         if not self.hanging.keys().isdisjoint(run):
             return False
         if len(free_among(evictable, run)) < len(run):
@@ -172,22 +192,18 @@ class SpanTree:
         found.update(dict.fromkeys(run))
         return True
 
-    def _first(self, span: Span) -> int:
-        """The place of the span's last member in the prefix; what left before it is skipped."""
-        keys, span_of = span.keys, self.span_of
-        while span.start < len(keys) and span_of.get(keys[span.start]) is not span:
-            span.start += 1
-        if span.start > 1024 and 2 * span.start > len(keys):
-            del keys[: span.start]
-            span.start = 0
-        return span.start
+    def _members(self, span: Span) -> Iterator[Key]:
+        """The span's members, the last of the prefix first."""
+        return chain.from_iterable(map(self.segments.members, tuple(span.segments)))
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:
         """Whether a span has members that are not chosen yet; its head is chosen last."""
-        keys, span_of = span.keys, self.span_of
-        while keys and span_of.get(keys[-1]) is not span:
-            keys.pop()
-        return bool(keys) and keys[-1] not in found
+        while span.segments:
+            segment = next(reversed(span.segments))
+            if segment.live:
+                return self.segments.head(segment) not in found
+            del span.segments[segment]
+        return False
 
     def _hang(self, span: Span, key: Key) -> None:
         self.unhang(span)
@@ -195,9 +211,5 @@ class SpanTree:
         self.hanging.setdefault(key, OrderedDict())[span] = None
 
 
-def _run_ends(owners: Sequence[object]) -> Iterable[int]:
-    """Where the next one is another, and the end: at the speed of C, because a request may have
-    thousands of keys, mostly of one span."""
-    if not owners or owners.count(owners[0]) == len(owners):
-        return [len(owners)] if owners else []
-    return chain(compress(count(1), map(is_not, owners, owners[1:])), [len(owners)])
+def _last_key(segments: Sequence[Segment]) -> Key:
+    return segments[-1].keys[0]
