@@ -101,14 +101,12 @@ class Bed:
         from offload.recovery import recover
         from offload.space import ByteSpace, SlotSpace
         from policies.base import EntryInfo
-        from policies.guarded import contained
         from policies.registry import make_policy
 
         group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
         layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
         self.side = SchedulerSide(layout, lambda _request: b"", Faults(), tiers=["lmdb"])
-        first = contained(make_policy(policy), "cpu")
-        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), first)
+        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteSpace(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
         self.planner.gates.tiers[0].pace.pays = True

@@ -8,8 +8,8 @@ wait: they are asked for again, and cost nothing if they are never made.
 
 from __future__ import annotations
 
-STORE = EVICT = TAKE_IN = TOUCH = 1
-DEMOTE = DEMOTED = 2
+STORE = EVICT = TAKE_IN = 1
+TOUCH = DEMOTE = DEMOTED = 2
 """What a chunk costs at each station, in units of about a microsecond with a million keys in the
 lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import filterfalse, islice, repeat
 from typing import NoReturn
 
 from offload.entries import sizes_of
@@ -19,6 +19,7 @@ from offload.removals import Removals
 from offload.space import Reservation, Space
 from offload.states import ChunkEvent, ChunkState
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
+from policies.guarded import contained
 
 _NOTHING: frozenset[bytes] = frozenset()
 MANY = 16
@@ -26,7 +27,8 @@ MANY = 16
 
 
 class TierIndex:
-    """States and places of one tier's chunks.
+    """States and places of one tier's chunks. A policy that is not our LRU is watched: one that
+    raises, dawdles or names keys that it must not is replaced by LRU (``policies.guarded``).
 
     ``low_watermark`` < 1 makes eviction run ahead: once the tier is full it is emptied to this
     share of its capacity, so that a disk has free places before it needs them.
@@ -37,14 +39,14 @@ class TierIndex:
     ) -> None:
         self.name = name
         self.space = space
-        self.policy = policy
         self.evictions = 0
         # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
         self.kept: Container[bytes] = _NOTHING
         self.held: Container[bytes] = _NOTHING
         self.removals = Removals()
         self._low = int(space.capacity * low_watermark)
-        self._resident: dict[bytes, int] = {}
+        self._resident: dict[bytes, int] = {}  # always this one: the policy's guard looks into it
+        self.policy = contained(policy, name, self._resident)
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._infos: dict[bytes, EntryInfo] = {}
@@ -99,8 +101,7 @@ class TierIndex:
 
     def place(self, key: bytes) -> int:
         """Where a resident or filling chunk lies."""
-        found = self._resident.get(key)
-        return self._filling[key] if found is None else found
+        return self._filling[key] if key in self._filling else self._resident[key]
 
     def state(self, key: bytes) -> ChunkState:
         """The chunk's state."""
@@ -187,17 +188,18 @@ class TierIndex:
         kept: list[bytes] = []
         resident, filling, doomed = self._resident, self._filling, self._doomed
         told = self._infos if infos is None else dict(zip(keys, infos, strict=True))
-        insert = self.policy.insert
-        for key in reversed(keys):
-            if key in doomed:
-                self._let_go(key, ChunkEvent.COMMIT)
-                continue
-            place = filling.pop(key, None)
-            if place is None:
-                self._refuse(key, ChunkEvent.COMMIT)
-            resident[key] = place
-            insert(key, told.pop(key))
-            kept.append(key)
+        try:
+            for key in reversed(keys):
+                if key in doomed:
+                    self._let_go(key, ChunkEvent.COMMIT)
+                    continue
+                place = filling.pop(key, None)
+                if place is None:
+                    self._refuse(key, ChunkEvent.COMMIT)
+                resident[key] = place
+                kept.append(key)
+        finally:  # what is resident is known to the policy, whatever was wrong with another
+            self.policy.insert_all(kept, list(map(told.pop, kept)))
         kept.reverse()
         return kept
 
@@ -207,11 +209,10 @@ class TierIndex:
         """All of these, if all are FILLING; ``False``: nothing was done."""
         filling = self._filling
         places = list(map(filling.pop, backwards, repeat(None)))
-        filled = dict(zip(backwards, places, strict=True))
-        if None in places or len(filled) < len(places):
+        if None in places:  # or one is named twice
             filling.update({k: p for k, p in zip(backwards, places, strict=True) if p is not None})
             return False
-        self._resident.update(filled)  # type: ignore[arg-type]  # there is no None
+        self._resident.update(zip(backwards, places, strict=True))  # type: ignore[arg-type]  # there is no None
         told = list(map(self._infos.pop, backwards)) if infos is None else infos[::-1]
         self.policy.insert_all(backwards, told)
         return True
@@ -258,10 +259,9 @@ class TierIndex:
 
     def pin(self, keys: Collection[bytes]) -> None:
         """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
-        if not all(map(self._resident.__contains__, keys)):
-            for key in keys:
-                if key not in self._resident and key not in self._filling:
-                    self._refuse(key, ChunkEvent.PIN)
+        for key in filterfalse(self._resident.__contains__, keys):
+            if key not in self._filling:
+                self._refuse(key, ChunkEvent.PIN)
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:

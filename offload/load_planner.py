@@ -27,7 +27,7 @@ from offload.stats import PlannerStats
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
-STEP_CHUNKS = 512
+STEP_CHUNKS = 384
 """Chunks of loads that one step plans, so that it stays short, if they lie in the CPU tier: one
 that gets a slot counts twice, and one for which another is evicted four times."""
 ACCEPTED_COST = 1 / 16

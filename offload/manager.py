@@ -32,7 +32,6 @@ from offload.shared import SharedLimits
 from offload.space import SlotSpace
 from offload.tier_epochs import draw_epoch
 from policies.base import AdmissionPolicy
-from policies.guarded import contained
 from policies.registry import make_admission, make_policy
 from tiers.base import Tier
 from tiers.copy import CopyEngine
@@ -118,7 +117,7 @@ class OffloadManager:
         cpu = TierIndex(
             "cpu",
             SlotSpace(slots - staging, staging),
-            contained(make_policy(settings.cpu.policy.spec), "cpu"),
+            make_policy(settings.cpu.policy.spec),
         )
         opened = []
         for number, tier in enumerate(tiers):

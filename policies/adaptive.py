@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
+from operator import attrgetter
 from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
@@ -39,6 +40,7 @@ _WAITING_MOST = 4096
 """From more spans a regular sample is looked at when learning, so that no request waits long."""
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 4
+_HINTS = attrgetter("hints")
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -100,9 +102,8 @@ class AdaptivePolicy(EvictionPolicy):
         if not self._ghosts.keys().isdisjoint(keys):
             for key in filter(self._ghosts.__contains__, keys):
                 self._recall(key)
-        for info in infos:
-            if info.hints:
-                self._fresh.label = label_of(info.hints)
+        for hints in filter(None, map(_HINTS, infos)):
+            self._fresh.label = label_of(hints)
         self._open = None
         if keys:
             self._tree.add(self._fresh, list(keys))

@@ -58,6 +58,13 @@ class EvictionPolicy(ABC):
     """One request's use may be noted by several touches, the last keys first: it makes no
     difference to the policy, and spreads the work for a long request over several steps."""
 
+    def __init_subclass__(cls) -> None:
+        """Who overrides ``insert`` or ``remove`` of a policy that is faster with many keys at
+        once, and not that as well, gets every key one by one."""
+        for one, many in (("insert", "insert_all"), ("remove", "remove_all")):
+            if one in vars(cls) and many not in vars(cls):
+                setattr(cls, many, getattr(EvictionPolicy, many))
+
     @abstractmethod
     def insert(self, key: Key, info: EntryInfo) -> None:
         """Add a key that is not a member."""
@@ -95,8 +102,7 @@ class EvictionPolicy(ABC):
         """Take a member out; unknown keys are ignored."""
 
     def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
-        """Take many members out, one after the other. Overridden where that is faster at once;
-        who overrides ``remove`` of such a policy has to override this as well."""
+        """Take many members out, one after the other. Overridden where that is faster at once."""
         for key in keys:
             self.remove(key, cause)
 

@@ -74,6 +74,11 @@ class GuardedPolicy(EvictionPolicy):
         """The policy's promise; False after a fault, as LRU starts from any order there."""
         return not self.faults and self._active.keeps_prefixes_closed
 
+    @property
+    def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
+        """Whether the policy in charge does."""
+        return self._active.takes_parts
+
     def insert(self, key: Key, info: EntryInfo) -> None:
         if self._own is not None:
             self._own[key] = None
@@ -247,11 +252,13 @@ class GuardedPolicy(EvictionPolicy):
             self._on_fault(reason)
 
 
-def contained(policy: EvictionPolicy, tier: str) -> EvictionPolicy:
+def contained(
+    policy: EvictionPolicy, tier: str, members: Collection[Key] | None = None
+) -> EvictionPolicy:
     """The policy in a cage that logs for this tier. Our plain LRU needs none."""
     if type(policy) is LruPolicy:
         return policy
-    return GuardedPolicy(policy, tier=tier)
+    return GuardedPolicy(policy, members=members, tier=tier)
 
 
 def _brief(value: object) -> str:

@@ -19,8 +19,7 @@ from offload.recovery import held_by_all, recover
 from offload.shared import KNOWN_MOST, SharedLimits
 from offload.space import ByteSpace, SlotSpace
 from policies.admission import WriteBudget
-from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
-from policies.guarded import contained
+from policies.base import AdmissionPolicy, EntryInfo
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def make_planner(
         for group in layout.groups
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), _policy("cpu", config.cpu.policy))
+    cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), make_policy(config.cpu.policy.spec))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     chunk_tokens = max(group.chunk_tokens for group in layout.groups)
     limits = GateLimits(config.breaker_failures, config.break_even, chunk_tokens)
@@ -125,7 +124,7 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[OffloadHandshake], tier:
         space = ByteSpace(KNOWN_MOST * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
-    return TierIndex(name, space, _policy(name, settings.policy), low_watermark=low)
+    return TierIndex(name, space, make_policy(settings.policy.spec), low_watermark=low)
 
 
 def _recover(
@@ -144,12 +143,6 @@ def _recover(
     rejected = recover(index, columns, infos)
     planner.delete(tier, [*lost, *rejected])
     logger.info("kvtiers: %s: %d chunks recovered", index.name, len(index))
-
-
-def _policy(tier: str, policy: PolicyConfig) -> EvictionPolicy:
-    """The eviction policy of a tier. All but our LRU are watched: one that raises, dawdles or
-    names keys that it must not is replaced by LRU."""
-    return contained(make_policy(policy.spec), tier)
 
 
 def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:

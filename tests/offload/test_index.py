@@ -13,6 +13,7 @@ from offload.index import TierIndex
 from offload.space import ByteSpace, SlotSpace
 from offload.states import TRANSITIONS, ChunkEvent, ChunkState
 from policies.base import EntryInfo
+from policies.guarded import GuardedPolicy
 from policies.lru import LruPolicy
 from policies.registry import make_policy
 
@@ -225,12 +226,27 @@ def test_a_pinned_chunk_is_not_evicted() -> None:
     assert index.reserve([KEYS[3]], [EntryInfo()]).places == ()
 
 
-def test_a_policy_that_names_a_pinned_key_is_an_invariant_error() -> None:
-    class Evil(LruPolicy):
-        def victims(self, count, evictable):  # type: ignore[no-untyped-def]  # a broken plugin
-            return super().victims(count, lambda key: True)
+class _Evil(LruPolicy):
+    def victims(self, count, evictable):  # type: ignore[no-untyped-def]  # a broken plugin
+        return super().victims(count, lambda key: True)
 
-    index = TierIndex("cpu", SlotSpace(1), Evil())
+
+def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> None:
+    index = TierIndex("cpu", SlotSpace(1), _Evil())
+    index.reserve([KEYS[0]], [EntryInfo()])
+    index.commit([KEYS[0]])
+    index.pin([KEYS[0]])
+    assert index.reserve([KEYS[1]], [EntryInfo()]).places == ()
+    assert isinstance(index.policy, GuardedPolicy)
+    assert type(index.policy.active) is LruPolicy
+    index.unpin([KEYS[0]])
+    assert index.reserve([KEYS[1]], [EntryInfo()]).evicted == (KEYS[0],)
+    index.check()
+
+
+def test_evicting_a_pinned_key_is_an_invariant_error_behind_the_guard_too() -> None:
+    index = TierIndex("cpu", SlotSpace(1), LruPolicy())
+    index.policy = _Evil()
     index.reserve([KEYS[0]], [EntryInfo()])
     index.commit([KEYS[0]])
     index.pin([KEYS[0]])
