@@ -12,6 +12,7 @@ from bench import hooks
 from bench.hooks import BLOCK, _output
 from offload import lazy_keys
 from offload.connector.endings import MAKE_MOST
+from offload.connector.scheduler_side import LOOK_AT_END_MOST
 from offload.keys import chunk_keys
 from offload.known_prefix import FIRST, LOOKUP_CHUNKS
 from offload.lazy_keys import PAGE
@@ -40,8 +41,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Counted(Server):
     """A server that notes how many keys each of its steps has made (``steps``)."""
 
-    def __init__(self, made: list[int]) -> None:
-        super().__init__(CHUNKS)
+    def __init__(self, made: list[int], chunks: int = CHUNKS) -> None:
+        super().__init__(chunks)
         self.made = made
         self.steps: list[int] = []
 
@@ -146,6 +147,21 @@ def test_an_end_makes_the_rest_in_the_steps_that_follow(
     server.rest()
     assert max(server.steps) <= MAKE_MOST + FIRST
     assert heard.uses == keys
+
+
+def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None:
+    """A short answer to a prompt that was in vLLM's own cache and in a tier."""
+    chunks = 2 * LOOK_AT_END_MOST
+    server = Counted(made, chunks)
+    request = server.came(server.keys)
+    request.num_computed_tokens = chunks * BLOCK
+    assert server.side.lookup(request, chunks * BLOCK) == 0
+    server.step(request)
+    assert 0 < server.steps[0] <= STEP_CHUNKS
+    server.side.finished(request, tables_of(request))
+    server.rest()
+    assert max(server.steps) <= LOOK_AT_END_MOST + MAKE_MOST
+    assert sum(server.steps) == chunks
 
 
 def test_an_end_of_few_keys_is_told_at_once(
