@@ -160,7 +160,7 @@ def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None
     assert 0 < server.steps[0] <= STEP_CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
-    assert max(server.steps) <= LOOK_AT_END_MOST + MAKE_MOST
+    assert max(server.steps) <= LOOK_AT_END_MOST + STEP_CHUNKS // 2 + MAKE_MOST
     assert sum(server.steps) == chunks
 
 
