@@ -213,6 +213,8 @@ class World:
         self.executor: Any = self.worker._worker._executor
         self.engine: SimulatedCopyEngine = self.executor._engine
         self._loop: PumpedLoop = self.worker._worker._loop
+        drain = self.executor.drain
+        self.executor.drain = lambda _wait_s: drain()  # the loop does not turn while it waits
         self._fence = self.executor.fence
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
@@ -228,7 +230,6 @@ class World:
             patch.setattr(worker_side, "OffloadLoop", PumpedLoop)
             patch.setattr(worker_side, "_make_engine", engine)
             patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
-            patch.setattr(worker_side, "IDLE_WAIT_S", 0.0)
             runner = self._conditions.runner == 2
             patch.setattr(VllmConfig, "use_v2_model_runner", runner)
             yield
@@ -299,7 +300,7 @@ class World:
         while len(self._queue) > (1 if deep and self.random.random() < 0.8 else 0):
             self._take_output()
 
-    def drain(self, most: int = 3000) -> None:
+    def drain(self, most: int = 1000) -> None:
         """Until every request has ended and the connector is idle."""
         for _ in range(most):
             self.step()

@@ -82,7 +82,9 @@ def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
             live(world)
             for what, count in world.events().items():
                 seen[what] += count
-    assert all(seen.values()), seen
+        if all(seen.values()):
+            return
+    raise AssertionError(f"not seen: {seen}")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -209,6 +211,9 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and what the first failure must say."""
+SHOWN_BY = {"a_token_too_early-full_ngram": 6, "waits_at_a_late_fence-mamba1_full": 2,
+            "a_failed_load_tries_again-two_block_sizes": 1}  # fmt: skip
+"""The seed that shows a fault, to begin with it; most are shown by the first."""
 
 
 def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
@@ -230,7 +235,8 @@ def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
 def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
     """As themselves; and the same world without the fault is right."""
     runner = 2 if mutant is _waits_at_a_late_fence else 1
-    for seed in range(10):
+    first = SHOWN_BY.get(f"{mutant.__name__.strip('_')}-{model}", 0)
+    for seed in (first, *range(10)):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
             failure = first_failure(model, tmp_path / f"fault {seed}", seed, runner)

@@ -33,7 +33,7 @@ def test_a_shared_tier_does_not_answer(
     monkeypatch.setattr(TierConfig, "shared", True)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(Asker, "ask", silent)
-    engine, other = two(tmp_path, 1, Conditions(slots=80))
+    engine, other = two(tmp_path, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
         gate = engine.planner.gates.tiers[0]
         if how == "shut out":

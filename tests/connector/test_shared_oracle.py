@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from offload.asker import Asker
 from offload.config import TierConfig
+from offload.connector import scheduler_side
 from offload.plans import Answer
 from offload.tier_epochs import TierEpochs
 from offload.tier_writer import TierWriter
@@ -132,7 +133,8 @@ def request(engine: Engine, prompt: list[int]) -> None:
 def serve_before_a_reset_is_through(folder: Path) -> None:
     """The same prompt again under new weights, while the tier is still of the old ones' epoch."""
     engine, other = two(folder, 1, Conditions(slots=80), lookup_timeout_s=0.05)
-    with engine, other:
+    with engine, other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_side, "STALL_S", 0.2)  # so long the engine steps for nothing
         serve(engine, PROMPT)
         tier = engine.executor._tiers[0]
         tier.may_reset.clear()
