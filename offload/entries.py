@@ -83,13 +83,22 @@ class Entries(Sequence[EntryInfo]):
 
     def __iter__(self) -> Iterator[EntryInfo]:
         count, depths, origin, info = len(self), self._depths, self._origin, self._info
-        hints: Iterable[Mapping[str, Any]] = repeat(origin.hints.stored, count)
-        if origin.hints.pinned_tokens:
-            hints = map(origin.hints.of_chunk, depths)
+        hints = self._hints()
         constant = (repeat(value, count) for value in (self.group, info.kind))
         sizes, salts = repeat(self.size, count), repeat(origin.salt, count)
         columns = *constant, depths, sizes, self._costs(), salts, hints
         return map(_entry, zip(*columns, strict=True))
+
+    def hints(self) -> Iterable[Mapping[str, Any]]:
+        """The hints of those that have any: see ``policies.base.hints_among``."""
+        told = self._origin.hints
+        return filter(None, self._hints()) if told.stored or told.pinned_tokens else ()
+
+    def _hints(self) -> Iterable[Mapping[str, Any]]:
+        told = self._origin.hints
+        if told.pinned_tokens:
+            return map(told.of_chunk, self._depths)
+        return repeat(told.stored, len(self))
 
     def _costs(self) -> Sequence[float]:
         """Of computing a chunk again, in units of a prompt's first token."""

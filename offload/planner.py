@@ -144,6 +144,10 @@ class Planner:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
         return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect, ended=ended)
 
+    def store_room(self, *, ended: bool) -> int:
+        """Chunks of a request that may be planned at a time; more would be looked for in vain."""
+        return max(1, self._stores.room(ended=ended))
+
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
         self._stores.fence(blocks)

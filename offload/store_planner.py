@@ -101,7 +101,7 @@ class StorePlanner:
         asked again, unless their request has ``ended``.
         """
         is_state = self._groups[run.group].kind == STATE
-        most = max(self._room, FEW if ended or is_state else self._few)
+        most = self.room(ended=ended or is_state)
         if self._is_full or most <= 0:
             return 0
         fresh, settled = self._absent_prefix(run, holders, most)
@@ -122,10 +122,10 @@ class StorePlanner:
         self._budget.spend(STORE * granted + EVICT * len(grant.evicted))
         return settled
 
-    @property
-    def _room(self) -> int:
-        """Chunks that may be stored in this step if none has to be evicted for them."""
-        return self._budget.above(LEAVES) // STORE
+    def room(self, *, ended: bool = False) -> int:
+        """Chunks of a request that may be stored in this step if none has to be evicted for
+        them."""
+        return max(self._budget.above(LEAVES) // STORE, FEW if ended else self._few)
 
     def _absent_prefix(
         self, run: Run, holders: Sequence[Container[bytes]], most: int

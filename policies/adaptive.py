@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
-from operator import attrgetter
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
 from policies.density import ReuseTable
 from policies.kinds import keeps_head, kind_of, label_of, shared_kind
 from policies.segments import Segment, run_ends
@@ -40,7 +39,6 @@ _WAITING_MOST = 4096
 """From more spans a regular sample is looked at when learning, so that no request waits long."""
 _GHOSTS_LEAST = 256
 _GHOSTS_PER_SPAN = 4
-_HINTS = attrgetter("hints")
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -102,7 +100,7 @@ class AdaptivePolicy(EvictionPolicy):
         if not self._ghosts.keys().isdisjoint(keys):
             for key in filter(self._ghosts.__contains__, keys):
                 self._recall(key)
-        for hints in filter(None, map(_HINTS, infos)):
+        for hints in hints_among(infos):
             self._fresh.label = label_of(hints)
         self._open = None
         if keys:
@@ -169,7 +167,7 @@ class AdaptivePolicy(EvictionPolicy):
         if segment is not None:
             if key in self._hanging:
                 self._tree.orphan(key)
-            self._gone(segment, 1, key, cause)
+            self._gone(segment, [key], cause)
 
     def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
         if not self._hanging.keys().isdisjoint(keys):
@@ -181,22 +179,22 @@ class AdaptivePolicy(EvictionPolicy):
         for end in run_ends(segments):
             segment = segments[start]
             if segment is not None:
-                self._gone(segment, end - start, keys[end - 1], cause)
+                self._gone(segment, keys[start:end], cause)
             start = end
 
-    def _gone(self, segment: Segment, count: int, last: Key, cause: RemoveCause) -> None:
+    def _gone(self, segment: Segment, keys: Sequence[Key], cause: RemoveCause) -> None:
         """Keys have left a segment."""
-        segment.live -= count
+        self._tree.segments.left(segment, keys)
         span = segment.span
         assert span is not None  # only during a touch
-        span.live -= count
+        span.live -= len(keys)
         if span.live:
             return
         self._tree.unhang(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
             span.segments = {}
-            self._ghosts[last] = span
+            self._ghosts[keys[-1]] = span
 
     def clear(self) -> None:
         self._start_over()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,6 +48,13 @@ def free_among(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> Sequenc
     has a method ``among(keys)``."""
     among: Callable[[Sequence[Key]], Sequence[Key]] | None = getattr(evictable, "among", None)
     return among(keys) if among is not None else list(filter(evictable, keys))
+
+
+def hints_among(infos: Sequence[EntryInfo]) -> Iterable[Mapping[str, Any]]:
+    """The hints of these, without empty ones: asked at once, which is faster, where ``infos`` has
+    a method ``hints()``."""
+    hints: Callable[[], Iterable[Mapping[str, Any]]] | None = getattr(infos, "hints", None)
+    return hints() if hints is not None else filter(None, map(attrgetter("hints"), infos))
 
 
 class EvictionPolicy(ABC):

@@ -61,11 +61,22 @@ class Segments:
         start, of = segment.start, self.of
         while start < len(keys) and of.get(keys[start]) is not segment:
             start += 1
-        if start > _LEFT_MOST and 2 * start > len(keys):
-            del keys[:start]
-            start = 0
         segment.start = start
-        return segment.live == len(keys) - start
+        self._cut_off(segment)
+        return segment.live == len(keys) - segment.start
+
+    def left(self, segment: Segment, keys: Sequence[Key]) -> None:
+        """Keys have been taken out of ``of``; mostly they were the tail."""
+        segment.live -= len(keys)
+        start = segment.start
+        if segment.keys[start : start + len(keys)] == keys:
+            segment.start += len(keys)
+            self._cut_off(segment)
+
+    def _cut_off(self, segment: Segment) -> None:
+        if segment.start > _LEFT_MOST and 2 * segment.start > len(segment.keys):
+            del segment.keys[: segment.start]
+            segment.start = 0
 
     def head(self, segment: Segment) -> Key | None:
         """The first key in its prefix that is still here."""
