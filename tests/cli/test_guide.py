@@ -178,6 +178,7 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
             "/var/log/kv-prompts.jsonl": "kv-prompts.jsonl",
             "MODEL": str(model),
             "--interval 10": "--interval 0.1",
+            "users=200": "users=20",
         }
         for shown, real in places.items():
             line = line.replace(shown, real)

@@ -213,9 +213,8 @@ class World:
         self.executor: Any = self.worker._worker._executor
         self.engine: SimulatedCopyEngine = self.executor._engine
         self._loop: PumpedLoop = self.worker._worker._loop
-        drain = self.executor.drain
+        drain, self._fence = self.executor.drain, self.executor.fence
         self.executor.drain = lambda _wait_s: drain()  # the loop does not turn while it waits
-        self._fence = self.executor.fence
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.planner: Any = in_short_steps(self.connector._scheduler, self.seed)
