@@ -3,6 +3,7 @@ and nothing is lost for it."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -166,3 +167,32 @@ def test_a_load_that_was_given_up_is_not_told_as_if_it_were_whole() -> None:
     read = sum(len(part.items) for part in parts) * BLOCK
     assert read < len(server.keys) * BLOCK
     assert told == read
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_store_looks_for_each_chunk_about_once(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for more than the step may store, which would be looked for again in the next one."""
+    chunks = 8 * STEP_CHUNKS
+    server = Server(2 * chunks)
+    if full:
+        server.fill()
+    seen: list[int] = []
+    plan_store = server.planner.plan_store
+
+    def counted(run: Any, *args: Any, **told: Any) -> int:
+        seen.append(len(run))
+        return plan_store(run, *args, **told)
+
+    monkeypatch.setattr(server.planner, "plan_store", counted)
+    request = server.came([os.urandom(32) for _ in range(chunks)])
+    server.side.lookup(request, 0)
+    plan = server.step(request, chunks * BLOCK)
+    request.num_computed_tokens = chunks * BLOCK
+    stored = 0
+    while plan.stores:
+        stored += sum(len(store.slots) for store in plan.stores)
+        plan = server.step(request)
+    assert stored == chunks
+    assert chunks <= sum(seen) < 1.2 * chunks

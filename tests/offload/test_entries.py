@@ -9,9 +9,10 @@ import pytest
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
 from offload.entries import PAIR_TOKENS, Entries, chosen, joined, sized, sizes_of
 from offload.hints import RequestHints
-from policies.base import EntryInfo
+from policies.base import EntryInfo, hints_among
 
 HINTED = Origin(b"salt", RequestHints({"session": 3}, {}, 100.0))
+PINNED = Origin(b"salt", RequestHints({}, {}, 100.0))
 
 
 def told(info: GroupInfo, origin: Origin, depth: int, size: int) -> EntryInfo:
@@ -24,7 +25,7 @@ def told(info: GroupInfo, origin: Origin, depth: int, size: int) -> EntryInfo:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", ["full", "window"])
-@pytest.mark.parametrize("origin", [UNKNOWN, HINTED])
+@pytest.mark.parametrize("origin", [UNKNOWN, HINTED, PINNED])
 def test_by_columns_as_one_by_one(count: int, kind: str, origin: Origin) -> None:
     info = GroupInfo(kind, 16, (300,))
     depths = range(16, 16 * (count + 1), 16)
@@ -33,6 +34,8 @@ def test_by_columns_as_one_by_one(count: int, kind: str, origin: Origin) -> None
     naive = [told(info, origin, depth, 1) for depth in depths]
     assert list(found) == naive
     assert [found[n] for n in range(count)] == naive
+    assert list(hints_among(found)) == list(hints_among(naive))
+    assert list(hints_among(naive)) == [info.hints for info in naive if info.hints]
     assert sizes_of(found) == sizes_of(naive) == [1] * count
     assert list(sized(found, 300)) == sized(naive, 300)
     assert list(found[1:3]) == naive[1:3]

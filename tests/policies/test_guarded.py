@@ -219,3 +219,34 @@ def test_hints_that_raise_are_contained() -> None:
     policy.insert(1, INFO)
     policy.advise([1], {"session_end": True})
     assert policy.faults == ["advise raised KeyError('session')"]
+
+
+@pytest.mark.parametrize("one", ["insert", "remove"])
+def test_who_overrides_one_key_is_told_of_each_of_many(one: str) -> None:
+    """Also of a policy that is faster with many at once."""
+    told: list[object] = []
+
+    def override(self: LruPolicy, key: int, what: object) -> None:
+        told.append(key)
+        getattr(LruPolicy, one)(self, key, what)
+
+    policy = type("Own", (LruPolicy,), {one: override})()
+    keys = list(range(8))
+    policy.insert_all(keys, [INFO] * len(keys))
+    policy.remove_all(keys[:2], RemoveCause.EVICTED)
+    assert told == (keys if one == "insert" else keys[:2])
+    assert len(policy) == len(keys) - 2
+    both = type("Both", (LruPolicy,), {one: override, f"{one}_all": lambda *_: told.clear()})()
+    getattr(both, f"{one}_all")(keys, [])
+    assert told == []
+
+
+def test_parts_are_taken_as_by_the_policy_in_charge() -> None:
+    whole = type("Whole", (LruPolicy,), {"takes_parts": False})()
+    policy = GuardedPolicy(whole)
+    assert not policy.takes_parts
+    assert GuardedPolicy(LruPolicy()).takes_parts
+    whole.touch = None
+    policy.touch([1])
+    assert policy.faults
+    assert policy.takes_parts
