@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -15,6 +16,13 @@ with contextlib.suppress(ImportError):
     # No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
     hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("kvtiers")
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays until the end: the collector need not walk torch and vLLM (some
+    0.5 s) again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
