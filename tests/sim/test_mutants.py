@@ -257,8 +257,25 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
 }
 
 
-def first_failure(setup: Setup | None) -> tuple[int, BaseException] | None:
-    for seed in range(SEEDS):
+SHOWN_BY = {
+    "fences are skipped": 20,
+    "a fence that timed out is forgotten": 20,
+    "failed reads fill slots": 18,
+    "slots are free at the deadline": 29,
+    "a reset that failed is forgotten": 16,
+    "a load that is cut is not told": 11,
+    "loads go on over a reset": 38,
+    "lost records stay known": 7,
+    "a deletion that failed is forgotten": 13,
+    "a breaker never opens": 30,
+    "no deadline": 19,
+}
+"""The world that shows a fault, to begin with it. When it does not any more, all are tried: put the
+seed that the test then prints here."""
+
+
+def first_failure(setup: Setup | None, first: int = 0) -> tuple[int, BaseException] | None:
+    for seed in (first, *range(SEEDS)):
         try:
             live(World(seed, setup), STEPS)
         except (AssertionError, InvariantError, KeyError) as error:
@@ -270,7 +287,7 @@ def first_failure(setup: Setup | None) -> tuple[int, BaseException] | None:
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, setup, expected = MUTANTS[fault]
     plant(monkeypatch)
-    found = first_failure(setup)
+    found = first_failure(setup, SHOWN_BY.get(fault, 0))
     assert found is not None, f"{SEEDS} worlds lived with it"
     print(f"seed {found[0]}: {str(found[1])[:200]}")
     text = f"{type(found[1]).__name__}: {found[1]}"
