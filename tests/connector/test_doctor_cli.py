@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from vllm.platforms import current_platform
 
 from offload.cli import app
+from tests.connector.test_identity import config_of, make_model, namespace_of
 from tests.models.families import FAMILIES, write_model
 from tests.offload.texts import same_text
 
@@ -273,10 +274,27 @@ def test_a_model_that_is_not_there(tmp_path):
     assert report["refused"][0].startswith("vLLM itself refuses: ")
 
 
-def test_as_a_program(tmp_path):
-    """``python -m offload.cli``: exit code 0, and stdout is the report alone."""
-    folder = FAMILIES["llama"].make(tmp_path / "llama")
-    command = [sys.executable, "-m", "offload.cli", "doctor", str(folder), "--json"]
+PROGRAM = """
+import runpy, sys
+try:
+    runpy.run_module("offload.cli", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    code = end.code
+from tests.connector.test_identity import config_of, namespace_of
+print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
+sys.exit(code)
+"""
+"""``python -m offload.cli``, and what else is to be seen in a process of its own: importing vLLM
+there takes 15 s."""
+
+
+def test_as_a_program(tmp_path, monkeypatch):
+    """Exit code 0, and stdout is the report alone. A process comes to the same namespace as this
+    one: the scheduler and each worker compute it for themselves, with hash seeds of their own."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    folder = make_model(tmp_path / "model")
+    command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"] == str(folder)
+    assert done.stderr.split()[-2:] == ["namespace", namespace_of(config_of(folder)).name]

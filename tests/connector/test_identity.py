@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,19 +113,6 @@ def test_the_number_of_blocks_and_what_vllm_measures_do_not_matter(model: Path) 
         config_of(model, gpu_memory_utilization=0.5, max_num_seqs=3, seed=7), kv_config(10_000)
     )
     assert differing_fields(few, many) == []
-
-
-def test_another_process_comes_to_the_same_namespace(model: Path) -> None:
-    """The scheduler and each worker compute it for themselves, with hash seeds of their own."""
-    code = (
-        "import sys; sys.path.insert(0, '.');"
-        "from tests.connector.test_identity import config_of, namespace_of;"
-        "print(namespace_of(config_of(sys.argv[1])).name)"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
-    )
-    assert out.stdout.split()[-1] == namespace_of(config_of(model)).name
 
 
 @pytest.mark.parametrize(
