@@ -25,6 +25,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What is still frozen at the end is told as leaks by nanobind."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
     """A connector that is made in the test process sends our log lines to vLLM's handlers."""
