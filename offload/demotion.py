@@ -175,8 +175,9 @@ class DemotionQueue:
         self, cpu: TierIndex, ledger: Ledger, most: int = FLYING_MOST
     ) -> tuple[list[DemoteJob], list[bytes]]:
         """Open demotions of about ``most`` chunks, as far as the bound on flying chunks allows:
-        none while the tier's breaker is open, and one to see whether it may close. Returns them,
-        and the chunks that have left the tier to make room."""
+        none while the tier's breaker is open, and one to see whether it may close. No more are
+        looked at if the tier has no room for them. Returns them, and the chunks that have left the
+        tier to make room."""
         if not self._gate.writable:
             self.skipped += self._count
             self.clear(cpu)
@@ -184,7 +185,8 @@ class DemotionQueue:
         max_flying = min(max_flying, self._flying + most)
         due: list[DemoteJob] = []
         evicted: list[bytes] = []
-        while self._waiting and self._flying < max_flying:
+        rest = self._count - (max_flying - self._flying)
+        while self._waiting and self._flying < max_flying and self._count > rest:
             batches = -((self._flying - max_flying) // self._batch)  # the last one whole
             due += self._next(batches * self._batch, cpu, ledger, evicted)
         return due, evicted

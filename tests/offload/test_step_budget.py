@@ -207,6 +207,23 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
     assert set(deleted) == {key for key in small if key not in disk} == set(small[5:])
 
 
+def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
+    """Thousands that wait for a tier all of whose chunks must stay."""
+    bed = Bed(1, disk_chunks=50)
+    (disk,), (queue,) = bed.lower, bed.planner._demotions.queues
+    disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
+    disk.pin(JUNK[:50])
+    bed.cpu.recover(JUNK[50:], [EntryInfo()] * len(JUNK[50:]))
+    queue.offer(JUNK[50:], bed.cpu, bed.planner.groups)
+    waiting = len(queue)
+    while waiting:
+        bed.step(0)
+        assert 0 < waiting - len(queue) <= UNITS
+        waiting = len(queue)
+    assert queue.skipped == len(JUNK[50:])
+    bed.planner.check()
+
+
 def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_planner, "LEAVES", 0)
 
