@@ -8,26 +8,45 @@ wait: they are asked for again, and cost nothing if they are never made.
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
+
 STORE = EVICT = TAKE_IN = 1
 TOUCH = DEMOTE = DEMOTED = 2
 """What a chunk costs at each station, in units of about a microsecond with a million keys in the
 lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
 
 
+LONG_S = 0.1
+"""A step of twice this length may do twice as much, and so on: or a load that takes forty steps
+would wait for them longer than its prompt takes to compute. It is two hundredths of the time."""
+TIMES_MOST = 4
+STEPS = 4
+"""So many steps in turn were as long: a server that had nothing to do does not look like one whose
+steps are long."""
+
+
 class StepBudget:
-    """``units`` per step, of which ``left`` are."""
+    """``units`` per step, ``times`` as many in long ones, of which ``left`` are."""
 
     def __init__(self, units: int) -> None:
         self.units = self.left = units
+        self.times = 1
+        self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
     def above(self, eighths: int) -> int:
         """What may be spent so that as many eighths of the budget are left for others."""
-        return self.left - self.units * eighths // 8
+        return self.left - self.times * self.units * eighths // 8
 
     def spend(self, units: int) -> None:
         """So much was done, even if it was more than was left."""
         self.left -= units
 
-    def end_step(self, *, half: bool = False) -> None:
-        """The next step begins; ``half`` of it is spoken for."""
-        self.left = self.units // 2 if half else self.units
+    def end_step(self, now: float, *, half: bool = False) -> None:
+        """The next step begins (monotonic seconds); ``half`` of it is spoken for."""
+        self._ends.append(now)
+        shortest = min((end - start for start, end in pairwise(self._ends)), default=0.0)
+        if len(self._ends) <= STEPS:
+            shortest = 0.0
+        self.times = max(1, min(TIMES_MOST, int(shortest / LONG_S)))
+        self.left = self.times * self.units // (2 if half else 1)

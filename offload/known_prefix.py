@@ -31,11 +31,13 @@ class LookupRoom:
     ) -> None:
         self.removals = removals
         self.few = few
-        self._step_chunks = self.left = step_chunks
+        self._step_chunks = self._whole = self.left = step_chunks
 
-    def next_step(self) -> int:
-        """A step is over; how many chunks were asked for."""
-        asked, self.left = self._step_chunks - self.left, self._step_chunks
+    def next_step(self, times: int = 1) -> int:
+        """A step is over; how many chunks were asked for. The next one may ask for so many times
+        what a short one may."""
+        asked = self._whole - self.left
+        self._whole = self.left = times * self._step_chunks
         return asked
 
 

@@ -121,8 +121,11 @@ class LoadPlanner:
     def take(self) -> tuple[LoadJob, ...]:
         """What was planned since the last call."""
         planned, self._planned = tuple(self._planned), []
-        self._room = self._step_chunks
         return planned
+
+    def next_step(self, times: int) -> None:
+        """The next step may plan so many times what a short one may."""
+        self._room = times * self._step_chunks
 
     def tick(self, now: float) -> None:
         """Time passes: tiers that are shut out may be due for a probe."""

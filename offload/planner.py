@@ -232,7 +232,8 @@ class Planner:
         )
         self._reset = False
         self._epochs.clear()
-        self.budget.end_step(half=len(self._loads) > 0)  # for loads that go on
+        self.budget.end_step(self._now, half=len(self._loads) > 0)  # for loads that go on
+        self._loads.next_step(self.budget.times)
         return plan
 
     def _note_uses(self) -> None:
@@ -393,8 +394,7 @@ class Planner:
         for index in (self.cpu, *self.lower):
             index.check()
         storing = sum(len(j.fills) for j in self._ledger.jobs() if j.kind is JobKind.STORE)
-        counted = self._stores.storing
-        if storing != counted:
+        if storing != (counted := self._stores.storing):
             raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
         if not (len(self._ledger) or len(self._backlog)) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")

@@ -63,7 +63,7 @@ class Lookups:
 
     def next_step(self) -> int:
         """A step is over: lookups have room again. Returns how many chunks were asked for."""
-        return self._room.next_step()
+        return self._room.next_step(self._planner.budget.times)
 
     def _go_on(self, tracker: RequestTracker, request: Request) -> None:
         wait: Wait | None = tracker.wait

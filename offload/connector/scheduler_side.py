@@ -295,7 +295,7 @@ class SchedulerSide:
     ) -> None:
         """As many chunks of one group as one step takes; not what was loaded."""
         assert self.planner is not None
-        most = LOOK_AT_END_MOST if ended else STEP_CHUNKS
+        most = LOOK_AT_END_MOST if ended else STEP_CHUNKS * self.planner.budget.times
         size = self.layout.groups[index].chunk_tokens
         loaded = tracker.loaded[index] if tracker.loaded else range(0)
         seen = 0

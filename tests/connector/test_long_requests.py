@@ -3,6 +3,7 @@ and nothing is lost for it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from offload.connector.lookups import Lookups
 from offload.known_prefix import LookupRoom
 from offload.load_planner import STEP_CHUNKS
 from offload.plans import JobResult, StepPlan, StepReport
+from offload.removals import Removals
 
 ROOM = 64
 CHUNKS = 8 * ROOM
@@ -86,9 +88,9 @@ def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPa
     rooms: list[int] = []
     over = LookupRoom.next_step
 
-    def next_step(room: LookupRoom) -> int:
+    def next_step(room: LookupRoom, times: int) -> int:
         rooms.append(room.left)
-        return over(room)
+        return over(room, times)
 
     monkeypatch.setattr(LookupRoom, "next_step", next_step)
     requests = [server.came(server.keys) for _ in range(4)]
@@ -97,6 +99,39 @@ def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPa
     while any(server.side.lookup(request, 0) is None for request in requests[2:]):
         server.step()
     assert min(rooms[1:]) >= -ROOM // 4, rooms
+
+
+@pytest.mark.usefixtures("_little_room")
+@pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.5, 1)])
+def test_long_steps_ask_for_more(
+    step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1)
+    server = Server(CHUNKS)
+    plan = server.planner.step
+
+    def step(**told: Any) -> StepPlan:
+        server.planner.tick(next(clock) * step_s)
+        return plan(**told)
+
+    monkeypatch.setattr(server.planner, "step", step)
+    for _ in range(8):
+        server.step()
+    request = server.came(server.keys)
+    took = 0
+    while server.side.lookup(request, 0) is None:
+        server.step()
+        took += 1
+    assert took == steps
+
+
+def test_what_was_asked_for_is_told_of_each_step_by_its_own_length() -> None:
+    room = LookupRoom(Removals(), 10)
+    room.left -= 7
+    assert room.next_step(3) == 7
+    room.left -= 25
+    assert room.next_step() == 25
+    assert room.left == 10
 
 
 @pytest.mark.usefixtures("_little_room")

@@ -48,12 +48,15 @@ class Bed:
         self.planner = Planner(
             groups, self.cpu, self.lower, demotions=queues, step_chunks=STEP_CHUNKS
         )
+        self.now = self.step_s = 0.0
         self.computed = self.stored = 0
         self.spent_most = 0
         self.behind_most = 0
 
     def step(self, chunks: int, length: int = 100, *, loading: bool = False) -> StepPlan:
         """``length`` chunks of each request. ``loading``: loads go on, which take half."""
+        self.now += self.step_s
+        self.planner.tick(self.now)
         numbers = range(self.computed, self.computed + chunks)
         self.computed += chunks
         for first in range(0, chunks, length):
@@ -64,7 +67,7 @@ class Bed:
         spend = self.planner.budget
         plan = self._watched(spend)
         if loading:
-            spend.end_step(half=True)
+            spend.end_step(0.0, half=True)
         self.stored += sum(len(store.slots) for store in plan.stores)
         jobs = [*plan.stores, *plan.demotes]
         self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
@@ -76,9 +79,9 @@ class Bed:
         """The step's plan, and what it has cost when the next step begins."""
         ends = budget.end_step
 
-        def end_step(*, half: bool) -> None:
+        def end_step(now: float, *, half: bool) -> None:
             self.spent_most = max(self.spent_most, budget.units - budget.left)
-            ends(half=half)
+            ends(now, half=half)
 
         budget.end_step = end_step  # type: ignore[method-assign]  # for this step
         try:
@@ -222,6 +225,57 @@ def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
         waiting = len(queue)
     assert queue.skipped == len(JUNK[50:])
     bed.planner.check()
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "times"),
+    [
+        ([0.01] * 9, 1),
+        ([0.19] * 9, 1),
+        ([0.21] * 9, 2),
+        ([9.0] * 9, 4),
+        ([0.4] * 3, 1),  # not yet known
+        ([0.01] * 5 + [60.0] * 3, 1),  # it was idle
+        ([9.0] * 9 + [0.01], 1),
+        ([-1.0] * 9, 1),
+    ],
+)
+def test_steps_that_are_long_one_after_the_other_may_do_more(
+    steps_s: list[float], times: int
+) -> None:
+    budget = StepBudget(UNITS)
+    now = 0.0
+    for took in [0.0, *steps_s]:
+        now += took
+        budget.end_step(now)
+    assert budget.times == times
+    assert budget.left == times * UNITS
+    assert budget.above(2) == times * UNITS * 3 // 4, "others are left their share of all"
+    budget.end_step(now + steps_s[-1], half=True)
+    assert budget.left == budget.times * UNITS // 2
+
+
+def done_in(step_s: float, steps: int = 60) -> tuple[int, int]:
+    """Chunks that are stored, and planned to be loaded, in so many steps of this length."""
+    bed = Bed(1, slots=100_000)
+    bed.step_s = step_s
+    for _ in range(steps):
+        bed.step(1500)
+    stored, bed = bed.stored, Bed(1, slots=8000)
+    bed.step_s = step_s
+    bed.cpu.recover(JUNK, [EntryInfo()] * len(JUNK))
+    depths = range(16, 16 * (len(JUNK) + 1), 16)
+    for _ in range(6):
+        bed.step(0)
+    bed.planner.plan_load("r", [Run(JUNK, 0, list(range(len(JUNK))), depths)])
+    parts = [part for _ in range(4) for part in bed.step(0).loads]
+    return stored, sum(len(part.items) for part in parts)
+
+
+def test_long_steps_store_and_load_more() -> None:
+    (stored, loaded), (stored_more, loaded_more) = done_in(0.01), done_in(0.5)
+    assert stored_more > 3 * stored
+    assert loaded_more > 2 * loaded > 0
 
 
 def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
