@@ -23,7 +23,7 @@ from offload.load_planner import STEP_CHUNKS, LoadPlanner
 from offload.plans import StepPlan, StepReport
 from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
-from offload.store_planner import StorePlanner
+from offload.store_planner import FEW, StorePlanner
 from offload.touches import Touches
 from offload.uses import Uses
 from offload.write_through import WriteThrough
@@ -127,8 +127,7 @@ class Planner:
         return lambda key: any(key in holder for holder in holders)
 
     def used(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NOTHING) -> None:
-        """Note that a request has ended that used these keys of one group (prefix order), and
-        what it is known to be followed by: see ``Uses``."""
+        """A request has ended that used these keys of one group (prefix order): see ``Uses``."""
         self._uses.ended(keys, hints)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -144,9 +143,10 @@ class Planner:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
         return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect, ended=ended)
 
-    def store_room(self, *, ended: bool) -> int:
-        """Chunks of a request that may be planned at a time; more would be looked for in vain."""
-        return max(1, self._stores.room(ended=ended))
+    @property
+    def store_piece(self) -> int:
+        """Chunks to plan at a time for a request that goes on; more are looked for in vain."""
+        return min(STEP_CHUNKS // 2, max(FEW, self._stores.room()))
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
@@ -239,10 +239,10 @@ class Planner:
     def _note_uses(self) -> None:
         """Tell policies of the next uses, as far as the step goes, but always of some; not after a
         long one, which has taken more than a step's share."""
-        while self.budget.left > 0 and not self._uses.is_long and (noted := self._uses.step()):
-            self.budget.spend(TOUCH * noted)
-            if self.budget.above(WRITE_THROUGH) <= 0:
-                break
+        eighths = 0
+        while self.budget.above(eighths) > 0 and not self._uses.is_long and len(self._uses):
+            self.budget.spend(TOUCH * self._uses.step())
+            eighths = WRITE_THROUGH
 
     def _ready_for_deletions(self) -> list[int]:
         """Tiers that may be sent deletions: not one that is shut out, nor one whose only write

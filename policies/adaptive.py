@@ -22,7 +22,7 @@ from typing import Any
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
 from policies.density import ReuseTable
 from policies.kinds import keeps_head, kind_of, label_of, shared_kind
-from policies.segments import Segment, run_ends
+from policies.segments import LONG_MOST, SMALL, Segment, run_ends
 from policies.shadow import Shadows, SpanQueues
 from policies.spans import Span, SpanTree, Taken
 
@@ -86,11 +86,9 @@ class AdaptivePolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(key)
-        fresh, segment = self._fresh, self._open
+        fresh, segment = self._fresh, self._opened()
         if info.hints:
             fresh.label = label_of(info.hints)
-        if segment is None or not segment.live:  # all that were in it have left
-            segment = self._open = self._tree.add(fresh, [])
         segment.keys.append(key)
         segment.live += 1
         fresh.live += 1
@@ -102,9 +100,20 @@ class AdaptivePolicy(EvictionPolicy):
                 self._recall(key)
         for hints in hints_among(infos):
             self._fresh.label = label_of(hints)
-        self._open = None
-        if keys:
-            self._tree.add(self._fresh, list(keys))
+        keys = keys if isinstance(keys, list) else list(keys)
+        if len(keys) >= SMALL:
+            self._open = None
+            self._tree.add(self._fresh, keys)
+        elif keys:
+            self._tree.segments.append(self._opened(), keys)
+            self._fresh.live += len(keys)
+
+    def _opened(self) -> Segment:
+        """Where a few keys are inserted."""
+        segment = self._open
+        if segment is None or not segment.live or len(segment.keys) >= LONG_MOST:
+            segment = self._open = self._tree.add(self._fresh, [])
+        return segment
 
     def touch(self, keys: Sequence[Key]) -> None:
         taken = self._tree.take(keys)
@@ -190,10 +199,10 @@ class AdaptivePolicy(EvictionPolicy):
         span.live -= len(keys)
         if span.live:
             return
+        span.segments.clear()
         self._tree.unhang(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
-            span.segments = {}
             self._ghosts[keys[-1]] = span
 
     def clear(self) -> None:

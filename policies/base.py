@@ -70,7 +70,8 @@ class EvictionPolicy(ABC):
         """Who overrides ``insert`` or ``remove`` of a policy that is faster with many keys at
         once, and not that as well, gets every key one by one."""
         for one, many in (("insert", "insert_all"), ("remove", "remove_all")):
-            if one in vars(cls) and many not in vars(cls):
+            first = next(c for c in cls.__mro__ if {one, many} & vars(c).keys())
+            if many not in vars(first):
                 setattr(cls, many, getattr(EvictionPolicy, many))
 
     @abstractmethod

@@ -7,8 +7,8 @@ head of each, and a comparison of lists for the rest, instead of a look and an u
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, compress, count, islice, repeat
-from operator import is_not, ne
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_not, ne
 from typing import TYPE_CHECKING
 
 from policies.base import Key
@@ -16,8 +16,11 @@ from policies.base import Key
 if TYPE_CHECKING:
     from policies.spans import Span
 
-_SMALL = 32
+SMALL = 32
 """Shorter segments are joined to their neighbours."""
+LONG_MOST = 4096
+"""Keys of one segment when they are entered. After a restart a tier has millions of a time before
+anybody knew whose they were, and what is done to a segment with holes goes through all of it."""
 _LOOSE_MOST = 256
 """Keys that are taken out of the midst of a segment at a time."""
 _LEFT_MOST = 1024
@@ -51,6 +54,12 @@ class Segments:
         segment = Segment(keys, span)
         self.of.update(zip(keys, repeat(segment)))
         return segment
+
+    def append(self, segment: Segment, keys: Sequence[Key]) -> None:
+        """Add keys that are in none."""
+        segment.keys += keys
+        segment.live += len(keys)
+        self.of.update(zip(keys, repeat(segment)))
 
     def is_dense(self, segment: Segment) -> bool:
         """Whether no key has left it but the first ``start``; cuts off those at its ends."""
@@ -88,10 +97,9 @@ class Segments:
 
     def members(self, segment: Segment) -> Iterator[Key]:
         """Its keys, tail first, from the first that is still here."""
-        if self.is_dense(segment):
-            return islice(segment.keys, segment.start, None)
-        of = self.of
-        return (k for k in segment.keys[segment.start :] if of.get(k) is segment)
+        is_dense, keys, of = self.is_dense(segment), segment.keys, self.of
+        found = map(keys.__getitem__, range(segment.start, len(keys)))
+        return found if is_dense else (k for k in found if of.get(k) is segment)
 
     def cut(self, keys: Sequence[Key]) -> Iterator[tuple[Span, Segment]]:
         """Take keys, given in prefix order, out of their spans, as segments that are dense and
@@ -112,13 +120,16 @@ class Segments:
 
     def joined(self, segments: Sequence[Segment]) -> list[Segment]:
         """Dense segments that follow each other in a prefix, small ones as part of the next."""
-        found: list[Segment] = []
+        groups: list[list[Segment]] = []
+        size = 0
         for segment in segments:
-            if found and min(found[-1].live, segment.live) < _SMALL:
-                found[-1] = self._join(found[-1], segment)
+            if groups and min(size, segment.live) < SMALL:
+                groups[-1].append(segment)
+                size += segment.live
             else:
-                found.append(segment)
-        return found
+                groups.append([segment])
+                size = segment.live
+        return [group[0] if len(group) == 1 else self._join(group) for group in groups]
 
     def _part(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
         """The keys of a segment that come next in a request, as a segment of their own, and how
@@ -185,17 +196,16 @@ class Segments:
         assert segment.span is not None
         return self.add(found, segment.span), end
 
-    def _join(self, first: Segment, second: Segment) -> Segment:
-        """The second follows the first in the prefix; the larger takes up the other."""
-        if first.live < second.live:
-            second.keys += first.keys
-            self.of.update(zip(first.keys, repeat(second)))
-            second.live = len(second.keys)
-            return second
-        first.keys[:0] = second.keys
-        self.of.update(zip(second.keys, repeat(first)))
-        first.live = len(first.keys)
-        return first
+    def _join(self, group: Sequence[Segment]) -> Segment:
+        """Dense segments that follow each other in a prefix; the largest takes up the others."""
+        largest = max(group, key=attrgetter("live"))
+        joined: list[Key] = []
+        for segment in reversed(group):
+            joined += segment.keys
+            if segment is not largest:
+                self.of.update(zip(segment.keys, repeat(largest)))
+        largest.keys, largest.live = joined, len(joined)
+        return largest
 
 
 def run_ends(owners: Sequence[object]) -> Iterable[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from policies.base import Key, free_among
-from policies.segments import Segment, Segments
+from policies.segments import LONG_MOST, Segment, Segments
 
 
 class Span:
@@ -74,10 +74,11 @@ class SpanTree:
         segment = self.segments.of.get(key)
         return None if segment is None else segment.span
 
-    def add(self, span: Span, keys: list[Key]) -> Segment:
-        """Enter keys that are no members in a span, as a segment."""
-        segment = self.segments.add(keys, span)
-        span.segments[segment] = None
+    def add(self, span: Span, keys: Sequence[Key]) -> Segment:
+        """Enter keys that are no members in a span, as segments; returns the last."""
+        for first in range(0, len(keys) or 1, LONG_MOST):
+            segment = self.segments.add(list(keys[first : first + LONG_MOST]), span)
+            span.segments[segment] = None
         span.live += len(keys)
         return segment
 
@@ -105,6 +106,7 @@ class SpanTree:
         span.live -= size
         span.size -= size
         if not span.live:
+            span.segments.clear()  # those that are empty, which would keep it alive
             if span.hangs_on is not None:
                 self.unhang(span)
         elif not span.fresh:
@@ -174,15 +176,20 @@ class SpanTree:
         nothing otherwise. Returns which."""
         run: list[Key] = []
         missing = count - len(found)
-        for segment in tuple(span.segments):
+        empty: list[Segment] = []
+        is_dense = True
+        for segment in span.segments:
             if not segment.live:
-                del span.segments[segment]
+                empty.append(segment)
                 continue
-            if not self.segments.is_dense(segment):
-                return False
+            is_dense = self.segments.is_dense(segment)
             run += segment.keys[segment.start : segment.start + missing - len(run)]
-            if len(run) == missing:
+            if len(run) == missing or not is_dense:
                 break
+        for segment in empty:
+            del span.segments[segment]
+        if not is_dense:
+            return False
         if not self.hanging.keys().isdisjoint(run):
             return False
         if len(free_among(evictable, run)) < len(run):

@@ -25,6 +25,10 @@ MAKE_MOST = 1024
 their lookups, loads and stores have made them all."""
 
 
+UNTOLD_MOST = 256
+"""Uses that may wait for their keys; policies do not hear of the oldest beyond that."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Use:
     """A request that has ended used the first ``count`` of these keys."""
@@ -41,7 +45,7 @@ class Endings:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
         self._layout = layout
         self._planner = planner
-        self._untold: deque[_Use] = deque()
+        self._untold: deque[_Use] = deque(maxlen=UNTOLD_MOST)
         self._room = MAKE_MOST
 
     @property

@@ -303,7 +303,7 @@ class SchedulerSide:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
-            last = min(end, first + min(STEP_CHUNKS // 2, self.planner.store_room(ended=ended)))
+            last = min(end, first + (STEP_CHUNKS // 2 if ended else self.planner.store_piece))
             if first < loaded.start:
                 last = min(last, loaded.start)
             seen += last - first

@@ -17,6 +17,7 @@ from offload.known_prefix import LookupRoom
 from offload.load_planner import STEP_CHUNKS
 from offload.plans import JobResult, StepPlan, StepReport
 from offload.removals import Removals
+from offload.store_planner import FEW
 
 ROOM = 64
 CHUNKS = 8 * ROOM
@@ -230,4 +231,35 @@ def test_a_store_looks_for_each_chunk_about_once(
         stored += sum(len(store.slots) for store in plan.stores)
         plan = server.step(request)
     assert stored == chunks
-    assert chunks <= sum(seen) < 1.2 * chunks
+    assert chunks <= sum(seen) < 1.4 * chunks
+
+
+def test_an_end_stores_no_more_than_a_step_may() -> None:
+    chunks = 8 * STEP_CHUNKS
+    server = Server(chunks)
+    request = server.came([os.urandom(32) for _ in range(chunks)])
+    server.side.lookup(request, 0)
+    request.num_computed_tokens = chunks * BLOCK
+    server.side.finished(request, tables_of(request))
+    assert 0 < server.planner._stores.storing < 3 * STEP_CHUNKS
+    assert server.planner.budget.left >= 0
+
+
+def test_chunks_that_are_there_are_passed_over_in_few_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if others have left nearly nothing of the step."""
+    server = Server(STEP_CHUNKS)
+    request = server.came(server.keys)
+    pieces: list[int] = []
+    plan_store = server.planner.plan_store
+
+    def counted(run: Any, *args: Any, **told: Any) -> int:
+        pieces.append(len(run))
+        return plan_store(run, *args, **told)
+
+    monkeypatch.setattr(server.planner, "plan_store", counted)
+    monkeypatch.setattr(server.planner._stores, "room", lambda **_: 1)
+    server.step(request, STEP_CHUNKS * BLOCK)
+    assert sum(pieces) == STEP_CHUNKS
+    assert len(pieces) <= STEP_CHUNKS // FEW

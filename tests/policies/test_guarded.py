@@ -236,6 +236,11 @@ def test_who_overrides_one_key_is_told_of_each_of_many(one: str) -> None:
     policy.remove_all(keys[:2], RemoveCause.EVICTED)
     assert told == (keys if one == "insert" else keys[:2])
     assert len(policy) == len(keys) - 2
+    told.clear()
+    mixed = type("Mixed", (type("Mixin", (), {one: override}), LruPolicy), {})()
+    mixed.insert_all(keys, [INFO] * len(keys))
+    mixed.remove_all(keys, RemoveCause.EVICTED)
+    assert told == keys
     both = type("Both", (LruPolicy,), {one: override, f"{one}_all": lambda *_: told.clear()})()
     getattr(both, f"{one}_all")(keys, [])
     assert told == []

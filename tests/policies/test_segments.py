@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -188,7 +189,7 @@ class _World:
 def test_segments_are_what_single_keys_are(
     seed: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_SMALL", small)
+    monkeypatch.setattr(segments, "SMALL", small)
     monkeypatch.setattr(segments, "_LOOSE_MOST", 3)
     monkeypatch.setattr(segments, "_LEFT_MOST", 2)
     world = _World(seed)
@@ -246,3 +247,51 @@ def test_an_evicted_tail_is_cut_off_without_a_look_at_each_key() -> None:
     assert counting.looks < 300
     (segment,) = set(counting.values())
     assert len(segment.keys) < LONG, "what has left is not kept for ever"
+
+
+def test_a_recovered_tier_is_not_looked_through_because_of_a_hole() -> None:
+    """All of its keys are of a time before anybody knew whose they were."""
+    policy = AdaptivePolicy()
+    keys = list(range(50_000))
+    policy.insert_all(dict.fromkeys(keys), [INFO] * len(keys))
+    for first in (100, 20_000):
+        policy.touch(keys[first : first + 100])
+    counting = _Counting(policy._tree.segments.of)
+    policy._tree.segments.of = policy._segment_of = counting
+    for _ in range(50):
+        policy.remove_all(policy.victims(1, lambda key: True), RemoveCause.EVICTED)
+    assert counting.looks < 50 * 110
+    assert max(len(segment.keys) for segment in counting.values()) <= 5000
+
+
+def test_few_keys_at_a_time_are_one_segment() -> None:
+    policy = AdaptivePolicy()
+    for key in range(1000):
+        policy.insert_all([key], [INFO])
+    assert len(set(policy._segment_of.values())) == 1
+    policy.touch(list(range(0, 1000, 2)))
+    policy.touch(list(range(1, 1000, 2)))
+    assert len(set(policy._segment_of.values())) <= 4
+    assert policy.victims(3, lambda key: True) == [998, 996, 994]
+
+
+@pytest.mark.parametrize("how", ["touched", "evicted"])
+def test_what_has_left_is_freed_at_once(how: str) -> None:
+    """Without the collector of cycles, which a server runs rarely."""
+    policy = AdaptivePolicy()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(300):
+            keys = list(range(100 * turn, 100 * turn + 100))
+            policy.insert_all(keys[::-1], [INFO] * len(keys))
+            policy.touch([*keys[1:], keys[0]] if how == "touched" else keys)
+            policy.touch(keys)
+            if how == "evicted":
+                policy.remove_all(policy.victims(100, lambda key: True), RemoveCause.DROPPED)
+            else:
+                policy.touch([*keys, *range(100 * turn)])
+        alive = sum(isinstance(thing, Segment) for thing in gc.get_objects())
+        assert alive == len(set(policy._segment_of.values()))
+    finally:
+        gc.enable()
