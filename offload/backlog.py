@@ -13,14 +13,14 @@ from offload.budget import StepBudget
 
 AT_FIRST_LEAVES = 5
 """Eighths of the budget that are left to what the step has to do besides."""
-LEAST_SHARE = 8
+LEAST_SHARE = 16
 """This part of what is behind is done in any case, so that it does not pile up in steps whose
 budget others have used up: until it is done, chunks keep their slots and cannot be hit."""
 
 
 class Backlog:
     """Pieces of work in order; a step does as many as its budget allows, but always one, and an
-    eighth of what was behind when it began."""
+    sixteenth of what was behind when it began."""
 
     def __init__(self, budget: StepBudget) -> None:
         self._pieces: deque[tuple[int, Callable[[], None]]] = deque()

@@ -17,10 +17,11 @@ TOUCH = DEMOTE = DEMOTED = 2
 lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
 
 
-LONG_S = 0.1
-"""A step of twice this length may do twice as much, and so on: or a load that takes forty steps
-would wait for them longer than its prompt takes to compute. It is two hundredths of the time."""
-TIMES_MOST = 4
+LONG_S = 0.025
+"""A step of twice this length may do twice as much, and so on, about a twentieth of its time: or a
+load that takes a hundred steps would wait for them longer than its prompt takes to compute, and of
+what long steps compute less would be stored."""
+TIMES_MOST = 8
 STEPS = 4
 """So many steps in turn were as long: a server that had nothing to do does not look like one whose
 steps are long."""

@@ -12,8 +12,8 @@ from collections.abc import Container, Iterable, Sequence
 from offload.coordinator import BATCH, RunEnd, present_in
 from offload.removals import Removals
 
-LOOKUP_CHUNKS = 1024
-"""Chunks that the lookups of one step ask for: about half a millisecond."""
+LOOKUP_CHUNKS = 768
+"""Chunks that the lookups of one short step ask for: about half a millisecond."""
 FEW = 256
 """So many each lookup may ask for, whatever others have asked for in this step."""
 FIRST = 16

@@ -27,12 +27,12 @@ from offload.stats import PlannerStats
 
 PROBE_CHUNKS = 64
 FAILED_MOST = 256
-STEP_CHUNKS = 384
-"""Chunks of loads that one step plans, so that it stays short, if they lie in the CPU tier: one
-that gets a slot counts twice, and one for which another is evicted four times."""
+STEP_CHUNKS = 256
+"""Chunks of loads that one short step plans, if they lie in the CPU tier: one that gets a slot
+counts twice, and one for which another is evicted four times. Long steps plan more (``budget``)."""
 ACCEPTED_COST = 1 / 16
 """Accepting a chunk of a long load, in these units."""
-PART_MOST = 128
+PART_MOST = 64
 """Chunks that are planned at a time; what they cost is known afterwards."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """A chunk that nobody holds: a load with it fails."""

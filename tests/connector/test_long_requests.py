@@ -103,7 +103,7 @@ def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("_little_room")
-@pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.5, 1)])
+@pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.11, 1), (0.5, 0)])
 def test_long_steps_ask_for_more(
     step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload import backlog, store_planner
+from offload import backlog, load_planner, store_planner
 from offload.budget import StepBudget
 from offload.chunks import GroupInfo, Run
 from offload.demotion import DemotionQueue, queues_of
@@ -38,7 +38,13 @@ class Bed:
     """A planner whose requests compute ``per_step`` new chunks in every step; ranks answer in the
     next."""
 
-    def __init__(self, tiers: int, slots: int = 4000, disk_chunks: int = 100_000) -> None:
+    def __init__(
+        self,
+        tiers: int,
+        slots: int = 4000,
+        disk_chunks: int = 100_000,
+        step_chunks: int = STEP_CHUNKS,
+    ) -> None:
         self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
         self.lower = [
             TierIndex(f"disk{n}", ByteSpace(disk_chunks * SIZE), LruPolicy()) for n in range(tiers)
@@ -46,7 +52,7 @@ class Bed:
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
         queues = queues_of(self.cpu, self.lower, Gates([index.name for index in self.lower]))
         self.planner = Planner(
-            groups, self.cpu, self.lower, demotions=queues, step_chunks=STEP_CHUNKS
+            groups, self.cpu, self.lower, demotions=queues, step_chunks=step_chunks
         )
         self.now = self.step_s = 0.0
         self.computed = self.stored = 0
@@ -142,6 +148,25 @@ def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
     bed.planner.check()
 
 
+def test_prefills_of_8192_tokens_are_stored_as_a_whole_where_they_take_long() -> None:
+    """512 chunks in each step of 0.2 s, into a full CPU tier, and on; not where steps are short."""
+    stored = {}
+    for step_s in (0.02, 0.2):
+        bed = Bed(1, slots=20_000, step_chunks=load_planner.STEP_CHUNKS)
+        junk = [key_of(10**9 + n) for n in range(20_000)]
+        bed.cpu.recover(junk, [EntryInfo()] * len(junk))
+        bed.step_s = step_s
+        for _ in range(8):
+            bed.step(0)
+        for _ in range(60):
+            bed.step(512)
+            bed.use(range(bed.computed - 512, bed.computed))
+        stored[step_s] = bed.stored / bed.computed
+        assert not any(queue.skipped for queue in bed.planner._demotions.queues)
+    assert stored[0.2] == 1.0
+    assert stored[0.02] < 0.5
+
+
 def test_the_head_of_a_long_request_is_evicted_last_from_every_tier() -> None:
     bed = Bed(1, slots=2000)
     bed.step(700)
@@ -231,9 +256,9 @@ def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
     ("steps_s", "times"),
     [
         ([0.01] * 9, 1),
-        ([0.19] * 9, 1),
-        ([0.21] * 9, 2),
-        ([9.0] * 9, 4),
+        ([0.049] * 9, 1),
+        ([0.051] * 9, 2),
+        ([9.0] * 9, 8),
         ([0.4] * 3, 1),  # not yet known
         ([0.01] * 5 + [60.0] * 3, 1),  # it was idle
         ([9.0] * 9 + [0.01], 1),
