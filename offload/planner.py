@@ -23,7 +23,7 @@ from offload.load_planner import STEP_CHUNKS, LoadPlanner
 from offload.plans import StepPlan, StepReport
 from offload.shared import SharedLimits, SharedTiers
 from offload.stats import PlannerStats
-from offload.store_planner import FEW, StorePlanner
+from offload.store_planner import PIECE_LEAST, StorePlanner
 from offload.touches import Touches
 from offload.uses import Uses
 from offload.write_through import WriteThrough
@@ -146,7 +146,7 @@ class Planner:
     @property
     def store_piece(self) -> int:
         """Chunks to plan at a time for a request that goes on; more are looked for in vain."""
-        return min(STEP_CHUNKS // 2, max(FEW, self._stores.room()))
+        return min(STEP_CHUNKS // 2, max(PIECE_LEAST, self._stores.room()))
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""

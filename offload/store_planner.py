@@ -24,6 +24,8 @@ from policies.hints import HIGH, LOW
 
 LEAVES = 3
 """Eighths of a step's budget that are left to what follows stores."""
+PIECE_LEAST = 16
+"""To ask for fewer chunks at a time costs more than to ask for some again."""
 FEW = 64
 """So many chunks may always be stored of a request that ends, because what it ends with should not
 be lost when others have used up the step; and so many in a step of all that go on."""

@@ -109,7 +109,7 @@ def test_a_store_makes_what_a_step_looks_at(made: list[int]) -> None:
     while plan.stores:
         plan = server.step(request)
     assert len(server.planner.cpu) == CHUNKS
-    assert max(server.steps) <= STEP_CHUNKS + FIRST
+    assert max(server.steps) <= 3 * STEP_CHUNKS // 2
     assert sum(server.steps) == CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
