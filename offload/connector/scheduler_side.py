@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_MOST, LOOK_AT_END_MOST = 1024, 4096
+LOOK_AGAIN_MOST = LOOK_AT_END_MOST = 1024
 """Chunks of an ended request that are looked for once more, and of those that were not before."""
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
@@ -262,8 +262,7 @@ class SchedulerSide:
 
     def _ready_at(self, tracker: RequestTracker) -> int:
         """Where the first chunk ends that is not stored. States are handed over elsewhere."""
-        done = tracker.next_chunk
-        ends = [(done[index] + 1) * tokens for index, tokens in self._chunk_tokens]
+        ends = [(tracker.next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
         return min(ends) if ends else sys.maxsize
 
     def _store_ready(
@@ -277,8 +276,7 @@ class SchedulerSide:
     ) -> None:
         """Plan to store the chunks whose content is final once ``limit`` tokens are computed.
 
-        A draft model may still rewrite the last slots of its newest block until the request has
-        ended.
+        A draft model may still rewrite the last slots of its newest block until the request ends.
         """
         if tracker.no_store or tracker.stale or self.planner is None:
             return
@@ -298,14 +296,16 @@ class SchedulerSide:
         most = LOOK_AT_END_MOST if ended else STEP_CHUNKS * self.planner.budget.times
         size = self.layout.groups[index].chunk_tokens
         loaded = tracker.loaded[index] if tracker.loaded else range(0)
+        if ended and end - tracker.next_chunk[index] > most:  # what was computed comes first
+            cached = min(end, tracker.lookup_start // size)
+            tracker.next_chunk[index] = max(tracker.next_chunk[index], cached)
         seen = 0
         while (first := tracker.next_chunk[index]) < end and seen < most:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
             last = min(end, first + (STEP_CHUNKS // 2 if ended else self.planner.store_piece))
-            if first < loaded.start:
-                last = min(last, loaded.start)
+            last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
             run = self._wanted.final(tracker, index, last, table)
             tracker.next_chunk[index] = last

@@ -13,6 +13,7 @@ from bench import hooks
 from bench.hooks import BLOCK, Bed, _output
 from offload.connector import lookups
 from offload.connector.lookups import Lookups
+from offload.connector.scheduler_side import LOOK_AT_END_MOST
 from offload.known_prefix import LookupRoom
 from offload.load_planner import STEP_CHUNKS
 from offload.plans import JobResult, StepPlan, StepReport
@@ -173,9 +174,12 @@ def test_what_was_loaded_and_then_evicted_is_stored_again(chunks: int) -> None:
     assert stored == chunks - 3
 
 
-def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored() -> None:
+@pytest.mark.parametrize("cached", [3 * STEP_CHUNKS, 3 * STEP_CHUNKS + LOOK_AT_END_MOST])
+def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored(
+    cached: int,
+) -> None:
     """vLLM's own cache has most of the prompt, which one step looks at only in part."""
-    cached, fresh = 3 * STEP_CHUNKS, 40
+    fresh = 40
     server = Server(cached + fresh)
     server.planner.lower[0].drop(server.keys[cached:])
     request = server.came(server.keys)
