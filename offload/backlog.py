@@ -19,7 +19,7 @@ budget others have used up: until it is done, chunks keep their slots and cannot
 
 
 class Backlog:
-    """Pieces of work in order; a step does as many as its budget allows, but always one, and an
+    """Pieces of work in order; a step does as many as its budget allows, but always one, and a
     sixteenth of what was behind when it began."""
 
     def __init__(self, budget: StepBudget) -> None:

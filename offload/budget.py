@@ -15,8 +15,6 @@ STORE = EVICT = TAKE_IN = 1
 TOUCH = DEMOTE = DEMOTED = 2
 """What a chunk costs at each station, in units of about a microsecond with a million keys in the
 lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
-
-
 LONG_S = 0.025
 """A step of twice this length may do twice as much, and so on, about a twentieth of its time: or a
 load that takes a hundred steps would wait for them longer than its prompt takes to compute, and of
