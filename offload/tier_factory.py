@@ -71,7 +71,9 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     if spec.config.type == "mooncake":
         return _mooncake(spec, memory)
     tier = _MAKERS[spec.config.type](spec, record_bytes)
-    return tier if spec.renew is None else ReopeningTier(tier, make_again, spec.keep_epoch)
+    if spec.renew is None:
+        return tier
+    return ReopeningTier(tier, make_again, spec.keep_epoch, spec.epoch)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

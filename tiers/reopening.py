@@ -10,6 +10,10 @@ Anything else begins empty, and the loss is told. Records are only ever written 
 ``keep_epoch`` has noted before: whoever keeps the epochs can then always begin one that no tier
 has reached, also after a crash in between.
 
+For the same reason a medium that is opened first and has an epoch beyond the one that was noted
+was not left so by any tier: a copy was made of the folder while its epoch changed. Its records may
+be of other weights, and it begins empty under a later epoch.
+
 Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in daemon
 threads of their own.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tiers.base import (
@@ -50,6 +55,7 @@ class ReopeningTier(Tier):
     ``keep_epoch(epoch)`` notes durably that the tier may reach this epoch. ``make(epoch)`` notes it
     too, and makes another tier for the same place, not opened yet, which forgets what the medium
     holds of earlier epochs. Both may block, and raise anything while the medium is not there.
+    ``noted_epoch`` is what was noted when ``tier`` was made; without ``keep_epoch`` nothing was.
     """
 
     def __init__(
@@ -57,10 +63,12 @@ class ReopeningTier(Tier):
         tier: Tier,
         make: Callable[[int], Tier],
         keep_epoch: Callable[[int], object] | None = None,
+        noted_epoch: int = 0,
     ) -> None:
         self._tier = tier
         self._make = make
         self._keep_epoch = keep_epoch
+        self._noted_epoch = noted_epoch
         self._failure: TierIoError | None = None
         self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -76,14 +84,33 @@ class ReopeningTier(Tier):
 
     async def open(self) -> TierInfo:
         info = await self._tier.open()
-        self._medium, self._epoch = info.medium, info.epoch
-        self._wanted_epoch = info.epoch
         try:
-            await self._note_epoch(info.epoch)
+            info = await self._begin_noted(info)
         except BaseException:
             await self._tier.aclose()
             raise
+        self._medium, self._epoch = info.medium, info.epoch
+        self._wanted_epoch = info.epoch
         return info
+
+    async def _begin_noted(self, info: TierInfo) -> TierInfo:
+        """Note the epoch that the tier was opened with, or leave it behind if it cannot be
+        believed. What the tier says of itself then. Raises ``TierError``."""
+        is_believed = self._keep_epoch is None or info.shared
+        if is_believed or info.found_epoch <= self._noted_epoch:
+            await self._note_epoch(info.epoch)
+            return info
+        epoch = _as_odd(info.epoch + 1, self._noted_epoch)
+        logger.warning(
+            "kvtiers: a tier (%s %s) holds %d records of epoch %d, and epoch %d is noted beside "
+            "it: the folder was copied while its epoch changed, or its epoch file is an older one. "
+            "The records may be of other weights: the tier begins empty",
+            *(info.name, info.medium, info.record_count, info.found_epoch, self._noted_epoch),
+        )
+        await self._note_epoch(epoch)
+        await self._tier.reset(epoch)
+        used_bytes = int(self._tier.stats().get("used_bytes", 0))
+        return replace(info, epoch=epoch, record_count=0, used_bytes=used_bytes)
 
     def footprint_bytes(self, payload_bytes: int) -> int:
         return self._tier.footprint_bytes(payload_bytes)
@@ -204,7 +231,7 @@ class ReopeningTier(Tier):
             # Of other weights, for all that is known: a key does not tell them apart. Those who
             # share a medium are told apart by the tier itself.
             epoch += 1
-        epoch += (epoch - self._wanted_epoch) % 2  # odd ones mean something to who gives them out
+        epoch = _as_odd(epoch, self._wanted_epoch)
         await self._note_epoch(epoch)
         if epoch != info.epoch:
             await tier.reset(epoch)
@@ -220,3 +247,9 @@ class ReopeningTier(Tier):
             self._held,
             "" if is_same else "; it is not the medium that failed, and begins empty",
         )
+
+
+def _as_odd(epoch: int, like: int) -> int:
+    """This epoch or the next one, odd or even as the other is: odd ones mean something to whoever
+    gives them out."""
+    return epoch + (epoch - like) % 2

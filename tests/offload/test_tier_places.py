@@ -22,7 +22,7 @@ from tests.offload import reopening_child
 from tests.offload.reopening_child import KEYS, NAMESPACE, SIZE, fail, places, tier_at
 from tiers import reopening
 from tiers.base import ReadOutcome, WriteOutcome
-from tiers.testing import all_keys, assert_holds, fetch, payload_of, put
+from tiers.testing import all_keys, assert_holds, assert_misses, fetch, payload_of, put
 
 CHILD = [sys.executable, "-m", "tests.offload.reopening_child"]
 
@@ -155,17 +155,40 @@ async def test_the_file_of_epochs_is_never_behind_a_tier(tmp_path: Path) -> None
     await tier.aclose()
 
 
-async def test_an_index_that_is_ahead_of_the_file_is_caught_up_with(tmp_path: Path) -> None:
-    path, old = tmp_path / "kv", tmp_path / "epoch"
-    release(places(path).specs()[0])
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+@pytest.mark.parametrize("epoch", [1, 2, 3, 4])
+async def test_a_copy_that_was_made_during_resets_revives_nothing(
+    tmp_path: Path, kind: str, epoch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``cp -r`` had read the epoch file when the weights were replaced, and read the rest after
+    that: the file says 0, and the records are of later weights, or of a start after those."""
+    path = tmp_path / "kv"
+    await filled(path, kind=kind)
     file = replica_folder(path, NAMESPACE) / "epoch"
-    shutil.copy(file, old)
-    await filled(path, epoch=4)
-    shutil.copy(old, file)
-    assert epoch_at(path) == 0
-    tier = tier_at(path)
+    early = file.read_bytes()
+    [spec] = places(path, type=kind).specs()
+    tier = make_tier(spec, 4096)
     await tier.open()
-    assert epoch_at(path) == 4
+    for begun in range(1, epoch + 1):
+        await tier.reset(begun)
+    await tier.write(KEYS, [payload_of(key, SIZE, version=1) for key in KEYS])
+    await tier.aclose()
+    release(spec)
+    file.write_bytes(early)
+    [spec] = places(path, type=kind).specs()
+    tier = make_tier(spec, 4096)
+    info = await tier.open()
+    assert (info.record_count, await all_keys(tier)) == (0, [])
+    await assert_misses(tier, KEYS, SIZE)
+    assert info.epoch == epoch_at(path) > epoch
+    assert info.epoch % 2 == 0, "a start with the weights of the files"
+    assert f"of epoch {epoch}, and epoch 0 is noted" in caplog.text
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
+    await tier.aclose()
+    release(spec)
+    tier = tier_at(path, type=kind)  # what is stored from then on stays
+    assert (await tier.open()).record_count == len(KEYS)
+    await assert_holds(tier, KEYS, SIZE)
     await tier.aclose()
 
 
