@@ -103,6 +103,8 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     record_trace: str | None = None
     record_requests: str | None = None
     recent_requests: int = 256
+    verify: str = "off"
+    verify_path: str | None = None
 
     @property
     def translated(self) -> tuple[TierConfig, ...]:

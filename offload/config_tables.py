@@ -248,6 +248,24 @@ TOP_FIELDS = (
         256,
         "How many requests are remembered with what they found.",
     ),
+    Field(
+        "verify",
+        choice("off", "device"),
+        "off",
+        "To hunt a fault: `device` digests every chunk in the KV cache right after it was computed "
+        "and again after it was loaded, and compares. A difference is counted, logged with key, "
+        "group and layer, and fails the load, so that the chunk is recomputed. Costs computing "
+        "time. See the [guide](../guides/serve.md#when-an-answer-looks-wrong).",
+    ),
+    Field(
+        "verify_path",
+        path(),
+        None,
+        "Folder for the digests of `verify`, so that what was stored before a restart, or by "
+        "another engine with the same folder, can be compared as well. It only grows: remove it "
+        "afterwards.",
+        "in memory only",
+    ),
 )
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from offload.tier_writer import TierWriter
 from tiers.base import Tier
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
 from tiers.slab import HostSlab
+
+if TYPE_CHECKING:
+    from offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +85,12 @@ class Executor:
         staging: Sequence[int] = (),
         limits: ExecutorLimits | None = None,
         rank: int = 0,
+        verifier: Verifier | None = None,
     ) -> None:
         self.rank = rank
         self.limits = limits or ExecutorLimits()
-        self.stats = WorkerStats()
+        self.stats = verifier.stats if verifier is not None else WorkerStats()
+        self._verifier = verifier
         self.degraded = ""
         self._engine = engine
         self._groups = {group.group: group for group in groups}
@@ -96,7 +101,15 @@ class Executor:
             for tier in range(len(self._tiers))
         ]
         self._lane = LoadLane(
-            slab, engine, self._groups, self._tiers, watches, staging, self.limits, self.stats
+            slab,
+            engine,
+            self._groups,
+            self._tiers,
+            watches,
+            staging,
+            self.limits,
+            self.stats,
+            verifier,
         )
         for number, tier in enumerate(self._tiers):
             tier.on_loss(partial(self._see, number, Observed(losses=1)))
@@ -122,6 +135,8 @@ class Executor:
         """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
         if plan.empty or self._loop is None:
             return
+        if self._verifier is not None:
+            self._verifier.after_step(plan)
         due = time.monotonic() + self.limits.load_timeout_s + STALL_S
         for load in plan.loads:
             self._deadlines.expect(load, due)
@@ -146,6 +161,11 @@ class Executor:
         if plan.loads and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
                 self._loop.call_soon_threadsafe(self._lane.refuse, plan.loads)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Call before the step's forward pass, which may overwrite what it does not own."""
+        if self._verifier is not None:
+            self._verifier.before_step(plan)
 
     def fence(self, jobs: Sequence[int]) -> None:
         """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
@@ -222,6 +242,8 @@ class Executor:
     def start(self, on_result: Callable[[], None] | None = None) -> None:
         """Bind to the running loop; ``on_result`` is called there after each answer."""
         self._loop = asyncio.get_running_loop()
+        if self._verifier is not None:
+            self._verifier.start(self._loop.call_soon_threadsafe)
         if on_result is not None:
             self._on_result = on_result
         for writer in self._writers:
@@ -305,6 +327,8 @@ class Executor:
                 logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
             result.failed = True
         else:
+            if self._verifier is not None:
+                await self._verifier.settled()  # whoever finds the chunk finds its digest
             self.stats.store_bytes += nbytes
             self.stats.store_seconds += time.perf_counter() - started
         source.set_result(None)
@@ -392,3 +416,5 @@ class Executor:
             writer.stop()
         await asyncio.sleep(0)  # they begin to end while the loop still runs
         self._engine.close()
+        if self._verifier is not None:
+            self._verifier.stop()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.failures import Tally
 from tiers.slab import HostSlab
+
+if TYPE_CHECKING:
+    from offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,9 @@ class LoadLane:
         staging: Sequence[int],
         limits: _Limits,
         stats: WorkerStats,
+        verifier: Verifier | None = None,
     ) -> None:
+        self.verifier = verifier
         self.slab = slab
         self.engine = engine
         self.groups = groups
@@ -167,6 +172,7 @@ class LoadTask:
         self._bad: set[bytes] = set()
         self._lost: set[bytes] = set()
         self._corrupt: set[bytes] = set()
+        self._wrong: frozenset[bytes] = frozenset()
         self._failed = False
         self._copying = 0
         self._no_copies = asyncio.Event()
@@ -233,6 +239,7 @@ class LoadTask:
             seconds=seconds,
             corrupt=frozenset(self._corrupt),
             late=self._late,
+            wrong=self._wrong,
         )
 
     def _start(self) -> asyncio.Future[list[BaseException | None]]:
@@ -359,6 +366,10 @@ class LoadTask:
         self._no_copies.clear()
         try:
             await self._lane.engine.submit_load(batches, self._after).completed()
+            if self._lane.verifier is not None:
+                wrong = await self._lane.verifier.wrong(items)
+                self._wrong |= wrong
+                self._bad |= wrong
         except TransferError as error:
             if count := self._lane.failed.add("load"):
                 logger.warning("kvtiers: %d loads were not copied, the last: %s", count, error)

@@ -120,6 +120,13 @@ HEALTH = {
     "load_tokens_per_second": _gauge("Rate of loads from a tier that break_even goes by.", "tier"),
     "prefill_tokens_per_second": _gauge("Rate of computing that break_even compares with."),
     "corrupt_records": _lower("Records of a lower tier that failed verification."),
+    "verified_chunks": Metric("Loaded chunks that were compared with what was computed (verify)."),
+    "differing_chunks": Metric(
+        "Loaded chunks that were not what was computed (verify); their loads have failed."
+    ),
+    "unverified_chunks": Metric(
+        "Loaded chunks that could not be compared (verify): their digests were not known."
+    ),
     "write_failures": Metric("Records that a lower tier did not take."),
     "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
     "late_answers": Metric("Answers to jobs that had ended already."),

@@ -300,6 +300,8 @@ class Planner:
             self._backlog.add(*piece)
         lost, corrupt = job.answer.lost, job.answer.corrupt
         self._backlog.add(len(lost), partial(self.forget, lost, corrupt))
+        if wrong := job.answer.wrong:
+            self._backlog.add(len(wrong), partial(self._forget_wrong, wrong))
 
     def _probed(self, job: Job) -> None:
         self._loads.probed(job, self._now)
@@ -312,6 +314,11 @@ class Planner:
         lost = list(keys)
         for tier in range(len(self.lower)):
             self._drop(tier, lost, corrupt)
+
+    def _forget_wrong(self, keys: frozenset[bytes]) -> None:
+        """Drop chunks that were not what was computed from every tier."""
+        self.stats.dropped(CPU, self.cpu.drop(keys), keys)
+        self.forget(keys, keys)
 
     def _drop(
         self, tier: int, keys: Sequence[bytes], corrupt: Container[bytes] = frozenset()

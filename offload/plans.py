@@ -73,6 +73,20 @@ def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class DigestJob:
+    """Digest chunks of one group as they are in the KV cache (`offload.verify`); not answered.
+
+    ``blocks`` as in ``StoreJob``. ``early``: they were complete before this step, whose forward
+    pass may overwrite them.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    early: bool = False
+
+
 class LoadItem(NamedTuple):
     """One chunk of a load. ``tier`` is where to read it first (``IN_SLAB``: no read);
     ``slot`` is where it lies or passes (``STAGED``: a buffer of the worker's own).
@@ -251,7 +265,8 @@ class StepPlan:
     ``fence`` names store jobs whose source blocks are given away in this step: they must have
     read them before the step's forward pass. ``reset`` orders a reset of everything first;
     ``epochs`` are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have
-    no place in that order. ``idle``: no forward pass in this step.
+    no place in that order. ``digests`` are only there with ``"verify": "device"``. ``idle``: no
+    forward pass in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()
@@ -263,6 +278,7 @@ class StepPlan:
     reset: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
+    digests: tuple[DigestJob, ...] = ()
     idle: bool = False
 
     @property
@@ -278,6 +294,7 @@ class StepPlan:
             or self.reset
             or self.epochs
             or self.questions
+            or self.digests
         )
 
 
@@ -310,7 +327,8 @@ class JobResult:
     ``bad`` are the keys that failed. For a load ``lost`` is the part of ``bad`` that its tier
     does not hold intact any more (missing or ``corrupt``): those keys are to be forgotten;
     ``late`` says that it took longer than its request was to wait, and ``seconds`` how long it
-    took on the slowest rank.
+    took on the slowest rank. ``wrong`` are keys whose bytes were not what was computed
+    (`offload.verify`), wherever they came from: no tier may give them again.
     """
 
     ranks: int = 1
@@ -320,6 +338,7 @@ class JobResult:
     seconds: float = 0.0
     corrupt: frozenset[bytes] = frozenset()
     late: bool = False
+    wrong: frozenset[bytes] = frozenset()
 
     def merge(self, other: JobResult) -> JobResult:
         """The sum of two ranks' answers."""
@@ -331,6 +350,7 @@ class JobResult:
             max(self.seconds, other.seconds),
             self.corrupt | other.corrupt,
             self.late or other.late,
+            self.wrong | other.wrong,
         )
 
 

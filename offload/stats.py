@@ -174,6 +174,9 @@ class WorkerStats:
     fence_timeouts: int = 0
     write_failures: int = 0
     tier_errors: int = 0
+    verified_chunks: int = 0
+    differing_chunks: int = 0
+    unverified_chunks: int = 0
     corrupt_records: dict[int, int] = field(default_factory=dict)
     read_bytes: dict[int, int] = field(default_factory=dict)
     read_seconds: dict[int, float] = field(default_factory=dict)

@@ -17,7 +17,7 @@ PRODUCT = ("offload", "tiers", "policies")
 OURS = (*PRODUCT, "bench", "demo", "tests", "examples")
 
 FUNCTION_LINES_MAX = 60
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 500
 STILL_LONG = {
     "tiers/testing.py": 402,
     "tests/connector/oracle_world.py": 464,
@@ -39,6 +39,8 @@ VLLM_IN = ("offload/connector/",)
 TORCH_IN = (
     "offload/connector/",
     "offload/registry.py",
+    "offload/device_digest.py",
+    "offload/verify.py",
     "offload/manager.py",  # takes the caller's tensors
     "tiers/slab.py",
     "tiers/descriptors.py",

@@ -84,6 +84,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 tiers=tier_names(self._setup.config),
                 max_pinned_share=self._setup.config.max_pinned_share,
                 log=self._setup.request_log(),
+                verify=self._setup.config.verify == "device",
             )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
@@ -149,7 +150,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(lambda: None)
     def _fence(self, plan: StepPlan) -> None:
         if self._worker is not None:
-            self._worker.fence(plan)
+            self._worker.before_step(plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads are asynchronous and posted with everything else after the forward pass."""

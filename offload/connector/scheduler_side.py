@@ -10,9 +10,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.connector.block_tables import BlockTables
+from offload.connector.digests import ChunkDigests
 from offload.connector.endings import Endings
 from offload.connector.guard import Faults
 from offload.connector.intake import Intake
@@ -56,6 +58,7 @@ class SchedulerSide:
         tiers: Sequence[str] = (),
         max_pinned_share: float = 0.25,
         log: RequestLog | None = None,
+        verify: bool = False,
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
@@ -71,6 +74,7 @@ class SchedulerSide:
         self._coordinator = Coordinator(layout)
         self._wanted = WantedChunks(layout, self._coordinator)
         self._tables = BlockTables(layout)
+        self._digests = ChunkDigests(layout, self._wanted) if verify else None
         paced = [(n, g) for n, g in enumerate(layout.groups) if g.kind != STATE]
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
         self._trackers: dict[str, RequestTracker] = {}
@@ -169,6 +173,8 @@ class SchedulerSide:
             self.planner.cancel_load(request.request_id)
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
+            if self._digests is not None:
+                self._digests.completed(tracker, request, limit, block_ids, ended=True)
             self._look_again(tracker)
             self._store_ready(tracker, request, limit, block_ids, ended=True)
             self._endings.ended(tracker, request, limit, time.monotonic())
@@ -215,7 +221,10 @@ class SchedulerSide:
             self.planner.budget.spend((made + 6 * asked) // 10)
         try:
             self._prepare(output)
-            return self.planner.step(idle=idle)
+            plan = self.planner.step(idle=idle)
+            if self._digests is not None:
+                return replace(plan, digests=self._digests.take())
+            return plan
         except Exception as error:  # loads and fences of this step must go out all the same
             self._faults.note("build_connector_meta", error)
             self.planner.distrust_stores()
@@ -230,8 +239,12 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._trackers:
                 self._trackers[request_id].restart()
+            if self._digests is not None:
+                self._digests.restarted(request_id)
         # Fences first: a store planned below reads blocks that are this step's own.
         self.planner.fence(self._tables.rewritten(output))
+        if self._digests is not None:
+            self._digest_completed(self._digests, output)
         self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
@@ -243,6 +256,19 @@ class SchedulerSide:
                 tracker.has_answered = self._clock.scheduled(request, now)
             if request.num_computed_tokens + scheduled >= tracker.ready_at:
                 self._store_scheduled(output, tracker, request, scheduled)
+
+    def _digest_completed(self, digests: ChunkDigests, output: SchedulerOutput) -> None:
+        digests.rewritten(self._tables.rewritten(output))
+        state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracker = self._trackers.get(request_id)
+            if tracker is None or state is None:
+                continue
+            request = self._requests[request_id]
+            limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            table = state.get_block_ids(request_id)
+            if table is not None:
+                digests.completed(tracker, request, limit, table)
 
     def _computed(self, tokens: int, seconds: float) -> None:
         if self.planner is not None:
@@ -307,7 +333,7 @@ class SchedulerSide:
             last = min(end, first + (STEP_CHUNKS // 2 if ended else self.planner.store_piece))
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
-            run = self._wanted.final(tracker, index, last, table)
+            run = self._wanted.final(tracker, index, first, last, table)
             tracker.next_chunk[index] = last
             if not run:
                 continue
@@ -337,7 +363,10 @@ class SchedulerSide:
                 known = rest == 0 and 0 < chunk <= len(tracker.keys[index])
                 if known and self._coordinator.reachable(group, chunk - 1):
                     last = range(chunk - 1, chunk)
-                    self.planner.plan_store(self._wanted.chunks(tracker, index, last, (block,)))
+                    run = self._wanted.chunks(tracker, index, last, (block,))
+                    if self._digests is not None:
+                        self._digests.state(run)
+                    self.planner.plan_store(run)
 
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
@@ -391,6 +420,8 @@ class SchedulerSide:
             self.planner.forget_all()
         if self._endings is not None:
             self._endings.clear()
+        if self._digests is not None:
+            self._digests.clear()
         for request_id, tracker in self._trackers.items():
             # What these requests have computed belongs to the old weights, until they restart.
             tracker.stale = self._requests[request_id].num_computed_tokens > 0

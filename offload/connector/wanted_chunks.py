@@ -61,11 +61,13 @@ class WantedChunks:
             tracker.origin,
         )
 
-    def final(self, tracker: RequestTracker, index: int, end: int, table: Sequence[int]) -> Run:
-        """Chunks up to ``end`` that are still in the table; null blocks (id 0) have gone."""
+    def final(
+        self, tracker: RequestTracker, index: int, first: int, end: int, table: Sequence[int]
+    ) -> Run:
+        """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have gone."""
         group = self._layout.groups[index]
         size = group.chunk_blocks
-        first, last = tracker.next_chunk[index], min(end, len(table) // size)
+        last = min(end, len(table) // size)
         part = table[first * size : last * size]
         found = self.chunks(tracker, index, range(first, max(first, last)), part)
         if group.kind == FULL and 0 not in part:

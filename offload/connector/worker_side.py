@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,11 +26,15 @@ from offload.loop import OffloadLoop
 from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size
+from offload.stats import WorkerStats
 from offload.tier_factory import TierSpec, make_tier
 from tiers.base import KeyColumn, StoredKeys, Tier, TierError
 from tiers.copy import CopyEngine, GroupRegions
 from tiers.host_copy import HostCopyEngine
 from tiers.slab import HostSlab
+
+if TYPE_CHECKING:
+    from offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +69,7 @@ class WorkerSide:
         self._executor: Executor | None = None
         self._slab: HostSlab | None = None
         self._keep_alive: object = None
+        self._verifier: Verifier | None = None
         self._sent: dict[str, float] = {}
         self._hooks_at = time.monotonic()
 
@@ -83,6 +90,7 @@ class WorkerSide:
         self, registration: Registration, device: str, specs: list[TierSpec], undo: ExitStack
     ) -> None:
         self._keep_alive = registration.tensors
+        self._verifier = self._make_verifier(registration)
         groups = registration.groups
         slot_bytes = max(io_bytes(group) for group in groups)
         problems = check_capacity(self._config, slot_bytes, self._shares)
@@ -154,10 +162,27 @@ class WorkerSide:
                 states.append(await _open_tier(tier, spec, groups))
             undo.pop_all()
         self._executor = Executor(
-            self._slab, engine, groups, tiers, staging=staging, limits=limits, rank=self._rank
+            self._slab,
+            engine,
+            groups,
+            tiers,
+            staging=staging,
+            limits=limits,
+            rank=self._rank,
+            verifier=self._verifier,
         )
         self._executor.start()
         return states
+
+    def _make_verifier(self, registration: Registration) -> Verifier | None:
+        if self._config.verify != "device":
+            return None
+        from offload.device_digest import DeviceDigest
+        from offload.verify import Verifier
+
+        folder = Path(self._config.verify_path) if self._config.verify_path else None
+        name = f"{self._namespace}-rank{self._rank}"
+        return Verifier(DeviceDigest(registration), WorkerStats(), folder, name)
 
     def _stop_loop(self) -> None:
         loop, self._loop = self._loop, None
@@ -188,7 +213,15 @@ class WorkerSide:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def fence(self, plan: StepPlan) -> None:
+    def before_step(self, plan: StepPlan) -> None:
+        """Before the step's forward pass."""
+        try:
+            self._fence(plan)
+        finally:
+            if self._executor is not None:
+                self._executor.before_step(plan)
+
+    def _fence(self, plan: StepPlan) -> None:
         """Before anything is overwritten: let the fenced stores finish reading. Where the fence
         comes late they may have read what is there now, and fail unless ``drain`` has seen
         them end, which was before this step began."""

@@ -1,0 +1,103 @@
+"""``"verify": "device"`` on a real engine: it compares what it should, and it sees planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.vllm import copy_faults, faults, verified
+from tests.vllm.engine import Engine
+from tests.vllm.probes import totals
+from tests.vllm.restored import HASH, config, prompts, settle
+from tests.vllm.verified import Verified
+
+
+def start(model: Path, tmp_path: Path, name: str) -> Engine:
+    transfer = config(tmp_path / "kv", **verified.options(tmp_path / "digests"))
+    return Engine(model, log=tmp_path / f"{name}.log", connector=transfer, **HASH)
+
+
+def ask_anew(engine: Engine, asked: list[list[int]]) -> tuple[int, Verified]:
+    """Empty vLLM's own cache and ask everything; the cached tokens, and what was compared."""
+    settle(engine)
+    before = engine.call(verified.count)
+    assert engine.reset_prefix_cache()
+    tokens = sum(engine.generate_one(prompt).cached_tokens for prompt in asked)
+    settle(engine)
+    now = engine.call(verified.count)
+    return tokens, Verified(
+        now.equal - before.equal, now.different - before.different, now.unknown - before.unknown
+    )
+
+
+def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Path) -> None:
+    asked = prompts(2)
+    with start(llama, tmp_path, "first") as engine:
+        answers = [engine.generate_one(prompt) for prompt in asked]
+        tokens, found = ask_anew(engine, asked)
+        assert tokens == 2 * 576
+        assert found == Verified(18 + 9, 0, 0)  # half of the second lies in vLLM's own cache
+
+        for fault, wrong in ((copy_faults.wrong_bit, 1), (copy_faults.swapped_chunks, 2)):
+            engine.call(faults.on_workers, copy_faults.plant, fault, None)
+            failed = engine.call(totals)["load_failures"]
+            _, found = ask_anew(engine, asked[:1])
+            engine.call(faults.on_workers, copy_faults.heal)
+            assert found == Verified(18 - wrong, wrong, 0), fault.__name__
+            assert engine.call(totals)["load_failures"] == failed + 1
+            # The request was recomputed, and the chunk was stored again.
+            assert ask_anew(engine, asked[:1])[1] == Verified(18, 0, 0)
+        log = engine.log()
+        assert log.count("is not what was computed") == 3
+        assert "differ in 4 of 4 layers (model.layers.0.self_attn.attn, " in log  # a swapped pair
+        assert "differ in 1 of 4 layers (model.layers.0.self_attn.attn)" in log  # a wrong bit
+        assert engine.generate_one(asked[0]).tokens == answers[0].tokens
+    with start(llama, tmp_path, "restarted") as engine:
+        assert ask_anew(engine, asked[:1])[1] == Verified(18, 0, 0)
+        engine.kill()
+    with start(llama, tmp_path, "after a kill") as engine:
+        assert ask_anew(engine, asked)[1] == Verified(18 + 9, 0, 0)
+
+
+def overwrite_while_read(worker: Any) -> None:
+    """The next store reads its blocks only after they were given new content: what a fence that
+    does not wait would allow."""
+    engine = faults.executor(worker)._engine
+    submit = type(engine).submit_store
+
+    def late(batches: Any, after: Any = None) -> Any:
+        del engine.submit_store
+        group, blocks = batches[0].group, batches[0].blocks[0].tolist()
+        kept = worker.kvtest_read({group: blocks})
+        worker.kvtest_fill({group: blocks}, 7)
+        return _Restored(
+            submit(engine, batches, after),
+            lambda: worker.kvtest_write({group: dict(zip(blocks, kept[group], strict=True))}),
+        )
+
+    engine.submit_store = late
+
+
+class _Restored:
+    """A ticket that gives the model its blocks back when they were read."""
+
+    def __init__(self, ticket: Any, undo: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._undo = undo
+
+    async def completed(self) -> None:
+        await self._ticket.completed()
+        self._undo()
+
+
+def test_a_block_that_is_overwritten_while_it_is_stored_is_seen(
+    llama: Path, tmp_path: Path
+) -> None:
+    asked = prompts(2)[:1]
+    with start(llama, tmp_path, "log") as engine:
+        engine.call(faults.on_workers, overwrite_while_read)
+        engine.generate_one(asked[0])
+        _, found = ask_anew(engine, asked)
+        assert (found.different, found.unknown) == (1, 0)
+        assert ask_anew(engine, asked)[1] == Verified(18, 0, 0)
