@@ -45,6 +45,8 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "missed_tokens_total": "loaded and wanted tokens",
         "requests_lost_total": "for whoever records requests",
         "resets_total": "done on request",
+        "unverified_chunks_total": "for whoever looks into a fault",
+        "verified_chunks_total": "for whoever looks into a fault",
     }
     assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}
 

@@ -80,6 +80,7 @@ KVTIERS = "vllm:kvtiers_"
 SICK: dict[str, dict[str, str]] = {
     "KvtiersTierShutOut": {'breaker_state{tier="lmdb"}': flat(2)},
     "KvtiersCorruptRecords": {'corrupt_records_total{tier="lmdb"}': once(5)},
+    "KvtiersChunksDiffer": {"differing_chunks_total": once(1)},
     "KvtiersLoadsFail": {"load_failures_total": growing(6), "loads_total": growing(60)},
     "KvtiersLoadsLate": {"load_timeouts_total": growing(1)},
     "KvtiersLoadingDoesNotPay": {'break_even{tier="lmdb"}': flat(0)},
@@ -98,6 +99,7 @@ SICK: dict[str, dict[str, str]] = {
 WELL: dict[str, dict[str, str]] = {
     "KvtiersTierShutOut": {'breaker_state{tier="lmdb"}': flat(0)},
     "KvtiersCorruptRecords": {'corrupt_records_total{tier="lmdb"}': once(2)},
+    "KvtiersChunksDiffer": {"differing_chunks_total": flat(3)},
     "KvtiersLoadsFail": {"load_failures_total": growing(1), "loads_total": growing(60)},
     "KvtiersLoadsLate": {"load_timeouts_total": once(2)},
     "KvtiersLoadingDoesNotPay": {'break_even{tier="lmdb"}': flat(1)},
