@@ -198,7 +198,7 @@ class Verifier:
                 event = torch.cuda.Event()
                 event.record()
             self._post(self._take, found, event)
-        except Exception as error:
+        except Exception as error:  # whatever it is, serving goes on
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
@@ -246,7 +246,7 @@ class Verifier:
             return frozenset()
         try:
             return await self._thread.run(self._compare, items)
-        except Exception as error:
+        except Exception as error:  # whatever it is, serving goes on
             self._give_up(error)
             return frozenset()
 
