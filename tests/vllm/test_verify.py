@@ -1,4 +1,4 @@
-"""``"verify": "device"`` on a real engine: it compares what it should, and it sees planted faults."""
+"""``"verify": "device"`` on a real engine compares what it should, and sees planted faults."""
 
 from __future__ import annotations
 
