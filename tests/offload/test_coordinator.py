@@ -123,6 +123,23 @@ def test_unreachable_chunks_serve_no_hit(seed):
         assert coordinator.longest_hit(keys, reachable, 0, tokens) == full, (seed, layout)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_reachable_chunks_are_those_that_some_boundary_needs(seed):
+    rng = random.Random(seed)
+    for _ in range(40):
+        layout = random_layout(rng)
+        step = layout.alignment_tokens
+        for group in layout.groups:
+            size, needed = group.chunk_tokens, set()
+            for boundary in range(step, 7 * step, step):
+                tail = group.tail_start(boundary)
+                needed |= {token // size for token in range(tail, boundary)}
+                needed |= {boundary // size} if group.draft else set()
+            chunks = range(6 * step // size)
+            reachable = {i for i in chunks if Coordinator(layout).reachable(group, i)}
+            assert reachable == needed & set(chunks), (seed, group)
+
+
 def test_presence_over_several_tiers():
     keys = [b"a", b"b", b"c", b"d"]
     assert present_in({b"a"})(keys) == b"\1\0\0\0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -119,11 +121,15 @@ class IndexMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         if self.pinned:
             keys = data.draw(st.lists(st.sampled_from(self.pinned), max_size=3))
-            keys = [k for n, k in enumerate(keys) if keys[: n + 1].count(k) <= self.pinned.count(k)]
-            self.index.unpin(keys)
-            for key in keys:
-                self.pinned.remove(key)
-                self.model.unpin(key)
+            self.let_go(
+                [k for n, k in enumerate(keys) if keys[: n + 1].count(k) <= self.pinned.count(k)]
+            )
+
+    def let_go(self, keys: list[bytes]) -> None:
+        self.index.unpin(keys)
+        for key in keys:
+            self.pinned.remove(key)
+            self.model.unpin(key)
 
     @rule(keys=keys_st)
     def touch(self, keys: list[bytes]) -> None:
@@ -165,6 +171,47 @@ class TestManyAtOnce(IndexMachine.TestCase):  # type: ignore[misc, valid-type]  
     @pytest.fixture(autouse=True)
     def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(index_module, "MANY", 1)
+
+
+@pytest.mark.parametrize("many", [1, 64])
+def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long life that comes through the whole table; Hypothesis reaches only some of it."""
+    monkeypatch.setattr(index_module, "MANY", many)
+    rng = random.Random(many)
+    seen: set[tuple[ChunkState, ChunkEvent, ChunkState]] = set()
+    machine = IndexMachine()
+
+    def step(event: ChunkEvent) -> None:
+        before = dict(machine.model.state)
+        keys = rng.sample(KEYS[:6], rng.randint(1, 3))
+        if event is ChunkEvent.RESERVE:
+            machine.reserve(keys=keys)
+            was_resident = [key for key in KEYS if before[key] is ChunkState.RESIDENT]
+            seen.update((before[k], ChunkEvent.EVICT, machine.model.state[k]) for k in was_resident)
+        elif event in (ChunkEvent.COMMIT, ChunkEvent.ABORT):
+            keys = machine.jobs[: len(keys)]
+            machine.end(count=len(keys), good=event is ChunkEvent.COMMIT)
+        elif event is ChunkEvent.PIN:
+            keys = keys[:1] if len(machine.pinned) < 3 else []  # all pinned: nothing can happen
+            for key in keys:
+                machine.pin(key=key)
+        elif event is ChunkEvent.UNPIN:
+            keys = machine.pinned[: len(keys)]
+            machine.let_go(keys)
+        else:
+            keys = keys[:1]
+            machine.drop(key=keys[0])
+        seen.update((before[key], event, machine.model.state[key]) for key in keys)
+        machine.agrees()
+
+    events = [event for event in ChunkEvent if event is not ChunkEvent.EVICT]
+    for number in range(4000):
+        step(rng.choice(events))
+        if number % 100 == 99:
+            machine.clear()
+            machine.agrees()
+    allowed = {(s, e, after) for (s, e), states in TRANSITIONS.items() for after in states}
+    assert allowed <= seen, allowed - seen
 
 
 def in_state(state: ChunkState) -> TierIndex:

@@ -207,6 +207,36 @@ def test_a_sent_store_whose_block_is_reused_is_fenced() -> None:
     assert planner.step().fence == (job,)
 
 
+def test_stores_that_are_distrusted_are_never_committed() -> None:
+    """A fence may have been missed: nobody knows what the blocks hold."""
+    planner = make()
+    planner.plan_store(wanted(1))
+    sent = planner.step().stores[0].job
+    planner.plan_store(wanted(2, block=9))
+    planner.distrust_stores()
+    assert planner.step().stores == (), "what was not sent is cancelled"
+    finish(planner, sent)
+    assert not any(key_of(n) in holder for n in (1, 2) for holder in planner.holders)
+    planner.check()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    assert key_of(1) in planner.cpu, "the next store is trusted again"
+
+
+def test_after_a_reset_nothing_is_written_before_the_new_epoch() -> None:
+    """A tier that is still of the old epoch would keep new chunks under it."""
+    planner = make()
+    planner.forget_all()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    assert key_of(1) in planner.cpu
+    assert planner.step().demotes == ()
+    planner.begin_epochs({0: 2})
+    planner.plan_store(wanted(2))
+    finish(planner, planner.step().stores[0].job)
+    assert [demote.keys for demote in planner.step().demotes] == [(key_of(2),)]
+
+
 def test_after_a_reset_late_stores_are_not_found() -> None:
     planner = make()
     planner.plan_store(wanted(1))

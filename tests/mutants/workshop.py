@@ -1,0 +1,164 @@
+"""Copies of the tree in which faults are planted, and the runs of tests in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from tests.mutants.catalogue import ROOT, Mutant
+from tests.mutants.outcomes import TO
+
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".cache", ".hypothesis", ".demo", "__pycache__", "*.egg-info"
+)
+LEAST_LIMIT_S = 120.0
+LIMIT_FACTOR = 20.0
+"""A run may take this many times what its tests take without a fault, and never less than the
+limit above: only what hangs is stopped."""
+
+
+class Verdict(Enum):
+    """What became of a planted fault."""
+
+    KILLED = "killed"
+    HUNG = "hung"
+    SURVIVED = "survived"
+    SKIPPED = "skipped"
+    BROKEN = "broken"
+
+    @property
+    def seen(self) -> bool:
+        """Whether a test has noticed the fault."""
+        return self in (Verdict.KILLED, Verdict.HUNG)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One fault's verdict, what ``by`` (a test, or what went wrong), and the time it took."""
+
+    mutant: Mutant
+    verdict: Verdict
+    by: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of pytest. ``seconds`` and ``outcomes`` are by test, ``last`` is the test that began
+    last; ``code`` is ``None`` if the run was stopped at its limit."""
+
+    code: int | None
+    output: str
+    outcomes: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: str = ""
+
+    def of(self, tests: Sequence[str]) -> list[str]:
+        """The ids among the outcomes that these ids select."""
+        return [one for one in self.outcomes if any(_selects(test, one) for test in tests)]
+
+
+def _selects(wanted: str, test: str) -> bool:
+    return test == wanted or test.startswith((f"{wanted}[", f"{wanted}::"))
+
+
+class Workshop:
+    """One copy of the tree. A fault is planted, the tests run, and the file put back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree = folder / "tree"
+        self._scratch = folder / "scratch"
+        self._log = folder / "outcomes"
+        self._plants = 0
+        shutil.copytree(ROOT, self.tree, ignore=NOT_COPIED, symlinks=True)
+
+    def run(self, tests: Sequence[str], limit_s: float, *, stop_at_first: bool) -> Run:
+        """Run these tests; a hang ends at ``limit_s``."""
+        self._log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+        command += ["-p", "tests.mutants.outcomes", f"--basetemp={self._scratch}"]
+        command += ["--hypothesis-seed=0", f"--timeout={limit_s:.0f}"]
+        command += ["-x"] if stop_at_first else []
+        env = os.environ | {"PYTHONPATH": str(self.tree), TO: str(self._log)}
+        process = subprocess.Popen(
+            [*command, *tests],
+            cwd=self.tree,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=limit_s + 30)
+            code: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what the tests have left behind
+                os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
+            output, _ = process.communicate()
+        return self._read(Run(code, output))
+
+    def _read(self, run: Run) -> Run:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        for record in map(json.loads, lines):
+            test, outcome = record["id"], record["outcome"]
+            if outcome == "began":
+                run.last = test
+            elif run.outcomes.get(test) != "failed":
+                run.outcomes[test] = outcome
+                run.seconds[test] = run.seconds.get(test, 0.0) + record["seconds"]
+        return run
+
+    def try_out(self, mutant: Mutant, seconds: Mapping[str, float]) -> Result:
+        """Plant a fault and run the tests that should see it. ``seconds`` are the times of tests
+        without a fault."""
+        path = self.tree / mutant.file
+        sound, stamp = path.read_bytes(), path.stat().st_mtime
+        usual = sum(
+            s for test, s in seconds.items() if any(_selects(t, test) for t in mutant.tests)
+        )
+        limit_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * usual)
+        began = time.monotonic()
+        try:
+            path.write_text(mutant.plant(self.tree))
+            # Compiled files are told apart by size and by whole seconds: never the same twice.
+            self._plants += 1
+            os.utime(path, (stamp, stamp + self._plants))
+            run = self.run(mutant.tests, limit_s, stop_at_first=True)
+        finally:
+            path.write_bytes(sound)
+            os.utime(path, (stamp, stamp))
+        verdict, by = judge(run)
+        return Result(mutant, verdict, by, time.monotonic() - began)
+
+
+def judge(run: Run) -> tuple[Verdict, str]:
+    """What a run with a fault in the tree says of it, and the test or the reason."""
+    failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
+    if run.code is None:
+        return Verdict.HUNG, run.last
+    if run.code < 0:
+        return Verdict.KILLED, f"{run.last} (signal {-run.code})"
+    if run.code == 1 and failed:
+        hung = "Timeout (>" in run.output
+        return (Verdict.HUNG if hung else Verdict.KILLED), failed[0]
+    if run.code == 0:
+        passed = any(outcome == "passed" for outcome in run.outcomes.values())
+        return (Verdict.SURVIVED if passed else Verdict.SKIPPED), ""
+    lines = [line for line in run.output.splitlines() if line.strip()]
+    return Verdict.BROKEN, f"pytest ended with {run.code}: {lines[-1] if lines else ''}"
