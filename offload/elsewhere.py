@@ -14,7 +14,7 @@ from typing import Any
 from offload.namespace import ABSENT, Namespace, differing_fields
 from offload.stores import Home, find_homes
 from tiers.base import TierError
-from tiers.lmdb_index import IndexUnusableError
+from tiers.folder import StoreUnusableError
 from tiers.outside import StoreChangedError
 
 FIELDS_MOST = 8
@@ -52,7 +52,7 @@ def find_elsewhere(folder: Path, own: str, keys: Sequence[bytes]) -> dict[bytes,
 def _held(home: Home, keys: Sequence[bytes]) -> set[bytes]:
     held: set[bytes] = set()
     for store in home.stores:
-        trouble = (IndexUnusableError, StoreChangedError, TierError, OSError)
+        trouble = (StoreUnusableError, StoreChangedError, TierError, OSError)
         with contextlib.suppress(*trouble), contextlib.closing(store.open()) as reader:
             held |= {key for key in keys if reader.find(key) is not None}
     return held

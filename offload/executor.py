@@ -112,7 +112,7 @@ class Executor:
             verifier,
         )
         for number, tier in enumerate(self._tiers):
-            tier.on_loss(partial(self._see, number, Observed(losses=1)))
+            tier.on_loss(partial(self._lose, number))
         self._writers = [
             TierWriter(tier, watch, slab, self._groups, self.stats)
             for tier, watch in zip(self._tiers, watches, strict=True)
@@ -374,6 +374,10 @@ class Executor:
     def _see(self, tier: int, seen: Observed) -> None:
         self._seen.append((tier, seen))
         self._on_result()
+
+    def _lose(self, tier: int) -> None:
+        self.stats.lost(tier)
+        self._see(tier, Observed(losses=1))
 
     def _answer(self, job: int, result: JobResult) -> None:
         self._results.append((job, result))

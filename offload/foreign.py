@@ -24,8 +24,8 @@ from offload.namespace import NAME, Namespace, read_manifest, read_small_file, w
 from offload.namespace_folders import read_epoch
 from offload.stores import Store
 from offload.translation import Obstacle
+from tiers.folder import StoreUnusableError
 from tiers.foreign_tier import Source
-from tiers.lmdb_index import IndexUnusableError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ForeignStore:
         """Look at its records with the geometry ``now``; ``None`` if there is nothing to see."""
         try:
             return TranslatedSource(self.folder, self.epoch, self.ranks, now, key_file)
-        except (OSError, IndexUnusableError, NamespaceError) as error:
+        except (OSError, StoreUnusableError, NamespaceError) as error:
             logger.warning("kvtiers: what %s holds cannot be translated: %s", self.folder, error)
             return None
 

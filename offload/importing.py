@@ -16,7 +16,13 @@ from typing import IO, Any
 from offload.errors import NamespaceError
 from offload.exporting import FORMAT
 from offload.namespace import Namespace
-from offload.namespace_folders import open_namespace, open_place, raise_epoch, replica_folder
+from offload.namespace_folders import (
+    OnDamage,
+    open_namespace,
+    open_place,
+    raise_epoch,
+    replica_folder,
+)
 from offload.stores import Store
 from tiers.base import Tier
 from tiers.bulk import Written, write_all
@@ -31,6 +37,7 @@ from tiers.portable import Frame, PortableError, Record, read_frames
 from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
 
 KINDS = ("lmdb", "file")
+LEAVE_AS_IS = OnDamage(is_strict=True)
 _RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
 RECORD_BYTES = 64 << 10
 """The smallest usual payload if nothing is known of it."""
@@ -137,10 +144,14 @@ class Import:
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
             return result
-        open_namespace(self._target.root, self.namespace)
+        open_namespace(self._target.root, self.namespace, LEAVE_AS_IS)
         is_new = not home.exists()
         place = open_place(
-            self._target.root, self.namespace, replica=replica, rank=rank, engine="kvtiers import"
+            *(self._target.root, self.namespace),
+            replica=replica,
+            rank=rank,
+            engine="kvtiers import",
+            on_damage=LEAVE_AS_IS,
         )
         with place:
             if is_new:

@@ -127,6 +127,17 @@ HEALTH = {
     "unverified_chunks": Metric(
         "Loaded chunks that could not be compared (verify): their digests were not known."
     ),
+    "set_aside": _lower(
+        "Times that a lower tier began empty because what lay there could not be trusted: damaged "
+        "files, another disk, an older copy."
+    ),
+    "set_aside_timestamp_seconds": _gauge(
+        "When that happened last, in seconds since 1970; not shown if it has not.", "tier"
+    ),
+    "refused_records": _lower(
+        "Records found at a start that were not whole, or not those of this server, and were "
+        "dropped."
+    ),
     "write_failures": Metric("Records that a lower tier did not take."),
     "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
     "late_answers": Metric("Answers to jobs that had ended already."),

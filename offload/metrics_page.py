@@ -42,7 +42,8 @@ SERVER_RATES = {
 }
 SERVER_COUNTS = (
     *("load_failures_total", "load_timeouts_total", "load_refusals_total", "store_refusals_total"),
-    *("corrupt_records_total", "write_failures_total", "tier_errors_total", "hook_faults_total"),
+    *("corrupt_records_total", "set_aside_total", "refused_records_total"),
+    *("write_failures_total", "tier_errors_total", "hook_faults_total"),
 )
 MISSES = f"{PREFIX}misses_total"
 HIT_QUERIES = "vllm:external_prefix_cache_queries_total"

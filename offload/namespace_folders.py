@@ -18,6 +18,7 @@ are the price of a reset that survives ``kill -9``.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -44,9 +45,12 @@ from tiers.folder import FolderError
 from tiers.folder import prepare as prepare_folder
 
 __all__ = [  # all that a start-up needs, in one place
+    "OnDamage",
     "Place",
     "bump_epoch",
     "describe_neighbours",
+    "judge_namespace",
+    "judge_replica",
     "make_room",
     "open_namespace",
     "open_place",
@@ -56,12 +60,14 @@ __all__ = [  # all that a start-up needs, in one place
     "replica_folder",
 ]
 
+logger = logging.getLogger(__name__)
+
 EPOCH_NAME = "epoch"
 _EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 
 
-def _no_note(line: str) -> None:
-    """For callers that keep no log."""
+def _warn(line: str) -> None:
+    logger.warning("kvtiers: %s", line)
 
 
 @dataclass(slots=True)
@@ -90,19 +96,31 @@ class Place:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class OnDamage:
+    """What becomes of a folder that cannot be trusted: it is moved aside, and ``note`` gets one
+    line about it; or, if ``is_strict``, nothing is touched and that is a ``NamespaceError``."""
+
+    note: Callable[[str], None] = _warn
+    is_strict: bool = False
+
+
+MOVE_ASIDE = OnDamage()
+
+
 def open_namespace(
-    root: str | Path, namespace: Namespace, note: Callable[[str], None] = _no_note
+    root: str | Path, namespace: Namespace, on_damage: OnDamage = MOVE_ASIDE
 ) -> Path:
     """The folder of ``namespace`` below ``root``, made or validated, marked as used now.
 
-    A folder whose manifest is missing, unreadable, or another namespace's is moved aside and an
-    empty one takes its place; ``note`` gets one line about it. Raises ``NamespaceError`` if the
-    manifest is of a newer format (nothing is touched then), ``TierUnavailableError`` if others
-    hold the lock of ``root`` for too long, and ``OSError``.
+    A folder that ``judge_namespace`` finds fault with is moved aside, and an empty one takes its
+    place. Raises ``NamespaceError`` if the manifest is of a newer format (nothing is touched
+    then), ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and
+    ``OSError``.
     """
     base = _prepare_root(root)
     with locked(base):
-        return _open_locked(base, namespace, note)
+        return _open_locked(base, namespace, on_damage)
 
 
 def open_place(
@@ -114,7 +132,7 @@ def open_place(
     engine: str,
     at_least: int = 0,
     starts: bool = False,
-    note: Callable[[str], None] = _no_note,
+    on_damage: OnDamage = MOVE_ASIDE,
 ) -> Place:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
     ``at_least`` for a server that has been further already. ``starts``: with weights from the
@@ -126,8 +144,8 @@ def open_place(
     """
     base = _prepare_root(root)
     with locked(base):
-        home = _open_locked(base, namespace, note) / f"replica-{replica}"
-        epoch = _prepare_replica(base, home, note)
+        home = _open_locked(base, namespace, on_damage) / f"replica-{replica}"
+        epoch = _prepare_replica(base, home, on_damage)
         wanted = epoch + epoch % 2 if starts else at_least
         if epoch < wanted:
             epoch = raise_epoch(home, wanted)
@@ -143,7 +161,7 @@ def open_shared_place(
     *,
     rank: int,
     engine: str,
-    note: Callable[[str], None] = _no_note,
+    on_damage: OnDamage = MOVE_ASIDE,
 ) -> Place:
     """Claim the folder of one rank beside others who share it: all replicas of all servers with
     this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
@@ -154,7 +172,7 @@ def open_shared_place(
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
-        home = _open_locked(base, namespace, note) / "replica-0"
+        home = _open_locked(base, namespace, on_damage) / "replica-0"
         folder = home / f"rank-{rank}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
@@ -226,22 +244,10 @@ def _prepare_root(root: str | Path) -> Path:
     return base
 
 
-def _open_locked(base: Path, namespace: Namespace, note: Callable[[str], None]) -> Path:
-    folder = base / namespace.name
-    trouble = _trouble(folder, namespace)
-    if trouble:
-        _quarantine(base, folder, trouble, note)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not (folder / MANIFEST_NAME).exists():
-        write_manifest(folder, namespace)
-        sync_folder(base)
-    os.utime(folder / MANIFEST_NAME)
-    return folder
-
-
-def _trouble(folder: Path, namespace: Namespace) -> str:
-    """Why this folder cannot be used as ``namespace``'s; empty if it can."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+def judge_namespace(folder: Path) -> str:
+    """Why the folder of a namespace cannot be used; empty if it can, or is not there yet. A start
+    and a look from outside both ask here. Raises ``NewerFormatError``."""
+    if _is_something_else(folder):
         return "is not a folder"
     try:
         found = read_manifest(folder)
@@ -252,33 +258,65 @@ def _trouble(folder: Path, namespace: Namespace) -> str:
     if found is None:
         content = [name for name in entries(folder) if not name.startswith(".")]
         return "has no manifest" if content else ""
-    return "" if found == namespace else "holds the manifest of another namespace"
+    return "" if found.name == folder.name else "holds the manifest of another namespace"
 
 
-def _prepare_replica(base: Path, home: Path, note: Callable[[str], None]) -> int:
-    """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
+def judge_replica(home: Path) -> str:
+    """Why the records of a replica's ranks cannot be used; empty if they can. As
+    ``judge_namespace``."""
+    if _is_something_else(home):
+        return "is not a folder"
     try:
-        epoch = read_epoch(home)
-        missing = not (home / EPOCH_NAME).exists()
-        if missing and any(name.startswith("rank-") for name in entries(home)):
-            raise NamespaceError("its epoch file is missing")
+        read_epoch(home)
     except NamespaceError as error:
-        _quarantine(base, home, str(error), note)
-        epoch, missing = 0, True
+        return str(error)
+    is_missing = not (home / EPOCH_NAME).exists()
+    if is_missing and any(name.startswith("rank-") for name in entries(home)):
+        return "its epoch file is missing"
+    return ""
+
+
+def _is_something_else(folder: Path) -> bool:
+    return folder.is_symlink() or (folder.exists() and not folder.is_dir())
+
+
+def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
+    folder = base / namespace.name
+    trouble = judge_namespace(folder)
+    if trouble:
+        _set_aside(base, folder, trouble, on_damage)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (folder / MANIFEST_NAME).exists():
+        write_manifest(folder, namespace)
+        sync_folder(base)
+    os.utime(folder / MANIFEST_NAME)
+    return folder
+
+
+def _prepare_replica(base: Path, home: Path, on_damage: OnDamage) -> int:
+    """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
+    trouble = judge_replica(home)
+    if trouble:
+        _set_aside(base, home, trouble, on_damage)
     home.mkdir(mode=0o700, exist_ok=True)
-    if missing:
-        _write_epoch(home, epoch)
+    if not (home / EPOCH_NAME).exists():
+        _write_epoch(home, 0)
         sync_folder(home.parent)
-    return epoch
+    return read_epoch(home)
 
 
-def _quarantine(base: Path, folder: Path, why: str, note: Callable[[str], None]) -> None:
+def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
+    if on_damage.is_strict:
+        raise NamespaceError(
+            f"{folder} cannot be trusted ({why}) and was left as it is. To begin empty use "
+            'recovery "quiet", or remove it with kvtiers clear'
+        )
     label = NAME.search(folder.name) or NAME.search(folder.parent.name)
     assert label is not None, folder
     aside = base / f"quarantine-{label[0]}-{secrets.token_hex(4)}"
     os.rename(folder, aside)
     sync_folder(base)
-    note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
+    on_damage.note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
 
 
 def _write_epoch(home: Path, epoch: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.store_changes import InUseError, remove_damaged
-from offload.stores import Store
+from offload.stores import Standing, Store
 from tiers.outside import Checker, Found, Health, OutsideStore
 
 
@@ -43,7 +43,8 @@ class Pace:
 class Scrubbed:
     """What was found in one store. ``gone`` were removed or replaced by the owner meanwhile;
     ``unread`` are encrypted and their key was not given. ``problem`` says why the store could not
-    be read, or not to its end."""
+    be read, or not to its end, or would not be used by a start; ``standing`` and ``remark`` are as
+    in ``offload.stores``."""
 
     store: Store
     records: int = 0
@@ -54,11 +55,13 @@ class Scrubbed:
     damaged: list[Found] = field(default_factory=list)
     removed: int = 0
     owner_pid: int | None = None
+    standing: str = Standing.WHOLE.value
     problem: str = ""
+    remark: str = ""
 
     @property
     def is_well(self) -> bool:
-        """Whether everything could be read and nothing was damaged."""
+        """Whether everything could be read, nothing was damaged and a start would use it."""
         return not (self.damaged or self.problem)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +78,9 @@ class Scrubbed:
             "unread": self.unread,
             "damaged": [_name(found) for found in self.damaged],
             "removed": self.removed,
+            "standing": self.standing,
             "problem": self.problem,
+            "remark": self.remark,
         }
 
 

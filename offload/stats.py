@@ -178,6 +178,8 @@ class WorkerStats:
     differing_chunks: int = 0
     unverified_chunks: int = 0
     corrupt_records: dict[int, int] = field(default_factory=dict)
+    set_aside: dict[int, int] = field(default_factory=dict)
+    refused_records: dict[int, int] = field(default_factory=dict)
     read_bytes: dict[int, int] = field(default_factory=dict)
     read_seconds: dict[int, float] = field(default_factory=dict)
     write_bytes: dict[int, int] = field(default_factory=dict)
@@ -186,6 +188,16 @@ class WorkerStats:
     def corrupt(self, tier: int) -> None:
         """A record that failed verification."""
         self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
+
+    def opened(self, tier: int, counts: Mapping[str, int], set_aside: int) -> None:
+        """A tier was opened; ``counts`` are what it says of itself, ``set_aside`` how much was
+        moved out of its way before."""
+        self.refused_records[tier] = counts.get("dropped_at_open", 0)
+        self.set_aside[tier] = counts.get("quarantined", 0) + set_aside
+
+    def lost(self, tier: int) -> None:
+        """A tier was opened again and holds nothing of what it held."""
+        self.set_aside[tier] = self.set_aside.get(tier, 0) + 1
 
     def read(self, tier: int, nbytes: int, seconds: float) -> None:
         """One batch read from a lower tier."""

@@ -10,10 +10,9 @@ from typing import Any
 from offload.claims import Owner
 from offload.namespace import ABSENT, Namespace, differing_fields
 from offload.namespace_cleanup import usage
-from offload.stores import Home, Store
+from offload.stores import Home, Standing, Store
 from tiers.base import TierError
-from tiers.lmdb_index import IndexUnusableError
-from tiers.outside import StoreChangedError
+from tiers.outside import OutsideStore, StoreChangedError
 
 AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
 """Upper bounds of the histogram of ages; beyond the last one is ``older``."""
@@ -23,7 +22,9 @@ FIELDS_MAX = 20
 @dataclass(slots=True)
 class StoreSummary:
     """One rank. Bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time
-    since their last use. ``hits`` stays ``None``: no tier keeps them on disk."""
+    since their last use. ``hits`` stays ``None``: no tier keeps them on disk. ``standing`` is what
+    the next start would make of it (``offload.stores.Standing``); ``problem`` says why it would
+    not be used, or cannot be read, and ``remark`` what else is to be known."""
 
     replica: int
     rank: int
@@ -43,7 +44,9 @@ class StoreSummary:
     ages: dict[str, int] = field(default_factory=dict)
     encrypted: int = 0
     hits: None = None
+    standing: str = Standing.EMPTY.value
     problem: str = ""
+    remark: str = ""
 
 
 @dataclass(slots=True)
@@ -95,21 +98,20 @@ def summarise_store(store: Store, advance: Callable[[int], None]) -> StoreSummar
     owner = store.owner()
     if owner is not None:
         found.owner_pid, found.owner_engine = owner.pid, owner.engine
-    if found.kind == "empty":
-        return found
     try:
-        _walk(store, found, advance)
+        verdict, outside = store.look()
+        found.standing = verdict.standing.value
+        found.problem, found.remark = verdict.problem, verdict.remark
+        if outside is not None:
+            _walk(outside, found, advance)
     except StoreChangedError as error:
-        found.problem = f"{error} while it was read"
-    except IndexUnusableError as error:
-        found.problem = f"damaged index: {error}"
+        found.problem = found.problem or f"{error} while it was read"
     except (OSError, TierError) as error:
-        found.problem = str(error)
+        found.problem = found.problem or str(error)
     return found
 
 
-def _walk(store: Store, found: StoreSummary, advance: Callable[[int], None]) -> None:
-    outside = store.open()
+def _walk(outside: OutsideStore, found: StoreSummary, advance: Callable[[int], None]) -> None:
     try:
         now_ns = time.time_ns()
         counts = dict.fromkeys([*(name for name, _ in AGES), "older", "unknown"], 0)

@@ -1,4 +1,9 @@
-"""Finds the stores below a folder, for the command line: whose they are, and who uses them.
+"""Finds the stores below a folder, for the command line: whose they are, who uses them, and what a
+start would make of them.
+
+``Store.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
+``judge_replica`` of the folders, ``lmdb_folder`` or ``record_folder`` of the files, and
+``judge_epochs`` of both together.
 
 A folder may be a tier's path (with namespaces, replicas and ranks below), one of these inside it,
 or the folder of a single tier that was opened without vLLM.
@@ -6,6 +11,7 @@ or the folder of a single tier that was opened without vLLM.
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,16 +20,55 @@ from typing import Any
 
 from offload.claims import Owner, entries, holder, sharers
 from offload.errors import NamespaceError
-from offload.namespace import NAME, Namespace, read_manifest
+from offload.geometry import GEOMETRY_BYTES_MAX, Geometry
+from offload.namespace import NAME, Namespace, NewerFormatError, read_manifest, read_small_file
+from offload.namespace_folders import judge_namespace, judge_replica, read_epoch
 from tiers.file_reader import FileReader, is_file_store
 from tiers.folder import LOCK_NAME as TIER_LOCK_NAME
-from tiers.lmdb_index import IndexUnusableError, index_exists
+from tiers.folder import StoreUnusableError
+from tiers.lmdb_folder import is_lmdb_store
+from tiers.lmdb_index import IndexUnusableError, check_owner
 from tiers.lmdb_reader import LmdbReader
 from tiers.outside import OutsideStore
+from tiers.record import Identity
+from tiers.reopening import judge_epochs
 
 QUARANTINE = re.compile(r"quarantine-[0-9a-f]{32}-[0-9a-f]{8}", re.ASCII)
 _REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
+
+
+class Standing(enum.Enum):
+    """What the next start would make of a store: begin with nothing, because nothing was stored
+    (``EMPTY``) or because the weights were replaced since (``STALE``); keep it (``WHOLE``); begin
+    empty because it cannot be trusted, or refuse to start where recovery is strict (``DAMAGED``);
+    refuse to start because a newer version wrote it (``NEWER``)."""
+
+    EMPTY = "empty"
+    WHOLE = "whole"
+    STALE = "stale"
+    DAMAGED = "damaged"
+    NEWER = "newer"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """See ``Standing``; ``why`` is empty if there is nothing to explain."""
+
+    standing: Standing
+    why: str = ""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the store; empty if a start finds no fault with it."""
+        if self.standing is Standing.DAMAGED:
+            return f"damaged: {self.why}"
+        return self.why if self.standing is Standing.NEWER else ""
+
+    @property
+    def remark(self) -> str:
+        """What an operator should know of a store that is not damaged."""
+        return self.why if self.standing is Standing.STALE else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +84,7 @@ class Store:
     @property
     def kind(self) -> str:
         """``lmdb``, ``file``, or ``empty``."""
-        if index_exists(self.folder):
+        if is_lmdb_store(self.folder):
             return "lmdb"
         return "file" if is_file_store(self.folder) else "empty"
 
@@ -64,8 +109,65 @@ class Store:
         locks = sorted(self.folder.glob("sharer-*.lock"))
         return claims or [owner for lock in locks if (owner := holder(lock)) is not None]
 
+    def look(self, key_file: str = "") -> tuple[Verdict, OutsideStore | None]:
+        """What a start would make of it, and its records if they can be read (the caller closes
+        that). Raises ``OSError`` or ``TierError``."""
+        has_folders = bool(NAME.fullmatch(self.namespace))
+        verdict = self._judge_folders() if has_folders else None
+        if self.kind == "empty":
+            return verdict or Verdict(Standing.EMPTY), None
+        try:
+            outside = self.open(key_file)
+        except StoreUnusableError as error:
+            return verdict or Verdict(Standing.DAMAGED, str(error)), None
+        if verdict is None and has_folders:
+            verdict = self._judge_records(outside)
+        return verdict or Verdict(Standing.WHOLE), outside
+
+    def _judge_folders(self) -> Verdict | None:
+        """What is wrong with the folders around it."""
+        replica = self.folder.parent
+        try:
+            trouble = judge_namespace(replica.parent) or judge_replica(replica)
+        except NewerFormatError as error:
+            return Verdict(Standing.NEWER, str(error))
+        return Verdict(Standing.DAMAGED, trouble) if trouble else None
+
+    def _judge_records(self, outside: OutsideStore) -> Verdict | None:
+        """Whether its records are those of its place and of its epoch."""
+        epoch = outside.epoch
+        try:
+            noted = read_epoch(self.folder.parent)  # after that: a reset changes it first
+            if outside.owner is not None:
+                records_of = self._described() or outside.owner.namespace
+                check_owner(outside.owner, Identity(records_of, self.rank))
+        except (StoreUnusableError, NamespaceError) as error:
+            return Verdict(Standing.DAMAGED, str(error))
+        if outside.is_shared:  # epochs are a matter of those who share it
+            return None
+        trouble = judge_epochs(epoch, noted)
+        if trouble:
+            return Verdict(Standing.DAMAGED, trouble)
+        start = noted + noted % 2
+        if epoch == start or self.owner() is not None:
+            return None
+        return Verdict(
+            Standing.STALE,
+            f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights were "
+            "replaced since, so none of them will be used",
+        )
+
+    def _described(self) -> bytes:
+        """Whose records the last server said that it keeps here; empty if that is not known."""
+        path = self.folder.with_name(f"{self.folder.name}.geometry.json")
+        try:
+            content = read_small_file(path, GEOMETRY_BYTES_MAX)
+            return Geometry.load(content, str(path)).records if content is not None else b""
+        except NamespaceError:
+            return b""
+
     def open(self, key_file: str = "") -> OutsideStore:
-        """Look at its records. Raises ``IndexUnusableError``, ``OSError`` or ``TierError``."""
+        """Look at its records. Raises ``StoreUnusableError``, ``OSError`` or ``TierError``."""
         if self.kind == "file":
             return FileReader(self.folder)
         is_owned = self.owner() is not None
@@ -114,10 +216,11 @@ def find_homes(folder: Path) -> list[Home]:
     inside = _inside_a_namespace(folder)
     if inside is not None:
         return [inside]
-    names = [name for name in entries(folder) if NAME.fullmatch(name)]
-    names += [name for name in entries(folder) if QUARANTINE.fullmatch(name)]
-    homes = [_home(folder / name) for name in names if _is_real(folder / name)]
-    if not homes and (index_exists(folder) or is_file_store(folder)):
+    names = entries(folder)
+    homes = [_home(folder / name) for name in names if NAME.fullmatch(name)]
+    aside = [folder / name for name in names if QUARANTINE.fullmatch(name)]
+    homes += [_home(path) for path in aside if _is_real(path)]
+    if not homes and (is_lmdb_store(folder) or is_file_store(folder)):
         homes = [Home("", folder, stores=[Store(folder)])]
     return homes
 
@@ -133,16 +236,16 @@ def _inside_a_namespace(folder: Path) -> Home | None:
 
 
 def _home(folder: Path) -> Home:
-    found = Home(folder.name, folder, stores=list(_stores(folder)))
+    found = Home(folder.name, folder)
     try:
-        namespace: Namespace | None = read_manifest(folder)
+        if NAME.fullmatch(folder.name):
+            found.problem = judge_namespace(folder)
+        if _is_real(folder):
+            found.stores = list(_stores(folder))
+            namespace: Namespace | None = read_manifest(folder)
+            found.fields = namespace.fields if namespace else {}
     except NamespaceError as error:
         found.problem = str(error)
-    else:
-        found.fields = namespace.fields if namespace else {}
-        found.problem = "" if namespace else "has no manifest"
-        if namespace and NAME.fullmatch(folder.name) and namespace.name != folder.name:
-            found.problem = "holds the manifest of another namespace"
     return found
 
 

@@ -28,7 +28,9 @@ class TierSpec:
     reached this epoch, and raises while it is not back; without it a failed tier stays shut.
     ``make`` makes a tier that is none of the configured types.
     ``notice`` is what a tier on a store tells others of its records.
-    ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch."""
+    ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch.
+    ``set_aside`` is how many folders were moved aside, because they could not be trusted, when
+    this one was claimed."""
 
     where: str
     name: str
@@ -42,6 +44,7 @@ class TierSpec:
     keep_epoch: Callable[[int], object] = lambda _epoch: None
     make: Callable[[], Tier] | None = None
     notice: Notice | None = None
+    set_aside: int = 0
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
@@ -73,7 +76,8 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     tier = _MAKERS[spec.config.type](spec, record_bytes)
     if spec.renew is None:
         return tier
-    return ReopeningTier(tier, make_again, spec.keep_epoch, spec.epoch)
+    is_strict = spec.config.recovery == Recovery.STRICT.value
+    return ReopeningTier(tier, make_again, spec.keep_epoch, spec.epoch, is_strict=is_strict)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

@@ -25,6 +25,7 @@ from offload.mounts import Spot, spot_of
 from offload.namespace import Namespace
 from offload.namespace_cleanup import other_namespaces
 from offload.namespace_folders import (
+    OnDamage,
     Place,
     describe_neighbours,
     make_room,
@@ -123,7 +124,8 @@ class TierPlaces:
         if config.shared:
             return self._shared_spec(number, name, wanted)
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
-        place = self._claim(config.path, known=wanted)
+        damage: list[str] = []
+        place = self._claim(config, known=wanted, damage=damage)
         try:
             capacity = make_room(
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
@@ -143,6 +145,7 @@ class TierPlaces:
             self.rank,
             place.epoch,
             keep_epoch=partial(raise_epoch, home),
+            set_aside=len(damage),
         )
         return replace(spec, renew=partial(self._renew, spec, place, spot))
 
@@ -160,7 +163,8 @@ class TierPlaces:
         replicas have the same folders. On a network file system what other namespaces have there is
         left alone, because whether a machine uses it cannot be seen from another."""
         config = self.config.tiers[number]
-        place = self._claim_shared(config.path)
+        damage: list[str] = []
+        place = self._claim_shared(config, damage)
         try:
             capacity = config.capacity
             if TIER_TYPES[config.type].needs_local_disk:
@@ -175,6 +179,7 @@ class TierPlaces:
         spec = TierSpec(
             *(f"$.tiers[{number}]", name, config, place.folder, share),
             *(self.identity, self.rank, place.epoch),
+            set_aside=len(damage),
         )
         return replace(spec, renew=partial(self._renew_shared, spec, place, spot))
 
@@ -185,13 +190,16 @@ class TierPlaces:
                 f"{spec.config.path} lies on another file system than before"
             )
         place.close()
-        place = self._claim_shared(spec.config.path)
+        place = self._claim_shared(spec.config, [])
         renew = partial(self._renew_shared, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim_shared(self, path: str) -> Place:
+    def _claim_shared(self, config: TierConfig, damage: list[str]) -> Place:
         place = open_shared_place(
-            path, self.namespace, rank=self.rank, engine=self.engine, note=_note
+            *(config.path, self.namespace),
+            rank=self.rank,
+            engine=self.engine,
+            on_damage=_on_damage(config, damage),
         )
         return self._described(place)
 
@@ -216,13 +224,20 @@ class TierPlaces:
         if not spot.is_same_place(spot_of(path)):
             raise TierUnavailableError(f"{path} lies on another file system than before")
         place.close()
-        place = self._claim(path, epoch)
+        place = self._claim(spec.config, epoch)
         renew = partial(self._renew, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim(self, path: str, epoch: int | None = None, known: Collection[str] = ()) -> Place:
+    def _claim(
+        self,
+        config: TierConfig,
+        epoch: int | None = None,
+        known: Collection[str] = (),
+        damage: list[str] | None = None,
+    ) -> Place:
         """The folder, for a server that starts or one that has come to this ``epoch``. Nothing is
-        said of ``known`` namespaces beside it."""
+        said of ``known`` namespaces beside it; ``damage`` is told of what was moved aside."""
+        path = config.path
         place = open_place(
             path,
             self.namespace,
@@ -231,7 +246,7 @@ class TierPlaces:
             engine=self.engine,
             at_least=epoch or 0,
             starts=epoch is None,
-            note=_note,
+            on_damage=_on_damage(config, damage if damage is not None else []),
         )
         if self.rank == 0 and not any(place.folder.iterdir()):
             for line in describe_neighbours(path, self.namespace, known):
@@ -258,3 +273,13 @@ def _check_room(
 
 def _note(line: str) -> None:
     logger.info("kvtiers: %s", line)
+
+
+def _on_damage(config: TierConfig, damage: list[str]) -> OnDamage:
+    """Warn of what is moved aside and add it to ``damage``, unless ``recovery`` forbids that."""
+
+    def note(line: str) -> None:
+        logger.warning("kvtiers: %s", line)
+        damage.append(line)
+
+    return OnDamage(note, is_strict=config.recovery == "strict")

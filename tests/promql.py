@@ -13,7 +13,7 @@ _TOKEN = re.compile(
     |(?P<sign>=~|!~|!=|==|>=|<=|[-+*/<>=(){},])""",
     re.VERBOSE,
 )
-FUNCTIONS = {"rate", "increase", "histogram_quantile"}
+FUNCTIONS = {"rate", "increase", "histogram_quantile", "time"}
 AGGREGATIONS = {"sum", "max", "min", "avg"}
 NEED_A_RANGE = {"rate", "increase"}
 MODIFIERS = {"by", "ignoring", "on", "group_left"}

@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from tiers.base import ALIGNMENT, Buffer, Key
-from tiers.file_tier import EPOCH_NAME, record_name
+from tiers.folder import StoreUnusableError
 from tiers.outside import Found, StoreChangedError
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
-from tiers.record_files import CAPACITY_NAME
+from tiers.record_files import CAPACITY_NAME, PREFIX, record_name
+from tiers.record_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
 
 BATCH = 256
 _RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_HEADER_ALONE = re.compile(r"epoch-[0-9]+", re.ASCII)
+_EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
 
 
 def is_file_store(folder: Path) -> bool:
     """Whether a file tier has worked in this folder."""
-    return any(_HEADER_ALONE.fullmatch(path.name) for path in folder.glob("epoch-*"))
+    names = [path.name for path in folder.glob("epoch*")]
+    return EPOCH_NAME in names or any(map(_EPOCH.fullmatch, names))
 
 
 class FileReader:
@@ -37,9 +39,10 @@ class FileReader:
     kind = "file"
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``OSError``."""
+        """Raises ``StoreUnusableError`` and ``OSError``."""
         self.folder = folder
-        self.epoch = self._stored_epoch()
+        self.is_shared = (folder / SHARED_NAME).exists()
+        self.epoch = self._judged_epoch()
         self.capacity_bytes = self._number(CAPACITY_NAME)  # 0 of tiers before it was noted
         self.owner: Identity | None = None
         for batch in self.batches():
@@ -51,8 +54,31 @@ class FileReader:
             with contextlib.suppress(OSError):  # removed meanwhile
                 self.file_bytes += path.lstat().st_blocks * 512
 
+    def _judged_epoch(self) -> int:
+        """The epoch, as the tier itself would find it. Raises ``StoreUnusableError``."""
+        if self.is_shared:
+            return self._stored_epoch()  # that of all who share it; nobody writes it down
+        while True:
+            text = self._text(EPOCH_NAME)
+            numbers = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*")]
+            folders = [int(number) for number in numbers if number.isdecimal()]
+            epoch, trouble = judge_epoch(text, folders, self._holds_files)
+            if not trouble:
+                return epoch
+            if self._text(EPOCH_NAME) == text:  # else its owner has begun another one meanwhile
+                raise StoreUnusableError(trouble)
+
+    def _holds_files(self, epoch: int) -> bool:
+        return any((self.folder / f"{PREFIX}{epoch}").iterdir())
+
     def _stored_epoch(self) -> int:
         return self._number(EPOCH_NAME)
+
+    def _text(self, name: str) -> str | None:
+        try:
+            return (self.folder / name).read_text(encoding="ascii", errors="replace").strip()
+        except FileNotFoundError:
+            return None
 
     def _number(self, name: str) -> int:
         """What stands in a file; 0 if it is not there, or that is no number."""

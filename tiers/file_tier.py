@@ -80,6 +80,7 @@ class FileTier(FolderTier[RecordFolder]):
         self._serial = 0
         self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
         self._counts["dropped_at_open"] = folder.dropped
+        self._counts["quarantined"] = int(folder.was_set_aside)
         self._threads = DaemonThreads("tier-file", self._depth)
         undo.callback(self._threads.stop)
         self._reclaim(folder, 0)

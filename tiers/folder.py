@@ -37,6 +37,11 @@ class FolderError(TierIoError):
     """The folder must not be used as it is; the message says why and what to do."""
 
 
+class StoreUnusableError(Exception):
+    """A tier cannot go on with what lies in its folder; the message says why. Whoever opens it
+    moves that aside or refuses to start, whoever only looks says so."""
+
+
 def prepare(folder: Path, *, allow_network: bool = False) -> None:
     """Create the folder if need be and check it. Raises ``FolderError``."""
     try:

@@ -6,6 +6,10 @@
 
 The index names the payload file by its id, so that neither is ever used with another's partner.
 A capacity covers both. Everything here blocks and runs in one thread at a time.
+
+``is_new`` and ``check_partner`` judge what lies there, beside ``lmdb_index.check_file``. Whoever
+opens a folder, and whoever only looks at it (``lmdb_reader``), calls the same three, so that a
+look from outside says what an open would do.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ logger = logging.getLogger(__name__)
 PAYLOAD_NAME = "payload.data"
 _MAGIC = b"KVTPAYL1"
 _ID_BYTES = 16
+_NO_ID = "0" * (2 * _ID_BYTES)
 
 
 # -- opening -------------------------------------------------------------------------------
@@ -46,7 +51,8 @@ _ID_BYTES = 16
 
 def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
     """Call ``open_files``. If it raises ``IndexUnusableError``, move the index aside, and the
-    payload file unless it is ours and thus reusable, and call it again: it begins empty then.
+    payload file unless it is ours, and call it again: it begins empty then. A payload file of ours
+    keeps its blocks, which means that nothing can be had from the index that was moved aside.
     Whether it came to that.
 
     With ``strict`` nothing is touched, and that is a ``TierIoError``.
@@ -59,13 +65,19 @@ def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: b
                 f"the tier in {folder} is damaged: {error}. Use recovery "
                 '"quiet" to move the files aside and start empty'
             ) from error
-        logger.warning("kvtiers: the tier in %s begins empty: %s", folder, error)
+        why = str(error)
     else:
         return False
-    names = list(lmdb_index.FILES)
-    if is_foreign(folder / PAYLOAD_NAME):
+    names, path = list(lmdb_index.FILES), folder / PAYLOAD_NAME
+    if is_foreign(path):
         names.append(PAYLOAD_NAME)
-    quarantine(folder, names)
+    aside = quarantine(folder, names)
+    if path.exists():
+        _write_first_page(path, _MAGIC + bytes(_ID_BYTES))
+    logger.warning(
+        "kvtiers: the tier in %s begins empty: %s. Its files were moved to %s",
+        *(folder, why, aside.name),
+    )
     try:
         open_files()
     except IndexUnusableError as error:
@@ -75,21 +87,57 @@ def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: b
 
 def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -> LmdbIndex:
     """The index of a folder, checked, whose partner is the payload file there; both are made if
-    there is no index. Raises ``IndexUnusableError`` and ``OSError``."""
+    nothing was stored yet. Raises ``IndexUnusableError`` and ``OSError``."""
     path = folder / PAYLOAD_NAME
-    is_new = not index_exists(folder)
     file_id = secrets.token_hex(_ID_BYTES)
-    if is_new:
-        if is_foreign(path):
-            raise IndexUnusableError(f"{path} is not ours")
+    if is_new(folder):
         with contextlib.closing(PayloadFile(path, io)) as file:
             write_id(file, file_id)
         sync_folder(folder)
     index = LmdbIndex(folder, index_bytes, Manifest(identity, file_id))
-    if is_foreign(path) or read_id(path) != index.manifest.file_id:
+    try:
+        check_partner(folder, index.manifest)
+    except BaseException:
         index.close()
-        raise IndexUnusableError(f"{path} is not the payload file of this index")
+        raise
     return index
+
+
+def is_lmdb_store(folder: Path) -> bool:
+    """Whether an LMDB tier has stored something in this folder, whatever is left of it."""
+    try:
+        return index_exists(folder) or not is_new(folder)
+    except IndexUnusableError:
+        return True
+
+
+def is_new(folder: Path) -> bool:
+    """Whether nothing was stored in a folder yet. Raises ``IndexUnusableError`` if something was,
+    and its index is gone: a payload file is longer than one page only after an index was made, and
+    has no id once an index was moved aside on purpose."""
+    path = folder / PAYLOAD_NAME
+    if index_exists(folder):
+        return False
+    if is_foreign(path):
+        raise IndexUnusableError(f"{path.name} is no file of ours")
+    if path.exists() and path.stat().st_size > ALIGNMENT and read_id(path) != _NO_ID:
+        word = "is empty" if os.path.lexists(folder / lmdb_index.DATA_NAME) else "is missing"
+        raise IndexUnusableError(
+            f"its index {lmdb_index.DATA_NAME} {word}, beside {path.stat().st_size} bytes of "
+            f"{path.name}"
+        )
+    return True
+
+
+def check_partner(folder: Path, manifest: Manifest) -> None:
+    """Raise ``IndexUnusableError`` unless the payload file is the one that the index means."""
+    path = folder / PAYLOAD_NAME
+    if not os.path.lexists(path):
+        raise IndexUnusableError(f"its {path.name} is missing")
+    if is_foreign(path):
+        raise IndexUnusableError(f"{path.name} is no file of ours")
+    if read_id(path) != manifest.file_id:
+        raise IndexUnusableError(f"{path.name} is not the one that its index means")
 
 
 def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovered:
@@ -194,3 +242,13 @@ def write_id(file: PayloadFile, file_id: str) -> None:
     file.grow(ALIGNMENT)
     file.write([page], 0)
     file.sync()
+
+
+def _write_first_page(path: Path, content: bytes) -> None:
+    """Put this at the beginning of a payload file, durably."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.pwrite(fd, content, 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)

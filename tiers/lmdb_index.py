@@ -37,6 +37,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.extents import Run, Runs
+from tiers.folder import StoreUnusableError
 from tiers.index_file import IndexFile, check_room
 from tiers.lmdb_pages import DamagedError, UnsoundError
 from tiers.lmdb_walk import walk
@@ -69,8 +70,8 @@ _DAMAGE = (
 )
 
 
-class IndexUnusableError(Exception):
-    """The index on disk cannot be used; the message says why."""
+class IndexUnusableError(StoreUnusableError):
+    """The index on disk, or what lies beside it, cannot be used; the message says why."""
 
 
 class ForeignIndexError(IndexUnusableError):
@@ -189,11 +190,7 @@ class LmdbIndex:
                 if is_new:
                     self._create(manifest)
                 self.manifest, self.epoch = self._read_meta()
-                if self.manifest.identity != manifest.identity:
-                    raise ForeignIndexError(
-                        f"it belongs to namespace {self.manifest.identity.namespace.hex()} "
-                        f"rank {self.manifest.identity.rank}"
-                    )
+                check_owner(self.manifest.identity, manifest.identity)
                 self._file.reserve(self._env.info()["map_size"])
             except BaseException as error:  # whatever it is, undo closes the environment
                 raise _translated(error) from error
@@ -287,6 +284,14 @@ class LmdbIndex:
     def close(self) -> None:
         """Release the files."""
         self._env.close()
+
+
+def check_owner(found: Identity, expected: Identity) -> None:
+    """Raise ``ForeignIndexError`` unless records are those of this namespace and rank."""
+    if found != expected:
+        raise ForeignIndexError(
+            f"its records belong to namespace {found.namespace.hex()} rank {found.rank}"
+        )
 
 
 def _remove(folder: Path) -> None:

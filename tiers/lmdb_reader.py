@@ -27,7 +27,7 @@ import lmdb
 from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.codec import Codec, KeyRing
 from tiers.direct_io import DiskIo, PayloadFile, Scratch
-from tiers.lmdb_folder import PAYLOAD_NAME, read_id
+from tiers.lmdb_folder import PAYLOAD_NAME, check_partner, is_new
 from tiers.lmdb_index import (
     DATA_NAME,
     LOCK_NAME,
@@ -62,6 +62,8 @@ class LmdbReader:
         self._path = folder / DATA_NAME
         _check_user(folder)
         if not is_owned:
+            if is_new(folder):
+                raise IndexUnusableError("nothing was stored there yet")
             check_file(folder)
         self._inode = _inode(self._path)
         try:
@@ -71,11 +73,9 @@ class LmdbReader:
                 _check_length(self._path, self._env)
                 self._meta = self._env.open_db(b"meta", create=False)
                 self._records = self._env.open_db(b"records", create=False)
-                self._read_meta()
+                check_partner(folder, self._read_meta())
                 self._file = PayloadFile(folder / PAYLOAD_NAME, DiskIo(), read_only=True)
                 undo.callback(self._file.close)
-                if read_id(folder / PAYLOAD_NAME) != self._file_id:
-                    raise IndexUnusableError("its payload file is that of another index")
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
@@ -91,18 +91,18 @@ class LmdbReader:
             raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
         self._scratch = Scratch()
 
-    def _read_meta(self) -> None:
+    def _read_meta(self) -> Manifest:
         with self._begin(self._meta) as txn:
             manifest, limits = txn.get(b"manifest"), txn.get(b"limits")
-            self._is_shared = txn.get(b"state") is not None
+            self.is_shared = txn.get(b"state") is not None
             self.epoch = int.from_bytes(txn.get(b"epoch") or b"", "little")
         if manifest is None:
             raise IndexUnusableError("it has no manifest")
         known = Manifest.load(bytes(manifest))
         self.owner: Identity = known.identity
-        self._file_id = known.file_id
         self.limits = Limits.load(limits)
         self.capacity_bytes = self.limits.capacity_bytes if self.limits else 0
+        return known
 
     @property
     def file_bytes(self) -> int:
@@ -152,7 +152,7 @@ class LmdbReader:
     def _exists(self, value: bytes) -> bool:
         """Whether a record is one of this epoch. A store that processes share may hold others, of
         those that were given other weights: they are theirs alone, and not looked at here."""
-        return not self._is_shared or epoch_of(value) == self.epoch
+        return not self.is_shared or epoch_of(value) == self.epoch
 
     def _see_epoch(self, txn: Any) -> None:
         self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")

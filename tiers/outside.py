@@ -58,6 +58,8 @@ class OutsideStore(Protocol):
     kind: str
     folder: Path
     epoch: int
+    is_shared: bool
+    """Whether its tier is one that engines share, with epochs of their own."""
     capacity_bytes: int
     """What the tier was last opened with; 0 if that is not known."""
 

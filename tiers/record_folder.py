@@ -14,18 +14,23 @@ Ownership: any thread may call, but ``begin`` only one at a time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiers.base import Key, TierIoError
 from tiers.folder import OwnerLock, prepare
 from tiers.record import Identity
-from tiers.record_files import PREFIX, Entry, RecordFiles, by_use, record_name
+from tiers.record_files import PREFIX, READ, Entry, RecordFiles, by_use, record_name
 
-__all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "RecordFolder", "record_name"]
+__all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "RecordFolder", "judge_epoch", "record_name"]
+
+logger = logging.getLogger(__name__)
 
 EPOCH_NAME = "epoch"
+EPOCH_DIGITS_MAX = 18
 MEDIUM_NAME = "medium"
 SHARED_NAME = "shared"
 """Marks a folder that engines share (``shared_folder``)."""
@@ -34,7 +39,8 @@ SHARED_NAME = "shared"
 class RecordFolder(RecordFiles):
     """See the module. ``medium`` changes when the records are lost; ``found_epoch`` is the epoch
     that was on disk, ``epoch`` the present one; ``entries`` is what was found of it, ``dropped``
-    how many files were no whole records."""
+    how many files were no whole records. ``was_set_aside`` says that it began empty because
+    nobody can know of which epoch its records were."""
 
     def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
         """Check, lock, begin ``epoch`` if that is a later one, and read every header.
@@ -52,10 +58,19 @@ class RecordFolder(RecordFiles):
                     f"{path} is shared by engines, perhaps of other machines. Give this one "
                     f'"shared": true or another path; if nobody uses it, remove {SHARED_NAME}'
                 )
-            self.found_epoch = self.epoch = self._stored_epoch()
+            self.found_epoch, trouble = self._judge_epoch()
+            self.epoch, self.was_set_aside = self.found_epoch, bool(trouble)
             self.medium = self._stored_medium()
-            self.begin(max(self.found_epoch, epoch))
+            if trouble:
+                logger.warning("kvtiers: the tier in %s begins empty: %s", path, trouble)
+                # An even epoch for a server that starts with one: odd ones mean other weights.
+                self.begin(max(epoch, self.epoch + 1 + (self.epoch + 1 - epoch) % 2))
+            else:
+                self.begin(max(self.found_epoch, epoch))
             self.entries, self.dropped = self._scan()
+            if self.dropped:
+                text = "kvtiers: %d files of the tier in %s are no whole records of it: removed"
+                logger.warning(text, self.dropped, path)
             self.note_capacity(capacity_bytes)
             undo.pop_all()
 
@@ -91,15 +106,16 @@ class RecordFolder(RecordFiles):
             self._store(EPOCH_NAME, str(epoch))
         self.epoch = epoch
 
-    def _stored_epoch(self) -> int:
-        """The epoch on disk. An unreadable one counts as beyond all folders there are."""
+    def _judge_epoch(self) -> tuple[int, str]:
+        text = self._load(EPOCH_NAME) if self._exists(EPOCH_NAME) else None
+        return judge_epoch(text, self._epochs(), self._holds_files)
+
+    def _holds_files(self, epoch: int) -> bool:
+        fd = os.open(f"{PREFIX}{epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
         try:
-            return int(self._load(EPOCH_NAME))
-        except (FileNotFoundError, ValueError) as error:
-            known = self._epochs()
-            if not known and isinstance(error, FileNotFoundError):
-                return 0
-            return max(known, default=0) + 1
+            return bool(os.listdir(fd))
+        finally:
+            os.close(fd)
 
     def _stored_medium(self) -> str:
         """The id on disk; a new one if there is none, or the records it stood for are gone."""
@@ -134,3 +150,23 @@ class RecordFolder(RecordFiles):
                 dropped += 1
                 os.unlink(f"{PREFIX}{self.epoch}/{name}", dir_fd=self._fd)
         return by_use(found), dropped
+
+
+def judge_epoch(
+    text: str | None, folders: Sequence[int], holds_files: Callable[[int], bool]
+) -> tuple[int, str]:
+    """Of which epoch the records in a folder are, and why that cannot be known (empty if it can).
+
+    ``text`` is what its epoch file says (``None``: there is none), ``folders`` are the epochs that
+    have a folder there. Whoever opens the folder, and whoever only looks at it, asks here.
+    """
+    latest = max(folders, default=0)
+    if text is None:
+        is_lost = any(map(holds_files, folders))  # else it was just being made
+        return latest, "its epoch file is missing" if is_lost else ""
+    if not (text.isascii() and text.isdecimal() and len(text) <= EPOCH_DIGITS_MAX):
+        return latest, "its epoch file is not readable"
+    epoch = int(text)
+    if epoch not in folders:
+        return max(epoch, latest), f"its epoch file says {epoch}, and {PREFIX}{epoch} is missing"
+    return epoch, ""

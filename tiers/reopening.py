@@ -56,6 +56,7 @@ class ReopeningTier(Tier):
     too, and makes another tier for the same place, not opened yet, which forgets what the medium
     holds of earlier epochs. Both may block, and raise anything while the medium is not there.
     ``noted_epoch`` is what was noted when ``tier`` was made; without ``keep_epoch`` nothing was.
+    With ``is_strict`` a medium that is ahead of it is an error, and nothing is touched.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class ReopeningTier(Tier):
         make: Callable[[int], Tier],
         keep_epoch: Callable[[int], object] | None = None,
         noted_epoch: int = 0,
+        *,
+        is_strict: bool = False,
     ) -> None:
         self._tier = tier
         self._make = make
         self._keep_epoch = keep_epoch
         self._noted_epoch = noted_epoch
+        self._is_strict = is_strict
         self._failure: TierIoError | None = None
         self._opening: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -80,6 +84,7 @@ class ReopeningTier(Tier):
         self._reset_due: int | None = None
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
+        self._begun_empty = 0
         self.reopenings = 0
 
     async def open(self) -> TierInfo:
@@ -97,16 +102,17 @@ class ReopeningTier(Tier):
         """Note the epoch that the tier was opened with, or leave it behind if it cannot be
         believed. What the tier says of itself then. Raises ``TierError``."""
         is_believed = self._keep_epoch is None or info.shared
-        if is_believed or info.found_epoch <= self._noted_epoch:
+        trouble = "" if is_believed else judge_epochs(info.found_epoch, self._noted_epoch)
+        if not trouble:
             await self._note_epoch(info.epoch)
             return info
         epoch = _as_odd(info.epoch + 1, self._noted_epoch)
-        logger.warning(
-            "kvtiers: a tier (%s %s) holds %d records of epoch %d, and epoch %d is noted beside "
-            "it: the folder was copied while its epoch changed, or its epoch file is an older one. "
-            "The records may be of other weights: the tier begins empty",
-            *(info.name, info.medium, info.record_count, info.found_epoch, self._noted_epoch),
-        )
+        if info.record_count:
+            if self._is_strict:
+                raise TierIoError(f'{trouble}. Use recovery "quiet" to begin empty')
+            text = "kvtiers: a tier (%s, medium %s) begins empty, without its %d records: %s"
+            logger.warning(text, info.name, info.medium, info.record_count, trouble)
+            self._begun_empty += 1
         await self._note_epoch(epoch)
         await self._tier.reset(epoch)
         used_bytes = int(self._tier.stats().get("used_bytes", 0))
@@ -152,7 +158,9 @@ class ReopeningTier(Tier):
         await self._tier.aclose()
 
     def stats(self) -> dict[str, Any]:
-        return self._tier.stats() | {"reopenings": self.reopenings}
+        found = self._tier.stats()
+        found["quarantined"] = int(found.get("quarantined", 0)) + self._begun_empty
+        return found | {"reopenings": self.reopenings}
 
     async def _try(self, operation: Callable[[Tier], Awaitable[T]]) -> T:
         await self._ready()
@@ -253,3 +261,15 @@ def _as_odd(epoch: int, like: int) -> int:
     """This epoch or the next one, odd or even as the other is: odd ones mean something to whoever
     gives them out."""
     return epoch + (epoch - like) % 2
+
+
+def judge_epochs(found: int, noted: int) -> str:
+    """Why records of the epoch ``found`` cannot be believed where ``noted`` is the epoch that is
+    noted beside them; empty if they can, or are to be forgotten because a later one was begun."""
+    if found <= noted:
+        return ""
+    return (
+        f"its records are of epoch {found}, beyond epoch {noted} in the epoch file: the folder was "
+        "copied while its epoch changed, or that file is an older one, and the records may be of "
+        "other weights"
+    )

@@ -155,7 +155,7 @@ def at_a_store(command: str) -> Iterator[None]:
     everything closed and nothing half done left behind.
     """
     from tiers.base import TierError
-    from tiers.lmdb_index import IndexUnusableError
+    from tiers.folder import StoreUnusableError
     from tiers.outside import StoreChangedError
 
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
@@ -164,9 +164,9 @@ def at_a_store(command: str) -> Iterator[None]:
         yield
     except StoreChangedError as error:
         give_up(command, f"{error} while it was read. Run this again")
-    except IndexUnusableError as error:
+    except StoreUnusableError as error:
         text = "A server that opens it starts empty; kvtiers clear removes it"
-        give_up(command, f"the index is damaged: {error}. {text}")
+        give_up(command, f"the store is damaged: {error}. {text}")
     except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
         give_up(command, str(error))
     finally:

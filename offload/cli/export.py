@@ -101,9 +101,12 @@ def _write(home: Home, file: Path, overwrite: bool, rate: int, key_file: str) ->
     with contextlib.ExitStack() as undo:
         stores = []
         for store in home.stores:
-            if store.kind != "empty":
-                stores.append((store, store.open(key_file)))
-                undo.callback(stores[-1][1].close)
+            verdict, outside = store.look(key_file)
+            if outside is not None:
+                stores.append((store, outside))
+                undo.callback(outside.close)
+            if verdict.problem:
+                give_up("export", f"{store.folder}: {verdict.problem}")
         total = sum(r.stored_bytes for _, out in stores for batch in out.batches() for r in batch)
         try:
             out = undo.enter_context(export_file(file, overwrite=overwrite))

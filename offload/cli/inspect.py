@@ -62,10 +62,12 @@ def inspect(
 ) -> None:
     """Show the namespaces below a tier's path: records, sizes, ages, and who uses them.
 
-    Works while a server runs on the folder. Ends with 1 if something there cannot be read.
+    Works while a server runs on the folder. Ends with 1 if something there cannot be read, or would
+    not be used by a server that starts.
     """
     from offload.metrics_page import shown_url
     from offload.store_summary import summarise, to_json
+    from offload.stores import QUARANTINE
 
     problems = Problems()
     homes = problems.homes(folder)
@@ -81,7 +83,8 @@ def inspect(
         print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
         _print(found, hits)
-    if any(home.problem or any(store.problem for store in home.stores) for home in found):
+    used = [home for home in found if not QUARANTINE.fullmatch(home.name)]
+    if any(home.problem or any(store.problem for store in home.stores) for home in used):
         raise SystemExit(1)
 
 
@@ -107,8 +110,8 @@ def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:
             out.print(line, markup=False, soft_wrap=True)
         out.print(_table(home.stores))
         for store in home.stores:
-            if store.problem:
-                line = f"  replica {store.replica} rank {store.rank}: {store.problem}"
+            for text in filter(None, (store.problem, store.remark)):
+                line = f"  replica {store.replica} rank {store.rank}: {text}"
                 out.print(line, markup=False, soft_wrap=True)
     for tier in hits:
         line = (

@@ -35,6 +35,8 @@ COUNT_NAMES = {
     "load_refusals_total": "refused loads",
     "store_refusals_total": "chunks without a slot",
     "corrupt_records_total": "corrupt records",
+    "set_aside_total": "tiers begun empty",
+    "refused_records_total": "records refused at a start",
     "write_failures_total": "records not written",
     "tier_errors_total": "tier errors",
     "hook_faults_total": "hook faults",

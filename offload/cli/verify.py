@@ -49,9 +49,10 @@ def verify(
     """Read every record and check it against its checksum, key, namespace and epoch.
 
     Damaged records are removed where no server uses the store. A running server drops them itself
-    when it reads them, and computes the prompt. Ends with 1 if anything was damaged.
+    when it reads them, and computes the prompt. Ends with 1 if anything was damaged, or if a server
+    that starts would not use what lies there.
     """
-    from offload.stores import QUARANTINE
+    from offload.stores import QUARANTINE, Standing
 
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
@@ -59,18 +60,22 @@ def verify(
     problems.key_file(key_file)
     problems.refuse("verify")
     with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
+        homes = [home for home in homes if not QUARANTINE.fullmatch(home.name)]
         results = [
             _one(store, bytes_per_s, key_file, check_only, bar)
             for home in homes
             for store in home.stores
-            if store.kind != "empty" and not QUARANTINE.fullmatch(home.name)
         ]
-    ok = all(result.is_well for result in results)
+    results = [result for result in results if result.standing != Standing.EMPTY.value]
+    faulty = {home.name: home.problem for home in homes if home.problem}
+    ok = not faulty and all(result.is_well for result in results)
     if as_json:
         stores = [result.to_json() for result in results]
-        print_json({"folder": str(folder), "ok": ok, "stores": stores})
+        print_json({"folder": str(folder), "ok": ok, "stores": stores, "namespaces": faulty})
     else:
         _print(results)
+        for name, problem in faulty.items():
+            screen().print(f"{folder / name}: {problem}", markup=False, soft_wrap=True)
     raise SystemExit(0 if ok else 1)
 
 
@@ -78,18 +83,15 @@ def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress
     """Check one store. One that cannot be opened does not keep the others from it."""
     from offload.scrub import Scrubbed, repair
     from tiers.base import TierError
-    from tiers.lmdb_index import IndexUnusableError
     from tiers.outside import StoreChangedError
 
     result = Scrubbed(store)
     try:
         _scrub(result, rate, key_file, bar)
     except StoreChangedError as error:
-        result.problem = f"{error} while it was read: run this again"
-    except IndexUnusableError as error:
-        result.problem = f"damaged index: {error}"
+        result.problem = result.problem or f"{error} while it was read: run this again"
     except (OSError, TierError) as error:
-        result.problem = str(error)
+        result.problem = result.problem or str(error)
     if not check_only:
         repair(result, key_file)
     else:
@@ -105,7 +107,11 @@ def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
     store = result.store
     if rate < 0:
         rate = parse_size(LIVE_RATE) if store.owner() else 0
-    outside = store.open(key_file)
+    verdict, outside = store.look(key_file)
+    result.standing = verdict.standing.value
+    result.problem, result.remark = verdict.problem, verdict.remark
+    if outside is None:
+        return
     try:
         total = sum(record.stored_bytes for batch in outside.batches() for record in batch)
         task = bar.add_task(f"{store.folder.name}", total=total)
@@ -146,7 +152,7 @@ def _print(results: list[Scrubbed]) -> None:
 
 def _remarks(result: Scrubbed) -> list[str]:
     place = str(result.store.folder)
-    lines = [f"{place}: {result.problem}"] if result.problem else []
+    lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
     lines += [f"{place}: damaged: key {found.key.hex()}" for found in result.damaged[:SHOWN_MAX]]
     if len(result.damaged) > SHOWN_MAX:
         lines.append(f"{place}: and {len(result.damaged) - SHOWN_MAX:,} more (--json has all)")

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from offload.planner import Planner
 
 GAUGE_PERIOD_S = 1.0
-_BY_TIER = ("corrupt_records", "read_bytes", "read_seconds", "write_bytes", "write_seconds")
+_BY_TIER = (
+    *("corrupt_records", "set_aside", "refused_records"),
+    *("read_bytes", "read_seconds", "write_bytes", "write_seconds"),
+)
 """Worker counters by tier number that become metrics with the tier's name."""
 
 
@@ -27,6 +30,7 @@ class StatsCollector:
         self._faults = faults
         self._sent: dict[str, float] = {}
         self._worker: dict[str, float] = {}
+        self._set_aside_at: dict[str, float] = {}
         self._gauges_at = 0.0
         self._log_changes = 0
 
@@ -35,7 +39,10 @@ class StatsCollector:
         for name, value in counters.items():
             metric, _, tier = name.partition(":")
             if metric in _BY_TIER and self._scheduler.planner is not None:
-                name = f"{metric}:{self._scheduler.planner.lower[int(tier)].name}"
+                tier = self._scheduler.planner.lower[int(tier)].name
+                name = f"{metric}:{tier}"
+            if metric == "set_aside":
+                self._set_aside_at[f"set_aside_timestamp_seconds:{tier}"] = time.time()
             self._worker[name] = self._worker.get(name, 0) + value
 
     def collect(self, others: Mapping[str, float]) -> OffloadStats | None:
@@ -82,6 +89,7 @@ class StatsCollector:
         if planner is None:
             return {}
         gauges: dict[str, float] = {"loading_chunks": planner.loading_chunks}
+        gauges |= self._set_aside_at
         kept = self._scheduler.kept()
         for number, index in enumerate((planner.cpu, *planner.lower), -1):
             name, space = index.name, index.space

@@ -171,6 +171,8 @@ class WorkerSide:
             rank=self._rank,
             verifier=self._verifier,
         )
+        for number, (tier, spec) in enumerate(zip(tiers, specs, strict=True)):
+            self._executor.stats.opened(number, tier.stats(), spec.set_aside)
         self._executor.start()
         return states
 

@@ -132,7 +132,7 @@ def test_a_damaged_index_is_said_and_does_no_harm(tmp_path: Path) -> None:
         (folder / "data.mdb").write_bytes(damaged)
         result = kvtiers("inspect", tmp_path, "--json")
         assert result.code == 1
-        assert "damaged index" in result.json["namespaces"][0]["stores"][0]["problem"]
+        assert "damaged: " in result.json["namespaces"][0]["stores"][0]["problem"]
         assert (folder / "data.mdb").read_bytes() == damaged
 
 

@@ -68,7 +68,7 @@ def make_store(
     **options: Any,
 ) -> Path:
     """A closed store with these records; the folder of its rank."""
-    place = open_place(root, Namespace.of(fields), replica=0, rank=rank, engine="t", note=print)
+    place = open_place(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
     with place:
         asyncio.run(_fill(place.folder, place.epoch, list(numbers), kind, rank, options))
     return place.folder

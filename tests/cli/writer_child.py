@@ -67,7 +67,7 @@ async def churn(tier: Tier, records: int, stop: asyncio.Event, counts: Counts) -
 
 
 async def main(root: str, kind: str, records: int) -> None:
-    place = open_place(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child", note=print)
+    place = open_place(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child")
     tier = make_tier(kind, place.folder, place.epoch)
     await tier.open()
     stop, counts = asyncio.Event(), Counts()

@@ -4,6 +4,7 @@ on the page."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from offload.connector.collector import StatsCollector
 from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats
 from offload.metric_table import METRICS
+from offload.tier_places import TierPlaces
 from offload.why import RequestLog
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
@@ -108,6 +110,27 @@ def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
             name = metric.removeprefix("vllm:kvtiers_").removesuffix("_total")
             there = [series for series in first if series.partition(":")[0] == name]
             assert there or not METRICS[name].counter or name == "hook_calls", rule["alert"]
+
+
+def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when: a counter that was 1 from the start has not grown."""
+    before = time.time()
+    specs = TierPlaces.specs
+    for count in (0, 1):
+        monkeypatch.setattr(
+            TierPlaces,
+            "specs",
+            lambda self, n=count: [replace(s, set_aside=n) for s in specs(self)],
+        )
+        with World(MODELS["full"], Conditions(slots=20), tmp_path / str(count), 3) as world:
+            scraped = Scraped(world)
+            live(world, 30)
+            world.executor._lose(0)  # and once while it runs
+            live(world, 30)
+            scraped.take()
+            page = scraped.page()
+        assert page["set_aside:file"] == 1 + count
+        assert page["set_aside_timestamp_seconds:file"] >= before
 
 
 def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path) -> None:

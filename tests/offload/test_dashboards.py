@@ -43,10 +43,12 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "late_answers_total": "for whoever looks into a fault",
         "hit_tokens_total": "what was planned; what came is in loaded_tokens",
         "missed_tokens_total": "loaded and wanted tokens",
+        "refused_records_total": "for whoever looks into a start",
         "requests_lost_total": "for whoever records requests",
         "resets_total": "done on request",
         "unverified_chunks_total": "for whoever looks into a fault",
         "verified_chunks_total": "for whoever looks into a fault",
+        "set_aside_total": "an alert goes by the time of the last one",
     }
     assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}
 

@@ -25,6 +25,7 @@ from offload.namespace_cleanup import (
 )
 from offload.namespace_folders import (
     EPOCH_NAME,
+    OnDamage,
     Place,
     bump_epoch,
     open_namespace,
@@ -40,8 +41,8 @@ THREE = Namespace.of({"model": "b", "tp": 2, "dtype": "bf16"})
 
 
 def place_of(root: Path, namespace: Namespace = ONE, rank: int = 0, notes: list[str] | None = None):
-    note = notes.append if notes is not None else print
-    return open_place(root, namespace, replica=0, rank=rank, engine="test", note=note)
+    on_damage = OnDamage(notes.append if notes is not None else print)
+    return open_place(root, namespace, replica=0, rank=rank, engine="test", on_damage=on_damage)
 
 
 @contextmanager

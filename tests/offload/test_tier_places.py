@@ -182,7 +182,7 @@ async def test_a_copy_that_was_made_during_resets_revives_nothing(
     await assert_misses(tier, KEYS, SIZE)
     assert info.epoch == epoch_at(path) > epoch
     assert info.epoch % 2 == 0, "a start with the weights of the files"
-    assert f"of epoch {epoch}, and epoch 0 is noted" in caplog.text
+    assert f"of epoch {epoch}, beyond epoch 0" in caplog.text
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
     await tier.aclose()
     release(spec)

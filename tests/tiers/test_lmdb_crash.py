@@ -23,6 +23,9 @@ import numpy as np
 import pytest
 
 from tiers.base import ReadOutcome, WriteOutcome
+from tiers.lmdb_folder import open_or_set_aside
+from tiers.lmdb_index import check_file
+from tiers.lmdb_store import PAYLOAD_NAME, Recovery
 from tiers.lmdb_tier import LmdbTier
 from tiers.testing import all_keys, fetch, key_of, payload_of, put
 
@@ -222,3 +225,36 @@ def test_a_reset_is_durable_at_once(tmp_path: Path) -> None:
         await tier.aclose()
 
     asyncio.run(check())
+
+
+async def test_a_start_that_was_killed_before_there_was_an_index_is_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first one, or one that had moved a damaged index aside."""
+    keys, folder = [key_of(number) for number in range(4)], tmp_path / "tier"
+    strict = {"recovery": Recovery.STRICT, "reserve_bytes": 0}
+    tier = LmdbTier(folder, CAPACITY, **strict)
+    await tier.open()
+    await put(tier, keys, SIZE)
+    await tier.aclose()
+    os.truncate(folder / PAYLOAD_NAME, 4096)
+    (folder / "data.mdb").unlink()
+    tier = LmdbTier(folder, CAPACITY, **strict)
+    assert (await tier.open()).record_count == 0
+    assert tier.stats()["quarantined"] == 0
+    await put(tier, keys, SIZE)
+    await tier.aclose()
+    os.truncate(folder / "data.mdb", 100)
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    calls = iter([lambda: check_file(folder), killed])
+    with pytest.raises(KeyboardInterrupt):
+        open_or_set_aside(folder, lambda: next(calls)(), strict=False)
+    assert "100 bytes" in caplog.text
+    caplog.clear()
+    tier = LmdbTier(folder, CAPACITY, **strict)
+    assert (await tier.open()).record_count == 0
+    assert (tier.stats()["quarantined"], caplog.text) == (0, "")
+    await tier.aclose()

@@ -107,13 +107,18 @@ async def test_the_walk_is_what_protects_an_index_of_the_right_length(tmp_path: 
     await assert_starts_empty(tmp_path)
 
 
-async def test_a_missing_index_starts_empty(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_empty", [False, True])
+async def test_an_index_that_is_gone_is_damage(tmp_path: Path, is_empty: bool) -> None:
+    """Beside a payload file that was written to it cannot be a new tier."""
     folder = await filled(tmp_path)
     (folder / "data.mdb").unlink()
-    tier = tier_at(tmp_path)
-    assert (await tier.open()).record_count == 0
-    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
-    await tier.aclose()
+    if is_empty:
+        (folder / "data.mdb").touch()
+    before = (folder / PAYLOAD_NAME).read_bytes()
+    with pytest.raises(TierIoError, match="is empty" if is_empty else "is missing"):
+        await tier_at(tmp_path, recovery=Recovery.STRICT).open()
+    assert (folder / PAYLOAD_NAME).read_bytes() == before
+    await assert_starts_empty(tmp_path)
 
 
 # -- the payload file --------------------------------------------------------------------------
