@@ -2,8 +2,8 @@
 
 Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
 and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
-runner (or to the loop itself, in one process) and own `_sources`, `_poisoned`, `_deadlines`
-and `_stalled`. Plans cross by ``call_soon_threadsafe``, answers by a deque; there is no lock.
+runner (or to the loop itself, in one process) and own `_fences` and `_open`. Plans cross by
+``call_soon_threadsafe``, answers by a deque; there is no lock.
 
 Every job is answered exactly once, also when it failed, hung or could not be understood.
 """
@@ -16,8 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.asker import Asker
+from offload.fences import Fences
+from offload.health import Health
 from offload.load_task import LoadLane, LoadTask
-from offload.owed import Deadlines, Unanswered
-from offload.plans import Answer, JobResult, Observed, Question, StepPlan, StepReport, StoreJob
+from offload.owed import OpenLoad, OpenLoads, Unanswered
+from offload.plans import (
+    Answer,
+    JobResult,
+    LoadJob,
+    Observed,
+    Question,
+    StepPlan,
+    StepReport,
+    StoreJob,
+)
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
 from offload.tier_writer import TierWriter
@@ -91,7 +101,6 @@ class Executor:
         self.limits = limits or ExecutorLimits()
         self.stats = verifier.stats if verifier is not None else WorkerStats()
         self._verifier = verifier
-        self.degraded = ""
         self._engine = engine
         self._groups = {group.group: group for group in groups}
         self._tiers = tuple(tiers)
@@ -120,11 +129,10 @@ class Executor:
         self._asker = Asker(self._tiers, self._writers, self._see)
         self._answers: deque[tuple[int, Answer]] = deque()
         self._results: deque[tuple[int, JobResult]] = deque()
-        self._ended: deque[tuple[str, bool]] = deque()
-        self._sources: dict[int, Future[None]] = {}
-        self._poisoned: set[int] = set()
-        self._deadlines = Deadlines()
-        self._stalled = False
+        self._ended: deque[tuple[int, bool]] = deque()
+        self._fences = Fences()
+        self._open = OpenLoads()
+        self._health = Health()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: Callable[[], None] = lambda: None
@@ -138,29 +146,35 @@ class Executor:
         if self._verifier is not None:
             self._verifier.after_step(plan)
         due = time.monotonic() + self.limits.load_timeout_s + STALL_S
-        for load in plan.loads:
-            self._deadlines.expect(load, due)
-        if self._stalled:
-            nobody = replace(plan, deletes={}, touches={}, demotes=(), reset=False, epochs={})
-            self._refuse(Unanswered(nobody), RuntimeError("the loop does not answer"))
-            self._refuse_on_loop(plan)
+        loads = self._open.expect(plan.loads, due)
+        if self._health.is_stalled:
+            self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), questions=())
+        elif plan.loads and self._open.are_stuck:
+            self._refuse_unposted(plan, (), "copies of earlier loads hang")
+            plan = replace(plan, loads=())
         try:
-            sources: dict[int, Future[None]] = {store.job: Future() for store in plan.stores}
-            self._sources |= sources
+            sources = self._fences.add(plan.stores)
             after = self._engine.record_event()
-            self._loop.call_soon_threadsafe(self.accept, plan, sources, after)
+            self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
         except Exception as error:  # the plan's jobs must be answered all the same
-            for store in plan.stores:
-                self._sources.pop(store.job, None)
-            self._refuse(Unanswered(plan), error)
-            self._refuse_on_loop(plan)
+            self._fences.remove(store.job for store in plan.stores)
+            self._degrade(f"a plan could not be posted: {error!r}")
+            self._refuse(Unanswered(plan))
+            self._refuse_on_loop(plan.loads)
 
-    def _refuse_on_loop(self, plan: StepPlan) -> None:
+    def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
+        """Fail the loads of a plan and these stores without the loop, which has no part in them."""
+        if count := self._lane.failed.add(why):
+            logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
+        self._refuse(Unanswered(StepPlan(loads=plan.loads, stores=tuple(stores))))
+        self._refuse_on_loop(plan.loads)
+
+    def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
         """Nobody may join what these loads were to read, nor wait for their parts."""
-        if plan.loads and self._loop is not None:
+        if loads and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
-                self._loop.call_soon_threadsafe(self._lane.refuse, plan.loads)
+                self._loop.call_soon_threadsafe(self._lane.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:
         """Call before the step's forward pass, which may overwrite what it does not own."""
@@ -173,23 +187,11 @@ class Executor:
         A store that has not even started by then never will; one that is under way is failed,
         whatever it copies. Either way its slot is never committed.
         """
-        deadline = time.monotonic() + self.limits.fence_timeout_s
-        for job in jobs:
-            source = self._sources.get(job)
-            if source is None:
-                continue
-            try:
-                source.result(max(0.0, deadline - time.monotonic()))
-            except (FutureTimeoutError, CancelledError):
-                self.poison([job])
-                self.stats.fence_timeouts += 1
+        self.stats.fence_timeouts += self._fences.wait(jobs, self.limits.fence_timeout_s)
 
     def poison(self, jobs: Sequence[int]) -> None:
         """Fail these stores, whatever they copy from here on."""
-        for job in jobs:
-            if job in self._sources:
-                self._sources[job].cancel()
-                self._poisoned.add(job)
+        self._fences.poison(jobs)
 
     def drain(self, wait_s: float = 0.0) -> Drained:
         """Everything that ended since the last call; waits for a first result at most
@@ -202,21 +204,16 @@ class Executor:
                 time.sleep(0.0001)
         out = Drained()
         while self._ended:
-            request, ok = self._ended.popleft()
-            if not self._deadlines.ended(request) and request in self._lane.forsaken:
-                continue
-            out.finished.add(request)
-            if not ok:
-                out.failed.add(request)
-        self._stalled = self._stalled and not self._results
+            job, is_ok = self._ended.popleft()
+            self._open.end(job, is_ok=is_ok)
         while self._results:
             job, result = self._results.popleft()
-            if job in self._poisoned:
-                self._poisoned.discard(job)
-                result = JobResult(failed=True)
-            self._sources.pop(job, None)
-            out.report.results[job] = result
-        self._forsake(out)
+            out.report.results[job] = self._fences.answered(job, result)
+        self._watch_loop()
+        for request, is_ok in self._open.take_ended():
+            out.finished.add(request)
+            if not is_ok:
+                out.failed.add(request)
         while self._seen:
             tier, seen = self._seen.popleft()
             out.report.see(tier, self.rank, seen)
@@ -225,17 +222,15 @@ class Executor:
             out.report.answers[number] = answer
         return out
 
-    def _forsake(self, out: Drained) -> None:
-        """End loads that the loop should have ended long ago. Their slots stay taken: nobody knows
-        who still writes there."""
-        late = self._deadlines.take_overdue(time.monotonic())
-        for request in late:
-            self._lane.forsaken.add(request)
-            out.finished.add(request)
-            out.failed.add(request)
-        if late:
-            self._stalled = True
-            self._degrade(f"the loop does not answer; {len(late)} loads were given up")
+    def _watch_loop(self) -> None:
+        """Give up loads that should have ended long ago, and see whether the loop still turns: a
+        loop that stands still is given nothing to copy. Slots of such loads stay taken, because
+        reads may still write into them."""
+        now = time.monotonic()
+        late = self._open.give_up_overdue(now)
+        if late and self._loop is not None:
+            self._health.suspect(self._loop.call_soon_threadsafe, late, now)
+        self._health.look(now)
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -253,20 +248,23 @@ class Executor:
         self,
         plan: StepPlan,
         sources: dict[int, Future[None]],
+        loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
         """Start everything in a plan. Order: reset, deletes, stores, demotes, loads."""
         unanswered = Unanswered(plan)
         try:
-            self._accept(plan, sources, after, unanswered)
+            self._accept(plan, sources, loads, after, unanswered)
         except Exception as error:  # every job must be answered, whatever went wrong
-            self._refuse(unanswered, error)
+            self._degrade(f"a plan could not be carried out: {error!r}")
+            self._refuse(unanswered)
             self._lane.refuse(unanswered.loads)
 
     def _accept(
         self,
         plan: StepPlan,
         sources: dict[int, Future[None]],
+        loads: dict[int, OpenLoad],
         after: object | None,
         unanswered: Unanswered,
     ) -> None:
@@ -290,9 +288,8 @@ class Executor:
             if load.part:
                 self._lane.go_on(load)
             else:
-                self._spawn(self._run_load(self._lane.open(load, after)))
+                self._spawn(self._run_load(self._lane.open(load, loads[load.job], after)))
                 unanswered.jobs.remove(load.job)
-                unanswered.requests.remove(load.request)
             unanswered.loads.remove(load)
 
     def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
@@ -350,26 +347,26 @@ class Executor:
             task.give_up(late=True)
             self.stats.load_timeouts += 1
             await task.copies_ended()
-            self._end_request(task.request, ok=False)
+            self._end_load(task.job, is_ok=False)
             self._answer(task.job, await body)
             return
         result = await body
         # The answer first: whoever sees that the request has ended must find it.
         self._answer(task.job, result)
-        self._end_request(task.request, ok=not (result.failed or result.bad))
+        self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
-    def _refuse(self, unanswered: Unanswered, error: Exception) -> None:
+    def _refuse(self, unanswered: Unanswered) -> None:
         """Fail what nobody has taken charge of."""
-        self._degrade(f"a plan could not be carried out: {error!r}")
         for job in unanswered.jobs:
             self._answer(job, JobResult(failed=True))
-        for request in unanswered.requests:
-            self._end_request(request, ok=False)
+        for load in unanswered.loads:
+            if not load.part:
+                self._end_load(load.job, is_ok=False)
 
-    def _end_request(self, request: str, *, ok: bool) -> None:
-        if request:  # nobody waits for a probe
-            self._ended.append((request, ok))
-            self._on_result()
+    def _end_load(self, job: int, *, is_ok: bool) -> None:
+        """Have the request told of the end of its load, if this is a load and one waits for it."""
+        self._ended.append((job, is_ok))
+        self._on_result()
 
     def _see(self, tier: int, seen: Observed) -> None:
         self._seen.append((tier, seen))
@@ -393,11 +390,13 @@ class Executor:
         if not task.cancelled() and task.exception() is not None:
             self._degrade(f"a transfer task died: {task.exception()!r}")
 
+    @property
+    def degraded(self) -> str:
+        """Why this rank stores nothing at present; empty if it does."""
+        return self._health.degraded
+
     def _degrade(self, why: str) -> None:
-        """Stop storing; loads go on as long as they work. One line in the log."""
-        if not self.degraded:
-            self.degraded = why
-            logger.error("kvtiers: offloading is degraded on this rank: %s", why)
+        self._health.degrade(why, time.monotonic())
 
     async def settle(self) -> None:
         """Wait until the tiers have done everything that was posted so far."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from offload.owed import OpenLoad
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.staging import Staging, Window
 from offload.stats import WorkerStats
@@ -78,12 +79,11 @@ class LoadLane:
         self._fills: dict[int, asyncio.Future[bool]] = {}
         self._open: dict[int, LoadTask] = {}
         self.failed = Tally()  # copies
-        self.forsaken: set[str] = set()  # requests that were told of a failure without this loop
 
-    def open(self, job: LoadJob, after: object | None = None) -> LoadTask:
+    def open(self, job: LoadJob, load: OpenLoad, after: object | None = None) -> LoadTask:
         """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
         GPU blocks wait for ``after``: a pass that was launched before may still read them."""
-        task = LoadTask(self, job, after)
+        task = LoadTask(self, job, load, after)
         task.add(job)
         self._open[job.job] = task
         return task
@@ -155,10 +155,11 @@ class LoadTask:
     """One load. `run` returns when nobody touches its slots any more: when all parts have come and
     ended, or it was given up and those that had come have ended."""
 
-    def __init__(self, lane: LoadLane, job: LoadJob, after: object | None) -> None:
+    def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
         self.job = job.job
         self.request = job.request
         self._lane = lane
+        self._load = load
         self._items: list[LoadItem] = []
         self._after = after
         self._is_whole = False
@@ -218,7 +219,7 @@ class LoadTask:
                 await self._news.wait()
                 self._news.clear()
                 if self._new:
-                    parts.append(self._start())
+                    parts += self._start()
                 if self._is_whole or self._abandoned:
                     break
             for outcome in [one for part in parts for one in await part]:
@@ -242,16 +243,21 @@ class LoadTask:
             wrong=self._wrong,
         )
 
-    def _start(self) -> asyncio.Future[list[BaseException | None]]:
-        """Begin with what has come."""
+    def _start(self) -> list[asyncio.Future[list[BaseException | None]]]:
+        """Begin with what has come; with nothing if that cannot be understood."""
         items, self._new = self._new, []
-        ready, joined, reads = self._sort(items)
+        try:
+            ready, joined, reads = self._sort(items)
+        except Exception as error:  # what has begun must come to its end all the same
+            logger.warning("kvtiers: a part of a load could not be read: %r", error)
+            self.give_up()
+            return []
         pieces = [self._join(ready), self._join(joined)]
         pieces += [self._read(tier, batch) for tier, batch in reads]
         part = asyncio.gather(*pieces, return_exceptions=True)
         self._running += 1
         part.add_done_callback(self._part_ended)
-        return part
+        return [part]
 
     def _part_ended(self, _part: object) -> None:
         self._running -= 1
@@ -346,9 +352,6 @@ class LoadTask:
         """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""
         if not items or not items[0].blocks or self._abandoned:
             return
-        if self.request in self._lane.forsaken:
-            self._failed = True
-            return
         if slots is None:
             slots = [item.slot for item in items]
         by_group: dict[int, list[int]] = {}
@@ -365,7 +368,11 @@ class LoadTask:
         self._copying += 1
         self._no_copies.clear()
         try:
-            await self._lane.engine.submit_load(batches, self._after).completed()
+            ticket = self._load.submit(lambda: self._lane.engine.submit_load(batches, self._after))
+            if ticket is None:
+                self._failed = True
+                return
+            await ticket.completed()
             if self._lane.verifier is not None:
                 wrong = await self._lane.verifier.wrong(items)
                 self._wrong |= wrong

@@ -449,8 +449,7 @@ class World:
     def _fence_and_turn(self, jobs: Any) -> None:
         """The loop turns until the fenced stores have read, as its own thread would see to."""
         for _ in range(10_000):
-            waiting = [job for job in jobs if job in self.executor._sources]
-            if all(self.executor._sources[job].done() for job in waiting):
+            if not any(map(self.executor._fences.is_reading, jobs)):
                 break
             self._loop.turn(1)
             self.engine.advance()

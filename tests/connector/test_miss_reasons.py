@@ -203,7 +203,7 @@ def test_deadline(world: World) -> None:
     run_load = world.executor._run_load
 
     async def late(task: Any) -> None:
-        world.executor._end_request(task.request, ok=False)
+        world.executor._end_load(task.job, is_ok=False)
         task.give_up(late=True)
         world.executor._answer(task.job, await task.run())
 

@@ -12,7 +12,7 @@ import pytest
 from offload import executor as executor_module
 from offload.load_planner import NOBODY
 from offload.load_task import LoadLane, LoadTask
-from offload.owed import Deadlines
+from offload.owed import OpenLoads
 from offload.plans import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
 from tests.offload.small_model import compute, keys, wrong_blocks
 from tests.offload.test_executor import KEYS, Rank, fill, rank_with
@@ -268,18 +268,19 @@ def test_a_chunk_that_nobody_holds_survives_being_pickled() -> None:
 
 
 def test_a_load_is_due_after_its_last_part() -> None:
-    deadlines = Deadlines()
-    deadlines.expect(part(0, [4]), 1.0)
-    assert deadlines.take_overdue(100.0) == []
-    deadlines.expect(part(1, [4], last=True), 50.0)
-    assert deadlines.take_overdue(49.0) == []
-    assert deadlines.take_overdue(51.0) == ["r"]
-    assert not deadlines.ended("r")
-    deadlines.expect(part(2, [4], last=True), 50.0)
-    assert deadlines.take_overdue(51.0) == [], "it has ended already"
-    deadlines.expect(part(0, [4]), 1.0)
-    assert deadlines.ended("r")
-    deadlines.expect(part(1, [4], last=True), 2.0)
-    assert deadlines.take_overdue(3.0) == []
-    deadlines.expect(LoadJob(8, "", ()), 1.0)
-    assert deadlines.take_overdue(3.0) == [], "nobody waits for a probe"
+    loads = OpenLoads()
+    loads.expect([part(0, [4])], 1.0)
+    assert not loads.give_up_overdue(100.0)
+    loads.expect([part(1, [4], last=True)], 50.0)
+    assert not loads.give_up_overdue(49.0)
+    assert loads.give_up_overdue(51.0) == 1
+    assert loads.take_ended() == [("r", False)]
+    loads.expect([part(2, [4], last=True)], 50.0)
+    assert not loads.give_up_overdue(51.0), "it has ended already"
+    loads.expect([part(0, [4])], 1.0)
+    loads.end(7, is_ok=True)
+    assert loads.take_ended() == [("r", True)]
+    loads.expect([part(1, [4], last=True)], 2.0)
+    assert not loads.give_up_overdue(3.0)
+    loads.expect([LoadJob(8, "", ())], 1.0)
+    assert not loads.give_up_overdue(3.0), "nobody waits for a probe"

@@ -189,7 +189,9 @@ class Engine(Server):
 
     def _cut_loads(self, rank: Rank) -> None:
         """A load that has not ended on a rank when the reset reaches it must fail."""
-        ended = {request for request, _ in rank.executor._ended} | set(rank.finished)
+        open_loads = rank.executor._open._open
+        ended = {open_loads[job].request for job, _ in rank.executor._ended if job in open_loads}
+        ended |= set(rank.finished)
         for request in self.loading.values():
             if request.planned_under < self.epoch and request.name not in ended:
                 request.must_fail = True

@@ -67,10 +67,10 @@ class Rank:
     async def fence(self, plan: StepPlan, patient: bool) -> None:
         """Wait for the fenced stores as the driver's thread would, in virtual time; an impatient
         driver runs into the fence's timeout at once."""
-        jobs = [self.executor._sources.get(job) for job in plan.fence]
+        fences = self.executor._fences
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FENCE_S
-        while patient and any(j is not None and not j.done() for j in jobs):
+        while patient and any(map(fences.is_reading, plan.fence)):
             if loop.time() > deadline:
                 break
             await asyncio.sleep(0.001)

@@ -17,6 +17,7 @@ import pytest
 from offload.breaker import Breaker
 from offload.errors import InvariantError
 from offload.executor import Executor
+from offload.fences import Fences
 from offload.gates import TierGate
 from offload.index import TierIndex
 from offload.ledger import Job, Ledger
@@ -129,7 +130,7 @@ def slots_are_free_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
         if not done:
             task.give_up()
         self._answer(task.job, result)
-        self._end_request(task.request, ok=not (result.failed or result.bad))
+        self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
     patch.setattr(Executor, "_run_load", run)
 
@@ -196,7 +197,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
     "failed stores are committed": (failed_stores_are_good, BROKEN_COPIES, WRONG_BYTES),
     "pins are forgotten": (no_pins, SMALL, WRONG_BYTES + "|index|KeyError"),
     "a fence that timed out is forgotten": (
-        skip(Executor, "poison"),
+        skip(Fences, "poison"),
         replace(SMALL, patience=0.0),
         WRONG_BYTES,
     ),

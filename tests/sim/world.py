@@ -273,11 +273,10 @@ class World(Engine):
             assert not executor._tasks, f"tasks are left: {executor._tasks}"
             assert not executor._lane._open, f"loads are left: {executor._lane._open}"
             assert executor._lane.staging.free == STAGING, "staging buffers got lost"
-            assert not executor._sources, f"stores are left: {executor._sources}"
-            deadlines = executor._deadlines
-            owed = [*deadlines._due, *deadlines._partial]
+            fences, owed = executor._fences, executor._open._open
+            assert not fences._reading, f"stores are left: {fences._reading}"
             assert not owed, f"requests are owed an answer: {owed}"
-            assert not executor._poisoned, f"poisoned stores are left: {executor._poisoned}"
+            assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"
             for key in planner.cpu._resident:
                 slot = planner.cpu.place(key)
                 assert rank.slot_is_right(key, slot, self.epoch), f"slot {slot} of {key.hex()}"

@@ -1,0 +1,202 @@
+"""Loads that end late, badly or twice, under vLLM's real scheduler: what it does with their blocks
+and with the requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload.executor
+from tests.connector.oracle_models import MODELS
+from tests.connector.oracle_world import Conditions, World
+from tests.connector.test_miss_reasons import PROMPT, stored
+from tests.connector.test_requests_told import _request
+
+OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
+"""Prompts without a common prefix: together they need all blocks of the GPU."""
+
+
+class Clock:
+    """Stands for the module ``time`` where the executor asks how late it is."""
+
+    ahead_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(offload.executor, "time", made)
+    return made
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
+        yield made
+        made.check_idle()
+
+
+@pytest.fixture
+def failed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that vLLM has been told of, that their loads failed."""
+    names: list[str] = []
+    update = world.connector._scheduler.update
+
+    def noted(report: Any, finished: Any, failures: Any) -> None:
+        names.extend(failures)
+        update(report, finished, failures)
+
+    monkeypatch.setattr(world.connector._scheduler, "update", noted)
+    return names
+
+
+def ask(world: World, name: str, prompt: list[int]) -> None:
+    world.scheduler.add_request(_request(world, name, prompt, None))
+
+
+@contextmanager
+def still(world: World) -> Iterator[None]:
+    """The worker's loop does not turn."""
+    usual = world._conditions
+    world._conditions = dataclasses.replace(usual, late=0)
+    yield
+    world._conditions = usual
+
+
+@contextmanager
+def copies_hang(world: World) -> Iterator[None]:
+    """Copies into GPU blocks that were submitted run only afterwards."""
+    lane = world.engine._load
+    hanging, lane.queue = lane.queue, deque()
+    yield
+    lane.queue.extendleft(reversed(hanging))
+
+
+def begin_load(world: World, name: str, prompt: list[int] = PROMPT) -> None:
+    """Ask for a prompt, and let the loop turn until a copy for it was submitted."""
+    ask(world, name, prompt)
+    with still(world):
+        for _ in range(1000):
+            if world.engine._load.queue:
+                return
+            world.step()
+            world._loop.turn(1)
+    raise AssertionError("no copy was submitted")
+
+
+def pass_deadlines(world: World, clock: Clock) -> None:
+    clock.ahead_s += world.executor.limits.load_timeout_s + offload.executor.STALL_S + 1
+
+
+def blocks_of(world: World, name: str) -> set[int]:
+    return set(world.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+
+def test_blocks_are_not_given_away_while_a_load_copies_into_them(
+    world: World, clock: Clock, failed: list[str]
+) -> None:
+    """The process stands still for longer than a load may take, with copies submitted."""
+    stored(world)
+    begin_load(world, "late")
+    held = blocks_of(world, "late")
+    with still(world), copies_hang(world):
+        pass_deadlines(world, clock)
+        for name, prompt in enumerate(OTHERS):
+            ask(world, f"other {name}", prompt)
+        for _ in range(30):
+            world.step()
+            world.check()
+            assert all(
+                held.isdisjoint(blocks_of(world, name))
+                for name in world.scheduler.requests
+                if name != "late"
+            )
+        assert world.finished > 1, "others are served meanwhile"
+    world.drain()
+    world.check()
+    assert failed == ["late"]
+
+
+def test_a_request_is_told_at_the_deadline_if_nothing_copies(world: World, clock: Clock) -> None:
+    stored(world)
+    ask(world, "late", PROMPT)
+    with still(world):
+        world.step()
+        assert world.scheduler.requests["late"].num_computed_tokens
+        pass_deadlines(world, clock)
+        for _ in range(60):
+            world.step()
+        assert "late" not in world.scheduler.requests, "it was computed"
+    world.drain()
+    world.check()
+
+
+def test_a_rank_stores_again_when_its_loop_turns_again(world: World, clock: Clock) -> None:
+    stored(world)
+    ask(world, "late", PROMPT)
+    with still(world):
+        world.step()
+        pass_deadlines(world, clock)
+        world.step()
+        assert world.executor.degraded
+    world.drain()
+    assert world.executor.degraded == ""
+    ask(world, "new", OTHERS[0])
+    world.drain()
+    world.forget_locally()
+    before = world.loaded()["cpu"]
+    ask(world, "again", OTHERS[0])
+    world.drain()
+    assert world.loaded()["cpu"] - before == 100
+
+
+def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
+    world: World, clock: Clock, failed: list[str]
+) -> None:
+    """A client uses a name twice. The first load is given up and still reads from the disk."""
+    keys = stored(world)
+    ask(world, "before", OTHERS[0])
+    world.drain()
+    world.forget_locally()
+    world.planner.cpu.drop(keys)
+    tier = world.executor._tiers[0]
+    read, held = tier.read, world._loop.loop.create_future()
+
+    async def hanging(*arguments: Any) -> Any:
+        await held
+        return await read(*arguments)
+
+    tier.read = hanging
+    ask(world, "same", PROMPT)
+    with still(world):
+        world.step()
+        pass_deadlines(world, clock)
+        world.step()
+    while "same" in world.scheduler.requests:
+        world.step()
+    assert failed == ["same"]
+    begin_load(world, "same", OTHERS[0])
+    with still(world), copies_hang(world):
+        held.set_result(None)
+        for _ in range(200):
+            world._loop.turn(1)
+            world.step()
+        assert failed == ["same"]
+        assert "same" in world.scheduler.requests, "the second load copies"
+    world.drain()
+    world.check()
+    assert failed == ["same"]
+    assert world.planner.totals()["late_answers"] == 0
