@@ -24,7 +24,8 @@ class StoreSummary:
     """One rank. Bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time
     since their last use. ``hits`` stays ``None``: no tier keeps them on disk. ``standing`` is what
     the next start would make of it (``offload.stores.Standing``); ``problem`` says why it would
-    not be used, or cannot be read, and ``remark`` what else is to be known."""
+    not be used, or cannot be read, and ``remark`` what else is to be known. ``aside_bytes`` is what
+    its tier moved aside, because it could not be trusted."""
 
     replica: int
     rank: int
@@ -47,6 +48,7 @@ class StoreSummary:
     standing: str = Standing.EMPTY.value
     problem: str = ""
     remark: str = ""
+    aside_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ def _cut(value: Any) -> str:
 def summarise_store(store: Store, advance: Callable[[int], None]) -> StoreSummary:
     """One walk. What cannot be read is said in ``problem``."""
     found = StoreSummary(store.replica, store.rank, store.kind)
+    found.aside_bytes = sum(usage(path)[0] for path in store.aside())
     owner = store.owner()
     if owner is not None:
         found.owner_pid, found.owner_engine = owner.pid, owner.engine

@@ -22,10 +22,11 @@ from offload.claims import Owner, entries, holder, sharers
 from offload.errors import NamespaceError
 from offload.geometry import GEOMETRY_BYTES_MAX, Geometry
 from offload.namespace import NAME, Namespace, NewerFormatError, read_manifest, read_small_file
+from offload.namespace_cleanup import QUARANTINE, TRASH
 from offload.namespace_folders import judge_namespace, judge_replica, read_epoch
 from tiers.file_reader import FileReader, is_file_store
 from tiers.folder import LOCK_NAME as TIER_LOCK_NAME
-from tiers.folder import StoreUnusableError
+from tiers.folder import QUARANTINE_PREFIX, StoreUnusableError
 from tiers.lmdb_folder import is_lmdb_store
 from tiers.lmdb_index import IndexUnusableError, check_owner
 from tiers.lmdb_reader import LmdbReader
@@ -33,7 +34,6 @@ from tiers.outside import OutsideStore
 from tiers.record import Identity
 from tiers.reopening import judge_epochs
 
-QUARANTINE = re.compile(r"quarantine-[0-9a-f]{32}-[0-9a-f]{8}", re.ASCII)
 _REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
 
@@ -108,6 +108,10 @@ class Store:
         claims = sharers(self.claim) if self.namespace else []
         locks = sorted(self.folder.glob("sharer-*.lock"))
         return claims or [owner for lock in locks if (owner := holder(lock)) is not None]
+
+    def aside(self) -> list[Path]:
+        """Folders of files that its tier moved aside, because they could not be trusted."""
+        return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
     def look(self, key_file: str = "") -> tuple[Verdict, OutsideStore | None]:
         """What a start would make of it, and its records if they can be read (the caller closes
@@ -196,6 +200,21 @@ class Home:
         """The model's name, empty if it is not known."""
         return model_of(self.fields)
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether it was moved aside because it could not be trusted."""
+        return bool(QUARANTINE.fullmatch(self.name))
+
+    @property
+    def is_trash(self) -> bool:
+        """Whether it was removed, and not all of it could be deleted."""
+        return bool(TRASH.fullmatch(self.name))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a start may use what lies here, so that damage in it matters."""
+        return not (self.is_aside or self.is_trash)
+
     def owners(self) -> list[Owner]:
         """Who uses any of its ranks now."""
         return [owner for store in self.stores for owner in store.owners()]
@@ -209,8 +228,9 @@ def model_of(fields: dict[str, Any]) -> str:
 
 
 def find_homes(folder: Path) -> list[Home]:
-    """Everything of ours at or below ``folder``: namespaces by name, then what was moved aside, or
-    one nameless home with the single tier that lies here. Raises ``NotADirectoryError``."""
+    """Everything of ours at or below ``folder``: namespaces by name, then what was moved aside and
+    what is left of removed ones, or one nameless home with the single tier that lies here. Raises
+    ``NotADirectoryError``."""
     if not folder.is_dir():
         raise NotADirectoryError(str(folder))
     inside = _inside_a_namespace(folder)
@@ -220,6 +240,8 @@ def find_homes(folder: Path) -> list[Home]:
     homes = [_home(folder / name) for name in names if NAME.fullmatch(name)]
     aside = [folder / name for name in names if QUARANTINE.fullmatch(name)]
     homes += [_home(path) for path in aside if _is_real(path)]
+    trash = [folder / name for name in names if TRASH.fullmatch(name)]
+    homes += [Home(path.name, path, problem="could not be deleted") for path in trash]
     if not homes and (is_lmdb_store(folder) or is_file_store(folder)):
         homes = [Home("", folder, stores=[Store(folder)])]
     return homes

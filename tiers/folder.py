@@ -153,7 +153,7 @@ def quarantine(folder: Path, names: Iterable[str]) -> Path:
     """Move the named files out of the way; returns where to. Raises ``FolderError``."""
     try:
         for old in folder.glob(QUARANTINE_PREFIX + "*"):
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # somebody may remove it at the same time
         target = folder / f"{QUARANTINE_PREFIX}{time.time_ns()}"
         target.mkdir(mode=MODE)
         for name in names:

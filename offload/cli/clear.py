@@ -37,6 +37,9 @@ LIVE_SHARED = (
 )
 
 
+AGAIN = "It counts towards the capacity. See to the cause and run this again"
+
+
 @app.command()
 def clear(
     folder: Folder,
@@ -62,7 +65,8 @@ def clear(
     """Remove namespaces by name, model or age; what a running server uses stays.
 
     Options of several kinds must all fit. Works while servers run on other namespaces of the same
-    path. Ends with 1 if something stays because it is in use.
+    path. What an earlier run could not delete is tried again. Ends with 1 if something stays
+    because it is in use or could not be deleted.
     """
     from offload.clearing import Wanted, find_removals, remove
 
@@ -98,7 +102,7 @@ def _check(
         problems.add("what to remove", "is not said", fix)
     if not homes:
         return
-    names = [home.name for home in homes]
+    names = [home.name for home in homes if not home.is_trash]
     models = sorted({home.model for home in homes if home.model})
     for name in wanted.names:
         if not any(known.startswith(name) for known in names) or not name:
@@ -127,7 +131,9 @@ def _print_plan(removals: list[Removal]) -> None:
             name, justify="right" if name in ("size", "last used") else "left", overflow="fold"
         )
     for removal in removals:
-        what = "everything" if removal.is_whole else f"{sum(removal.old.values()):,} records"
+        what = f"{sum(removal.old.values()):,} records" if removal.old else "everything"
+        what = "what was moved aside" if removal.aside else what
+        what = "what is left of a removed one" if removal.home.is_trash else what
         pids = sorted({str(owner.pid) for owner in removal.owners})
         table.add_row(
             removal.home.name,
@@ -143,6 +149,7 @@ def _print_plan(removals: list[Removal]) -> None:
 def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) -> None:
     """Say what was done; ends the program."""
     kept = [removal for removal in removals if removal.owners and not removal.done]
+    stuck = [removal for removal in removals if removal.problem]
     if as_json:
         found = [removal.to_json() for removal in removals]
         print_json({"folder": folder, "dry_run": dry_run, "namespaces": found})
@@ -151,9 +158,11 @@ def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) 
         if done:
             size = size_text(sum(removal.size_bytes for removal in done))
             print(f"removed {size} in {len(done)} of {len(removals)} namespaces")
+        for removal in stuck:
+            print(f"{removal.problem}. {AGAIN}", file=sys.stderr)
         for removal in kept:
             pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
             is_shared = any(store.sharers() for store in removal.home.stores)
             line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids)
             print(f"{removal.home.name or removal.home.folder}: {line}", file=sys.stderr)
-    raise SystemExit(1 if kept else 0)
+    raise SystemExit(1 if kept or stuck else 0)

@@ -67,7 +67,6 @@ def inspect(
     """
     from offload.metrics_page import shown_url
     from offload.store_summary import summarise, to_json
-    from offload.stores import QUARANTINE
 
     problems = Problems()
     homes = problems.homes(folder)
@@ -83,8 +82,8 @@ def inspect(
         print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
         _print(found, hits)
-    used = [home for home in found if not QUARANTINE.fullmatch(home.name)]
-    if any(home.problem or any(store.problem for store in home.stores) for home in used):
+    served = [about for home, about in zip(homes, found, strict=True) if home.is_served]
+    if any(home.problem or any(store.problem for store in home.stores) for home in served):
         raise SystemExit(1)
 
 
@@ -110,7 +109,9 @@ def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:
             out.print(line, markup=False, soft_wrap=True)
         out.print(_table(home.stores))
         for store in home.stores:
-            for text in filter(None, (store.problem, store.remark)):
+            aside = f"{size_text(store.aside_bytes)} were moved aside as damaged"
+            told = (store.problem, store.remark, aside if store.aside_bytes else "")
+            for text in filter(None, told):
                 line = f"  replica {store.replica} rank {store.rank}: {text}"
                 out.print(line, markup=False, soft_wrap=True)
     for tier in hits:

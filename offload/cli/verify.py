@@ -52,7 +52,7 @@ def verify(
     when it reads them, and computes the prompt. Ends with 1 if anything was damaged, or if a server
     that starts would not use what lies there.
     """
-    from offload.stores import QUARANTINE, Standing
+    from offload.stores import Standing
 
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
@@ -60,7 +60,7 @@ def verify(
     problems.key_file(key_file)
     problems.refuse("verify")
     with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
-        homes = [home for home in homes if not QUARANTINE.fullmatch(home.name)]
+        homes = [home for home in homes if home.is_served]
         results = [
             _one(store, bytes_per_s, key_file, check_only, bar)
             for home in homes

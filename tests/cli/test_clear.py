@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from offload.namespace import Namespace
-from offload.namespace_folders import open_shared_place
+from offload.namespace_folders import make_room, open_shared_place
 from tests.cli.world import (
     FIELDS,
     OTHER,
+    SIZE,
     Result,
     kvtiers,
     make_store,
@@ -31,6 +35,7 @@ NAMES = {
     for key, fields in {"llama": FIELDS, "qwen": OTHER, "llama2": THIRD}.items()
 }
 DAY_NS = 86_400 * 10**9
+NOBODY = 65_534
 
 
 @pytest.fixture
@@ -205,3 +210,110 @@ def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
     assert f"shared by pid {os.getpid()}: not removed" in result.err
     assert "POST" not in result.err
     assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are root's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def as_nobody(root: Path) -> Iterator[None]:
+    """A plain user whose folder this is: root may delete everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        for path in (root, *root.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_what_cannot_be_deleted_is_said_and_tried_again(place: Path) -> None:
+    """A folder that refuses, as one on a read-only or failing part of the disk does."""
+    root = place / "kv"
+    folder = make_store(root, range(4))
+    make_store(root, range(4), fields=OTHER)
+    kvtiers("inspect", root)  # imports what the commands need
+    with as_nobody(root):
+        folder.chmod(0o500)
+        result = clear(root, "--namespace", NAMES["llama"])
+        [trash] = root.glob(".trash-*")
+        assert result.code == 1
+        for words in (str(trash), "could not be deleted", "Permission denied", "run this again"):
+            assert words in result.err
+        assert "removed" not in result.out
+        again = clear(root, "--namespace", NAMES["llama2"], "--json")
+        assert again.code == 2, "there is no such namespace"
+        seen = kvtiers("inspect", root, "--json")
+        size = {home["name"]: home["disk_bytes"] for home in seen.json["namespaces"]}[trash.name]
+        assert size >= 4 * SIZE
+        assert f"{trash.name}" in kvtiers("inspect", root).out
+        assert kvtiers("verify", root).code == 0
+        again = clear(root, "--namespace", NAMES["qwen"], "--json")
+        told = {one["namespace"]: one for one in again.json["namespaces"]}
+        assert (again.code, told[trash.name]["left_bytes"]) == (1, size)
+        assert (told[NAMES["qwen"]]["removed"], told[trash.name]["removed"]) == (True, False)
+        listed = kvtiers("clear", root, "--all", "--dry-run")
+        assert "what is left of a removed one" in listed.out.replace("\n", " ")
+        (trash / "replica-0" / "rank-0").chmod(0o700)
+        assert clear(root, "--all").code == 0
+        assert left(root) == set()
+
+
+def test_what_cannot_be_deleted_counts_at_a_start(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = place / "kv"
+    folder = make_store(root, range(4))
+    own = Namespace.of(OTHER)
+    capacity = 1 << 30
+    with as_nobody(root):
+        folder.chmod(0o500)
+        for _ in range(2):  # every rank gets the same answer
+            left_bytes = capacity - make_room(root, own, capacity, others_share=0.0)
+            [trash] = root.glob(".trash-*")
+            assert left_bytes >= 4 * SIZE
+            assert f"{trash} " in caplog.text
+            assert "could not be deleted" in caplog.text
+        (trash / "replica-0" / "rank-0").chmod(0o700)
+        assert make_room(root, own, capacity, others_share=0.0) == capacity
+        assert left(root) == set()
+
+
+def test_links_and_files_in_the_place_of_a_namespace(root: Path) -> None:
+    """Removed as what they are; where a link leads to nothing is touched."""
+    elsewhere = root.parent / "elsewhere"
+    (root / NAMES["llama"]).rename(elsewhere)
+    (root / NAMES["llama"]).symlink_to(elsewhere)
+    shutil.rmtree(root / NAMES["qwen"])
+    (root / NAMES["qwen"]).write_text("x")
+    before = sorted(elsewhere.rglob("*"))
+    assert clear(root, "--all").code == 0
+    assert left(root) == set()
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_what_a_tier_moved_aside_is_shown_and_removed(root: Path) -> None:
+    """Inside a namespace that is used, also beside its server."""
+    folder = root / NAMES["llama"] / "replica-0" / "rank-0"
+    (folder / "data.mdb").write_bytes(b"x" * 8192)
+    make_store(root, range(2))
+    [aside] = folder.glob("quarantine-*")
+    [found] = [h for h in kvtiers("inspect", root, "--json").json["namespaces"]
+               if h["name"] == NAMES["llama"]]  # fmt: skip
+    assert found["stores"][0]["aside_bytes"] >= 8192
+    assert "moved aside as damaged" in kvtiers("inspect", root).out
+    assert clear(root, "--set-aside", "--model", "tiny/qwen").code == 0
+    assert aside.exists()
+    with writer(root) as live:
+        assert clear(root, "--set-aside").code == 0
+        assert live.stop()[2:] == (0, 0)
+    assert not aside.exists()
+    assert left(root) == {"llama", "qwen", "llama2"}
