@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def without_faults(shops: Sequence[Workshop], mutants: Iterable[Mutant]) -> Run:
     """Run every test that is to see a fault, without any; files are shared out among the shops."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    files = {test.partition("::")[0]: [] for test in tests}
+    files: dict[str, list[str]] = {test.partition("::")[0]: [] for test in tests}
     for test in tests:
         files[test.partition("::")[0]].append(test)
     shares: list[list[str]] = [[] for _ in shops]

@@ -156,6 +156,7 @@ class Bed:
             [self.disk],
             demotions=[self.queue],
             max_load_chunks=4,
+            max_load_blocks=4,
             admission=cpu_admission,
         )
 
@@ -238,6 +239,10 @@ def test_low_priority_may_use_half_of_the_load_budget() -> None:
     assert bed.planner.can_load(1, 1, low)
     assert not bed.planner.can_load(2, 2, low)
     assert bed.planner.can_load(2, 2)
+    assert bed.planner.can_load(0, 1, low)
+    assert not bed.planner.can_load(0, 2, low), "half of the GPU blocks, too"
+    assert not bed.planner.can_load(2, 0, low)
+    assert bed.planner.can_load(0, 2)
 
 
 def test_high_priority_passes_admission_but_not_the_write_budget() -> None:

@@ -130,14 +130,55 @@ def test_reachable_chunks_are_those_that_some_boundary_needs(seed):
         layout = random_layout(rng)
         step = layout.alignment_tokens
         for group in layout.groups:
-            size, needed = group.chunk_tokens, set()
-            for boundary in range(step, 7 * step, step):
-                tail = group.tail_start(boundary)
-                needed |= {token // size for token in range(tail, boundary)}
-                needed |= {boundary // size} if group.draft else set()
-            chunks = range(6 * step // size)
+            needed = set().union(*(needed_at(group, 0, b) for b in range(step, 7 * step, step)))
+            chunks = range(6 * step // group.chunk_tokens)
             reachable = {i for i in chunks if Coordinator(layout).reachable(group, i)}
             assert reachable == needed & set(chunks), (seed, group)
+
+
+def needed_at(group: GroupLayout, start: int, boundary: int) -> set[int]:
+    """Chunks without which the group cannot go on at ``boundary``, the proof of a draft's too."""
+    size = group.chunk_tokens
+    tokens = range(max(start, group.tail_start(boundary)), boundary)
+    return {token // size for token in tokens} | ({boundary // size} if group.draft else set())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_everything_that_a_hit_could_need_is_wanted(seed):
+    rng = random.Random(seed)
+    for _ in range(40):
+        layout = random_layout(rng)
+        step = layout.alignment_tokens
+        keys = keys_of(layout, 8 * step)
+        start, limit = sorted(rng.sample(range(7 * step), 2))
+        start -= start % step
+        wanted = set(Coordinator(layout).wanted(keys, start, limit))
+        for boundary in range(start + step, limit + 1, step):
+            for group, mine in zip(layout.groups, keys, strict=True):
+                needed = {mine[chunk] for chunk in needed_at(group, start, boundary)}
+                assert needed <= wanted, (seed, layout, start, limit, boundary)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_the_next_boundary_lacks_is_named(seed):
+    rng, named = random.Random(seed), 0
+    for _ in range(40):
+        layout = random_layout(rng)
+        step = layout.alignment_tokens
+        keys = keys_of(layout, 8 * step)
+        present = {key for group in keys for key in group if rng.random() < 0.8}
+        coordinator = Coordinator(layout)
+        hit = coordinator.longest_hit(keys, present, 0, 6 * step)
+        lacks = {
+            (at, chunk)
+            for at, group in enumerate(layout.groups)
+            for chunk in needed_at(group, 0, coordinator.next_boundary(hit))
+            if keys[at][chunk] not in present
+        }
+        found = coordinator.first_missing(keys, present_in(present), 0, hit)
+        assert found in lacks if lacks else found is None, (seed, layout, hit)
+        named += len(lacks) > 0
+    assert named
 
 
 def test_presence_over_several_tiers():

@@ -8,13 +8,32 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.keys import group_of, groups_of, joined, pack_keys, unpack_keys
+from offload.keys import chunk_keys, group_of, groups_of, joined, pack_keys, unpack_keys
 from tiers.base import stored_keys
 
 one_length = st.integers(1, 40).flatmap(
     lambda length: st.lists(st.binary(min_size=length, max_size=length))
 )
 lengths_of_all_kinds = st.lists(st.binary(max_size=8))
+
+
+HASHES = [bytes([n]) * 32 for n in range(7)]
+
+
+def test_a_key_is_the_hash_at_the_end_of_its_chunk_and_its_group() -> None:
+    """That hash covers everything before it; the first one in the chunk does not."""
+    assert chunk_keys(HASHES, 3, 2) == [HASHES[at] + b"\0\0\0\3" for at in (1, 3, 5)]
+    assert chunk_keys(HASHES, 3, 2, 1, end_chunk=2) == [HASHES[3] + b"\0\0\0\3"]
+    assert chunk_keys(HASHES[:5], 3, 2) == chunk_keys(HASHES, 3, 2)[:2], "whole chunks only"
+
+
+def test_groups_and_adapters_share_no_key() -> None:
+    """An adapter's content is no part of vLLM's hash: two of the same name have equal hashes."""
+    told = [(group, identity) for group in (0, 1, 256) for identity in (b"", b"one", b"other")]
+    keys = [chunk_keys(HASHES, group, 1, identity=identity) for group, identity in told]
+    assert len({key for mine in keys for key in mine}) == len(told) * len(HASHES)
+    assert [group_of(mine[0]) for mine in keys] == [group for group, _ in told]
+    assert keys[1] == chunk_keys(HASHES, 0, 1, identity=b"one"), "it is the same in each process"
 
 
 @given(keys=one_length | lengths_of_all_kinds)

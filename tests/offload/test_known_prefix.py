@@ -53,8 +53,9 @@ class World:
         self.every = [key for keys in self.keys for key in keys]
         self.cpu = TierIndex("cpu", SlotSpace(len(self.every)), LruPolicy())
         self.disk = TierIndex("disk", ByteSpace(10**6), LruPolicy())
-        infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1,)) for g in groups}
-        self.planner = Planner(infos, self.cpu, [self.disk])
+        self.other = TierIndex("other", ByteSpace(10**6), LruPolicy())
+        infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
+        self.planner = Planner(infos, self.cpu, [self.disk, self.other])
         self.room = LookupRoom(self.planner.removals, STEP, FEW)
         self.known = KnownPrefix()
         self.limit = CHUNKS * CHUNK
@@ -78,7 +79,7 @@ class World:
     def change(self) -> None:
         """Something comes or goes, in one of the ways that there are."""
         some = self.random.sample(self.every, self.random.choice([1, 1, 2, 6]))
-        index = self.random.choice([self.cpu, self.disk])
+        index = self.random.choice([self.cpu, self.disk, self.other])
         what = self.random.random()
         if what < 0.5:
             self.put(index, some)
@@ -89,8 +90,9 @@ class World:
         elif what < 0.82:
             index.clear()
         elif what < 0.85:
-            pace = self.planner.gates.tiers[0].pace
-            pace.pays = not pace.pays  # the disk is asked or not
+            gates = self.planner.gates.tiers
+            for gate in self.random.sample(gates, self.random.choice([1, 2])):
+                gate.pace.pays = not gate.pace.pays  # that disk is asked or not
         elif what < 0.92:
             self.load()
         else:
@@ -156,6 +158,18 @@ def _any_holders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(known_prefix._Run, "is_of", lambda self, first, holders: True)
 
 
+def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
+    """One disk is shut out and another is not any more: other holders, but as many."""
+    is_of = known_prefix._Run.is_of
+    patch.setattr(
+        known_prefix._Run,
+        "is_of",
+        lambda self, first, holders: (
+            is_of(self, first, self.holders) and len(holders) == len(self.holders)
+        ),
+    )
+
+
 def _trust_the_gap(patch: pytest.MonkeyPatch) -> None:
     extend = known_prefix._Run.extend
     patch.setattr(
@@ -164,7 +178,15 @@ def _trust_the_gap(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [_forget_to_note, _forget_to_note_all, _do_not_cut, _any_holders, _trust_the_gap]
+    "plant",
+    [
+        _forget_to_note,
+        _forget_to_note_all,
+        _do_not_cut,
+        _any_holders,
+        _as_many_holders,
+        _trust_the_gap,
+    ],
 )
 def test_planted_faults_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -183,6 +205,26 @@ def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
     world.disk.drop(keys)
     assert world.ask() == world.truth() == 4 * CHUNK, "it is being read"
     world.planner.complete(StepReport({world.loads[0]: JobResult(failed=True)}))
+    world.room.next_step()
+    assert world.ask() == world.truth() == 0
+
+
+def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> None:
+    """A step whose budget is used up leaves that to the next; nobody may count on the chunks."""
+    world = World(0)
+    keys = world.keys[0][:8]
+    world.put(world.disk, keys)
+    world.planner.plan_load("back", [Run(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
+    world.loads += [load.job for load in world.planner.step().loads]
+    world.load()
+    world.disk.drop(keys)
+    while (found := world.ask()) is None:
+        world.room.next_step()
+    assert found == world.truth() == 8 * CHUNK, "they are being read"
+    world.planner.budget.spend(10**6)
+    failed = JobResult(failed=True)
+    world.planner.complete(StepReport(dict.fromkeys(world.loads, failed)))
+    assert world.cpu.filling_count == 4, "the first four of the prompt"
     world.room.next_step()
     assert world.ask() == world.truth() == 0
 

@@ -193,6 +193,22 @@ def test_two_loads_may_wait_for_the_same_chunks() -> None:
     bed.end(mine[0].job)
 
 
+def test_an_answer_ends_only_its_own_load() -> None:
+    """A name may come back while an earlier load under it still flies (a read that hangs)."""
+    bed = Bed()
+    bed.store(LONG)
+    bed.planner.plan_load("r", [run(range(3))])
+    (old,) = bed.step().loads
+    bed.planner.request_ended("r")
+    assert bed.planner.loading_chunks == 0
+    new = bed.load("r")
+    assert bed.planner.loading_chunks == len(LONG)
+    bed.planner.complete(StepReport({old.job: JobResult()}))
+    assert bed.planner.loading_chunks == len(LONG), "the new load has not ended"
+    assert keys_in([new, *bed.parts()]) == [key_of(n) for n in LONG], "nor is it cut short"
+    bed.end(new.job)
+
+
 def test_a_request_that_is_aborted_loads_no_more() -> None:
     bed = Bed()
     bed.store(LONG)

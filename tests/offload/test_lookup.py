@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.chunks import GroupInfo, Run
+from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
+from offload.controls import Controls
 from offload.coordinator import Coordinator
 from offload.gates import Gates
 from offload.index import TierIndex
@@ -49,9 +50,11 @@ def slow(planner: Planner, tier: int) -> None:
         planner.gates.tiers[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
-def chunks_to_load(planner: Planner, start: int = 0) -> int:
+def chunks_to_load(planner: Planner, start: int = 0, origin: Origin = UNKNOWN) -> int:
     first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupRoom(planner.removals)
-    found = tokens_to_load(Coordinator(LAYOUT), planner, [KEYS], first, limit, room, KnownPrefix())
+    found = tokens_to_load(
+        Coordinator(LAYOUT), planner, [KEYS], first, limit, room, KnownPrefix(), origin
+    )
     assert found is not None
     return found // CHUNK
 
@@ -79,6 +82,13 @@ def test_what_the_gpu_holds_already_does_not_count() -> None:
     slow(planner, 0)
     assert chunks_to_load(planner) == 15
     assert chunks_to_load(planner, start=6) == 6
+
+
+@pytest.mark.parametrize(("tokens", "loaded"), [(0, 2), (CHUNK - 1, 2), (3 * CHUNK, 5), (900, 9)])
+def test_a_client_bounds_what_is_loaded(tokens: int, loaded: int) -> None:
+    planner = planner_with(9)
+    origin = Origin(controls=Controls(max_load_tokens=tokens))
+    assert chunks_to_load(planner, start=2, origin=origin) == loaded
 
 
 def test_each_of_two_tiers_is_weighed_by_itself() -> None:

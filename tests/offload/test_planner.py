@@ -133,6 +133,20 @@ def test_a_store_that_finds_no_slot_can_be_asked_again() -> None:
     assert planner.plan_store(wanted(1, 2, 3)) == 2  # dirty chunks are not evicted
 
 
+def test_no_more_is_stored_at_a_time_than_may_be() -> None:
+    groups = {GROUP: GroupInfo("full", 16, ())}
+    cpu = TierIndex("cpu", SlotSpace(8), LruPolicy())
+    planner = Planner(groups, cpu, max_store_chunks=3)
+    assert planner.plan_store(wanted(1, 2)) == 2
+    assert planner.plan_store(wanted(3, 4, 5, block=3)) == 1
+    first, second = planner.step().stores
+    assert planner.plan_store(wanted(4, 5, block=4)) == 0, "they are still under way"
+    finish(planner, first.job)
+    assert planner.plan_store(wanted(4, 5, 6, block=4)) == 2
+    finish(planner, second.job)
+    planner.check()
+
+
 def test_a_committed_chunk_is_written_through_and_then_found_below() -> None:
     planner = make(slots=2)
     stored(planner, 1, 2)
