@@ -162,6 +162,21 @@ def test_a_number_that_cannot_be_published_costs_no_other(tmp_path: Path) -> Non
     assert page["loads"] == 0.0
 
 
+def test_what_ranks_report_between_two_scrapes_adds_up(tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+        scraped = Scraped(world)
+        scraped.take()
+        collector: Any = world.connector._collector
+        before = scraped.page()
+        collector.add_worker_counters({"store_bytes": 5.0, "read_bytes:0": 1.0})
+        collector.add_worker_counters({"store_bytes": 7.0, "read_bytes:0": 2.0})
+        scraped.take()
+        after = scraped.page()
+    name = world.planner.lower[0].name
+    grown = {n: after[n] - before[n] for n in ("store_bytes", f"read_bytes:{name}")}
+    assert grown == {"store_bytes": 12.0, f"read_bytes:{name}": 3.0}
+
+
 def test_stats_of_several_steps_add_up() -> None:
     """vLLM adds up what it has no time to publish: counters are summed, gauges are the last."""
     first = OffloadStats(data={"loads": 2, "used_ratio:cpu": 0.5})

@@ -280,7 +280,9 @@ def test_budget(world: World) -> None:
     stored(world)
     world.planner._loads.loading = 1
     world.planner._loads._max_chunks = 2
-    assert reason(serve(world, "b", PROMPT)) is Reason.BUDGET
+    found = serve(world, "b", PROMPT)
+    assert reason(found) is Reason.BUDGET
+    assert (found.loaded, world.planner.totals()["loads"]) == ({}, 0), "it was computed"
 
 
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])

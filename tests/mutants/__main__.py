@@ -14,14 +14,15 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 
 from tests.mutants.catalogue import CatalogueError, Mutant, choose, load
 from tests.mutants.workshop import Result, Run, Verdict, Workshop
@@ -47,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{mutant.id:52} {mutant.breaks}" for mutant in chosen))
         return 0
-    with tempfile.TemporaryDirectory(prefix="kvtiers-mutants-") as folder:
-        jobs = max(1, min(options.jobs, len(chosen)))
-        shops = [Workshop(Path(folder) / str(number)) for number in range(jobs)]
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(TemporaryDirectory(prefix="kvtiers-mutants-")))
+        shops = []
+        for number in range(max(1, min(options.jobs, len(chosen)))):
+            shops.append(Workshop(folder / str(number)))
+            undo.callback(shops[-1].close)
         base = without_faults(shops, chosen)
         wrong = unfit(base, chosen)
         if wrong:
@@ -70,8 +74,8 @@ def without_faults(shops: Sequence[Workshop], mutants: Iterable[Mutant]) -> Run:
     for test in tests:
         files[test.partition("::")[0]].append(test)
     shares: list[list[str]] = [[] for _ in shops]
-    for number, ids in enumerate(files.values()):
-        shares[number % len(shops)] += ids
+    for number, file in enumerate(sorted(files)):
+        shares[number % len(shops)] += files[file]
     print(f"{len(tests)} tests and files of tests without a fault ...", flush=True)
     began = time.monotonic()
     whole = Run(0, "")

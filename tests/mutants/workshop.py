@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,16 @@ from tests.mutants.outcomes import TO
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", ".*_cache", ".cache", ".hypothesis", ".demo", "__pycache__", "*.egg-info"
 )
+NEED_VLLM = ("tests/connector/", "tests/vllm/")
+IMPORTS = {
+    "torch": ["torch"],
+    "vllm": [
+        "torch",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    ],
+}
+"""What takes longer to import than most tests take."""
 LEAST_LIMIT_S = 120.0
 LIMIT_FACTOR = 20.0
 """A run may take this many times what its tests take without a fault, and never less than the
@@ -73,48 +84,82 @@ def _selects(wanted: str, test: str) -> bool:
 
 
 class Workshop:
-    """One copy of the tree. A fault is planted, the tests run, and the file put back."""
+    """One copy of the tree in which a fault is planted, the tests run, and the file put back."""
 
     def __init__(self, folder: Path) -> None:
         self.tree = folder / "tree"
-        self._scratch = folder / "scratch"
-        self._log = folder / "outcomes"
+        self._folder = folder
         self._plants = 0
+        self._servers: dict[str, subprocess.Popen[str]] = {}
         shutil.copytree(ROOT, self.tree, ignore=NOT_COPIED, symlinks=True)
+
+    def close(self) -> None:
+        """End the processes that run tests."""
+        for server in self._servers.values():
+            server.kill()
+            server.communicate()
+
+    def _server(self, tests: Sequence[str]) -> subprocess.Popen[str]:
+        """A process that has imported what these tests need and what takes long."""
+        needed = "vllm" if any(test.startswith(NEED_VLLM) for test in tests) else "torch"
+        if needed not in self._servers:
+            with (self._folder / "server").open("ab") as log:
+                self._servers[needed] = subprocess.Popen(
+                    [sys.executable, "-m", "tests.mutants.server", *IMPORTS[needed]],
+                    cwd=self.tree,
+                    env=os.environ | {"PYTHONPATH": str(self.tree), TO: str(self._outcomes)},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+        return self._servers[needed]
+
+    @property
+    def _outcomes(self) -> Path:
+        return self._folder / "outcomes"
 
     def run(self, tests: Sequence[str], limit_s: float, *, stop_at_first: bool) -> Run:
         """Run these tests; a hang ends at ``limit_s``."""
-        self._log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-        command += ["-p", "tests.mutants.outcomes", f"--basetemp={self._scratch}"]
-        command += ["--hypothesis-seed=0", f"--timeout={limit_s:.0f}"]
-        command += ["-x"] if stop_at_first else []
-        env = os.environ | {"PYTHONPATH": str(self.tree), TO: str(self._log)}
-        process = subprocess.Popen(
-            [*command, *tests],
-            cwd=self.tree,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        output = self._folder / "output"
+        for path in (self._outcomes, output):
+            path.unlink(missing_ok=True)
+        arguments = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "tests.mutants.outcomes"]
+        arguments += [f"--basetemp={self._folder / 'scratch'}", f"--timeout={limit_s:.0f}"]
+        arguments += ["--hypothesis-seed=0", *(["-x"] if stop_at_first else []), *tests]
+        order: dict[str, object] = {"arguments": arguments, "output": str(output)}
+        code = self._serve(self._server(tests), order, limit_s + 30)
+        run = Run(code, output.read_text(errors="replace") if output.exists() else "")
+        return self._read(run)
+
+    def _serve(
+        self, server: subprocess.Popen[str], order: dict[str, object], limit_s: float
+    ) -> int | None:
+        """The exit code of an order; ``None`` if it was stopped at the limit."""
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        child, late = server.stdout.readline(), threading.Event()
+        if not child:
+            log = (self._folder / "server").read_text(errors="replace")
+            raise RuntimeError(f"the process that runs the tests has ended: {log[-2000:]}")
+
+        def stop() -> None:
+            late.set()
+            kill_group(int(child))
+
+        timer = threading.Timer(limit_s, stop)
+        timer.start()
         try:
-            output, _ = process.communicate(timeout=limit_s + 30)
-            code: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            code = None
+            code = int(server.stdout.readline())
         finally:
-            with contextlib.suppress(ProcessLookupError):  # what the tests have left behind
-                os.killpg(process.pid, signal.SIGKILL)
-        if code is None:
-            output, _ = process.communicate()
-        return self._read(Run(code, output))
+            timer.cancel()
+            kill_group(int(child))  # what the tests have left behind
+        return None if late.is_set() else code
 
     def _read(self, run: Run) -> Run:
-        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        lines = self._outcomes.read_text().splitlines() if self._outcomes.exists() else []
         for record in map(json.loads, lines):
             test, outcome = record["id"], record["outcome"]
             if outcome == "began":
@@ -145,6 +190,12 @@ class Workshop:
             os.utime(path, (stamp, stamp))
         verdict, by = judge(run)
         return Result(mutant, verdict, by, time.monotonic() - began)
+
+
+def kill_group(group: int) -> None:
+    """End all processes of a group, if there are any."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def judge(run: Run) -> tuple[Verdict, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.departures import Cause
+from offload.departures import Cause, Departure
 from offload.gates import Gates
 from offload.metric_table import METRICS, SECTIONS, reference
 from offload.plans import Observed
@@ -58,6 +58,28 @@ def test_what_is_counted_has_a_place() -> None:
         assert name in METRICS, flat
         assert len(labels) == len(METRICS[name].labels), flat
     assert f"misses:{Reason.EVICTED.value}" in counted
+
+
+def test_why_chunks_have_left_is_counted_and_remembered() -> None:
+    stats = PlannerStats(["lmdb"], now=7.0)
+    stats.evicted(-1, [b"a", b"b"])
+    stats.dropped(0, [b"c", b"d", b"e"], corrupt={b"d"})
+    stats.refused(-1, [b"f"], Cause.NO_ROOM)
+    stats.stored(0, [b"g"], [b"h"])
+    assert stats.removed == {"cpu:evicted": 2, "lmdb:corrupt": 1, "lmdb:lost": 2}
+    found = {key: stats.departures.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
+    assert found == {
+        b"a": Departure(Cause.EVICTED, -1, 7.0),
+        b"c": Departure(Cause.LOST, 0, 7.0),
+        b"d": Departure(Cause.CORRUPT, 0, 7.0),
+        b"f": Departure(Cause.NO_ROOM, -1, 7.0),
+        b"h": Departure(Cause.FAILED, 0, 7.0),
+    }
+    assert stats.departures.find(b"g") is None
+    stats.reset([b"a"], {-1: 3, 0: 0})
+    assert stats.removed["cpu:reset"] == 3
+    assert stats.departures.find(b"c") is None, "a reset forgets everything"
+    assert stats.departures.find(b"a") == Departure(Cause.RESET, -1, 7.0)
 
 
 def test_hits_and_misses_of_tiers_add_up_to_what_was_wanted() -> None:

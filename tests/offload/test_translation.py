@@ -246,14 +246,31 @@ def test_the_comparison_sees_a_wrong_ratio() -> None:
     assert not (into == case.record(1, 0)).all()
 
 
-def test_seed_case_4_ratios_34_and_66_are_expanded_with_the_writers() -> None:
+@pytest.mark.parametrize("kernel_tokens", [(4, 6), (6, 4), (2, 3), (8, 12), (12, 8)])
+@pytest.mark.parametrize("chunk_blocks", [(1, 1), (1, 2), (2, 1)])
+def test_kernel_blocks_that_overlap_in_part(
+    chunk_blocks: tuple[int, int], kernel_tokens: tuple[int, int]
+) -> None:
+    """Neither size divides the other: a copy ends where a kernel block of either side ends."""
+    there, here = (
+        Cut(blocks, 48 // blocks // tokens, tokens)
+        for blocks, tokens in zip(chunk_blocks, kernel_tokens, strict=True)
+    )
+    case = example(heads=4, ranks=(1, 2), rank=1, cuts=(there, here))
+    assert obstacles(case.geometry(0, 0), case.geometry(1, 1)) == []
+    assert case.is_exact()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_seed_case_4_ratios_34_and_66_are_expanded_with_the_writers(turned: bool) -> None:
     """Chunks of 33 blocks of 34 kernel blocks, and of 17 blocks of 66: the same 1,122."""
     cuts = (Cut(33, 34, 1), Cut(17, 66, 1))
+    cuts = cuts[::-1] if turned else cuts
     case = example(LATENT, heads=1, ranks=(4, 2), rank=1, cuts=cuts)
     assert obstacles(case.geometry(0, 0), case.geometry(1, 1)) == []
     assert case.is_exact()
     plan = plan_group(case.geometry(0, 0), case.geometry(1, 1), 0)
-    assert sum(copy.shape[0] * copy.shape[1] for copy in plan.copies) == 34 * 33
+    assert sum(int(np.prod(copy.shape)) for copy in plan.copies) == 34 * 33
 
 
 def test_seed_case_4_ratios_34_and_66_of_single_blocks_are_refused() -> None:
@@ -331,6 +348,23 @@ REFUSED: dict[str, tuple[Case, Change, str]] = {
         "groups[0].heads is 4 on each of 1 ranks stored, 4 on each of 2 now",
     ),
     "head size": (example(), in_layer(unit_bytes=4), "groups[0].head_bytes is 2 stored, 4 now"),
+    "replicas of an odd number of ranks": (
+        example(heads=2, ranks=(2, 2)),
+        lambda geometry: replace(geometry, ranks=3),
+        "groups[0].heads is 1 on each of 2 ranks stored, 1 on each of 3 now",
+    ),
+    "state of another size": (
+        example(STATE, heads=1, ranks=(1, 1)),
+        in_layer(unit_bytes=5),
+        "groups[0].page_bytes is 4 stored, 5 now",
+    ),
+    "state of other tokens": (
+        example(STATE, heads=1, ranks=(1, 1)),
+        lambda geometry: replace(
+            geometry, groups=(replace(geometry.groups[0], block_tokens=4, chunk_blocks=2),)
+        ),
+        "groups[0].block_size is 8 stored, 4 now",
+    ),
     "kernel": (example(), in_layer(form="other"), "groups[0].form is rows stored, other now"),
     "split": (example(), in_layer(split=COPIES), "groups[0].split is heads stored, copies now"),
     "names": (

@@ -45,6 +45,16 @@ def test_memory_is_bounded() -> None:
     assert len(departures) <= 101
 
 
+@pytest.mark.parametrize("most", [24, 10_000])
+def test_the_latest_departure_counts(most: int) -> None:
+    """Whether they share a part or not."""
+    departures = Departures(most)
+    for number, cause in enumerate((Cause.NO_ROOM, Cause.EVICTED, Cause.CORRUPT)):
+        departures.note([b"k", b"%d" % number], Departure(cause, 0, float(number)))
+        departures.note([b"%d of %d" % (n, number) for n in range(5)], Departure(cause, 0, 0.0))
+    assert departures.find(b"k") == Departure(Cause.CORRUPT, 0, 2.0)
+
+
 def _record(number: int) -> RequestRecord:
     return RequestRecord(f"r{number}", 0.0, 64, 0, 60, miss=Miss(Reason.NEVER_STORED))
 

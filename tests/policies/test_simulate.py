@@ -107,6 +107,8 @@ def test_write_budget_is_a_token_bucket_on_the_trace_time() -> None:
     assert [budget.admit(key, INFO) for key in range(5)] == [True, True, True, False, False]
     now[0] = 1.0
     assert [budget.admit(key, INFO) for key in range(4)] == [True, True, False, False]
+    now[0] = 1000.0
+    assert [budget.admit(key, INFO) for key in range(5)] == [True, True, True, False, False]
     now[0] = -99.0  # a clock that jumps back gives nothing and breaks nothing
     assert not budget.admit(9, INFO)
     result = simulate(TRACE, LruPolicy(), 100, admission=WriteBudget(2.0, 5.0))

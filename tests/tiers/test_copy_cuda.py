@@ -6,8 +6,10 @@ What only a GPU can show (that the real driver agrees, and the speed) is in test
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +20,7 @@ from tests.tiers.cuda_world import BLOCKS, SLOTS, World
 from tests.tiers.fake_cuda import CONTEXT
 from tiers.copy import TransferError
 from tiers.cuda_copy import CopyPath
-from tiers.cuda_driver import DriverError
+from tiers.cuda_driver import Addresses, Driver, DriverError
 
 
 @pytest.fixture
@@ -119,6 +121,30 @@ async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: World) -
     world.cuda.release()
     await wait
     np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
+    await second.completed()
+
+
+async def test_lists_of_copies_are_held_until_the_copies_have_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that the driver has read its arrays when the call returns."""
+    lists: list[weakref.ref[np.ndarray]] = []
+    copy_batch = Driver.copy_batch
+
+    def watched(self: Driver, to: Addresses, source: Addresses, sizes: Addresses, at: int) -> None:
+        lists.extend(map(weakref.ref, (to, source, sizes)))
+        copy_batch(self, to, source, sizes, at)
+
+    monkeypatch.setattr(Driver, "copy_batch", watched)
+    world.cuda.hold()
+    first = world.engine.submit_store([batch([0], [[0, 1]])])
+    second = world.engine.submit_store([batch([1], [[2, 3]])])
+    # The thread that submits has left the first job when it submits the second.
+    await asyncio.to_thread(world.cuda.await_call, "cuMemcpyBatchAsync", 2)
+    gc.collect()
+    assert [array() is not None for array in lists[:3]] == [True] * 3
+    world.cuda.release()
+    await first.completed()
     await second.completed()
 
 

@@ -65,6 +65,15 @@ def test_every_flipped_header_bit_is_caught() -> None:
         assert not verify(bytes(damaged), MINE, KEY, 9, PAYLOAD[:100]), bit
 
 
+def test_every_flipped_key_bit_is_caught() -> None:
+    """The header holds the group and the length of the key only: the tag binds the rest."""
+    header = sealed(PAYLOAD[:100])
+    for bit in range(8 * len(KEY)):
+        other = bytearray(KEY)
+        other[bit // 8] ^= 1 << bit % 8
+        assert not verify(header, MINE, bytes(other), 9, PAYLOAD[:100]), bit
+
+
 def test_every_flipped_payload_bit_is_caught() -> None:
     payload = PAYLOAD[:200]
     header = sealed(payload)
