@@ -20,7 +20,7 @@ from tiers.base import Tier
 from tiers.memory_tier import MemoryTier
 from tiers.simulated_copy import SimulatedCopyEngine
 from tiers.slab import HostSlab
-from tiers.wrappers import HoldingTier, nth
+from tiers.wrappers import FailingTier, HoldingTier, nth
 
 SLOTS = 8
 KEYS = [key + bytes(4) for key in keys(8)]
@@ -156,8 +156,10 @@ async def hang_and_give_up() -> None:
     async with rank_with(tier) as rank:
         rank.executor.post(StepPlan(loads=(load(1, [0], [9], tier=0),)))
         await tier.waiting()
-        ended = Drained()
+        ended, clock = Drained(), asyncio.get_running_loop()
+        late_s = clock.time() + rank.executor.limits.load_timeout_s + 0.1  # in virtual time
         while not ended.finished:
+            assert clock.time() < late_s, "the request still waits"
             Rank._add(ended, await rank.turn(1))
             await asyncio.sleep(0.01)
         assert ended.failed == {"r1"}
@@ -178,6 +180,33 @@ async def test_a_joined_load_fails_with_the_read_it_joined() -> None:
         assert done.failed == {"r1", "r2"}
         assert done.report.results[1].lost == {KEYS[0]}
         assert done.report.results[2].bad == {KEYS[0]}
+
+
+async def test_a_tier_that_could_not_be_read_has_lost_nothing() -> None:
+    """The load fails, and the record stays known: a later one may find it."""
+    memory = MemoryTier(1 << 20)
+    tier = FailingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier) as rank:
+        await fill(rank, memory, 1)
+        rank.executor.post(StepPlan(loads=(load(1, [3], [9], tier=0),)))
+        done = await rank.turn()
+        assert (tier.met, done.failed) == (1, {"r1"})
+        result = done.report.results[1]
+        assert (result.bad, result.lost) == ({KEYS[0]}, frozenset())
+
+
+async def test_a_store_takes_over_the_slot_of_a_read_that_failed() -> None:
+    """That the read into it failed says nothing of what the store puts there."""
+    async with rank_with() as rank:  # the tier holds nothing
+        rank.executor.post(StepPlan(loads=(load(1, [0], [9], tier=0),)))
+        assert (await rank.turn()).failed == {"r1"}
+        compute(rank.caches, keys(1), [1])
+        rank.executor.post(StepPlan(stores=(store(2, [1], [0]),)))
+        await rank.turn()
+        rank.executor.post(StepPlan(loads=(load(3, [0], [10]),)))
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r3"}, set())
+        assert wrong_blocks(rank.caches, keys(1), [10]) == []
 
 
 async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:

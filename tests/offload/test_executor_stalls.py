@@ -184,6 +184,32 @@ def test_an_end_and_a_copy_at_the_same_time(order: Any) -> None:
     assert not loads.are_stuck
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_request_is_told_when_the_last_of_its_copies_has_ended(first: int) -> None:
+    loads = OpenLoads()
+    opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]
+    tickets = [FutureTicket(), FutureTicket()]
+    for ticket in tickets:
+        assert opened.submit(lambda ticket=ticket: ticket) is ticket  # type: ignore[misc]  # mypy does not infer defaults
+    loads.end(1, is_ok=False)
+    assert loads.take_ended() == []
+    tickets[first].finish(None)
+    assert loads.take_ended() == [], "the other one still writes into its blocks"
+    tickets[1 - first].finish(None)
+    assert loads.take_ended() == [("r", False)]
+
+
+def test_a_load_that_was_given_up_has_failed_however_it_ends() -> None:
+    loads = OpenLoads()
+    opened = loads.expect([LoadJob(1, "r", ())], 5.0)[1]
+    ticket = FutureTicket()
+    opened.submit(lambda: ticket)
+    assert loads.give_up_overdue(6.0) == 1
+    loads.end(1, is_ok=True)
+    ticket.finish(None)
+    assert loads.take_ended() == [("r", False)]
+
+
 def test_a_copy_that_could_not_be_submitted_keeps_no_request() -> None:
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]

@@ -6,7 +6,7 @@ from offload.plans import DemoteJob, StepPlan
 from tests.offload.small_model import compute, keys
 from tests.offload.test_executor import KEYS, Rank, load, rank_with, store
 from tiers.memory_tier import MemoryTier
-from tiers.wrappers import FailingTier, nth
+from tiers.wrappers import FailingTier, HoldingTier, nth
 
 RECORD = 8192
 
@@ -46,6 +46,36 @@ async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -
         await rank.turn()
         for layer in ("layers.0", "layers.1"):
             assert (rank.caches[layer][20] == rank.caches[layer][10]).all(), "new content"
+
+
+async def test_what_a_full_tier_did_not_take_is_told() -> None:
+    medium = MemoryTier(RECORD)  # room for one record
+    async with rank_with(medium) as rank:
+        await fill(rank, 0, 1, [0, 1])
+        plan = DemoteJob(2, 0, 0, (KEYS[0], KEYS[1]), (0, 1))
+        rank.executor.post(StepPlan(demotes=(plan,)))
+        result = (await rank.turn()).report.results[2]
+        assert not result.failed
+        assert set(KEYS[:2]) - result.bad == set(medium.records)
+        assert len(result.bad) == rank.executor.stats.write_failures == 1
+
+
+async def test_a_reset_waits_for_the_writes_before_it() -> None:
+    """What is being written belongs to the old weights, and so to their epoch."""
+    medium = MemoryTier(1 << 20)
+    tier = HoldingTier(medium, methods={"write"})
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0])
+        plan = DemoteJob(2, 0, 0, (KEYS[0],), (0,))
+        rank.executor.post(StepPlan(demotes=(plan,)))
+        await tier.waiting()
+        rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
+        await rank.turn()
+        assert medium.epoch == 0
+        tier.release()
+        await rank.turn()
+        await rank.executor.settle()
+        assert (medium.epoch, medium.records) == (5, {})
 
 
 async def test_a_deletion_that_failed_is_done_before_the_next_write() -> None:
