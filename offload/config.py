@@ -36,8 +36,6 @@ from offload.sizes import GIB, KIB, MIB, format_size
 CPU_CAPACITY_MIN = 256 * MIB
 CPU_CAPACITY_MAX = 64 * GIB
 STAGING_MAX = 256 * MIB
-RECORD_OVERHEAD = 64 * KIB
-"""Bytes on top of a payload that any tier may need for one record; generous on purpose."""
 
 
 class CpuConfig(msgspec.Struct, frozen=True):
@@ -199,7 +197,7 @@ def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCount
 
     The only place that does this division: scheduler and workers must agree. Staging is part
     of the capacity, and with lower tiers at least one slot; budgets allow at least one chunk.
-    With a capacity too small ``slots`` is 0: see ``check_capacity``.
+    With a capacity too small ``slots`` is 0: see ``check_cpu_capacity``.
     """
     chunk_bytes = slot_bytes * ranks
     staging = max(1, config.staging // chunk_bytes) if config.tiers else 0
@@ -211,23 +209,16 @@ def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCount
     )
 
 
-def check_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[Problem]:
-    """Capacities that cannot hold one chunk, once a chunk's bytes per rank are known."""
-    problems = []
-    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[Problem]:
+    """Whether the CPU tier can hold one chunk, once a chunk's bytes per rank are known."""
     counts = slot_counts(config, slot_bytes, ranks)
-    if counts.slots < 1:
-        staged = ", and loads from lower tiers need as much for staging" if config.tiers else ""
-        what = f"{format_size(config.cpu.capacity)} holds no chunk: {chunk}{staged}"
-        fix = f"Give at least {_at_least((counts.staging + 1) * slot_bytes * ranks)}."
-        problems.append(Problem("$.cpu.capacity", what, fix))
-    for index, tier in enumerate(config.tiers):
-        needed = ranks * (slot_bytes + RECORD_OVERHEAD)
-        if tier.path and tier.capacity < needed:
-            what = f"{format_size(tier.capacity)} holds no chunk: {chunk}"
-            fix = f"Give at least {_at_least(needed)}."
-            problems.append(Problem(f"$.tiers[{index}].capacity", what, fix))
-    return problems
+    if counts.slots >= 1:
+        return []
+    staged = ", and loads from lower tiers need as much for staging" if config.tiers else ""
+    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    what = f"{format_size(config.cpu.capacity)} holds no chunk: {chunk}{staged}"
+    fix = f"Give at least {at_least((counts.staging + 1) * slot_bytes * ranks)}."
+    return [Problem("$.cpu.capacity", what, fix)]
 
 
 def _cpu(raw: Any, problems: list[Problem]) -> CpuConfig:
@@ -318,7 +309,7 @@ def _assemble(
     return OffloadConfig(cpu=cpu, tiers=tiers, **top)
 
 
-def _at_least(size_bytes: int) -> str:
+def at_least(size_bytes: int) -> str:
     """A size as a text that is not below it: whole MiB (or KiB) rounded up."""
     unit = MIB if size_bytes >= MIB else KIB
     return format_size(-(-size_bytes // unit) * unit)

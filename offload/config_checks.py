@@ -21,14 +21,17 @@ from offload.config import (
     CpuConfig,
     OffloadConfig,
     TierConfig,
+    at_least,
     describe_default,
     draft_config,
 )
 from offload.config_tables import ADMIT_ALL, TIER_TYPES
 from offload.errors import ConfigError, Problem
 from offload.machine import MemoryLimit, is_relative, memory_limit
-from offload.sizes import GIB, format_size
+from offload.sizes import GIB, MIB, format_size
+from offload.tier_factory import least_share
 from policies.registry import PolicySpecError, make_admission, make_policy
+from tiers.base import ALIGNMENT
 from tiers.folder import NETWORK_FILE_SYSTEMS, file_system_of
 from tiers.mooncake_client import why_not
 
@@ -205,6 +208,11 @@ def _check_space(
     tier: TierConfig, where: str, taken: dict[int, int], problems: list[Problem]
 ) -> None:
     """``taken`` sums what the tiers before this one will use, by file system."""
+    if least := _least(tier):
+        what = f"{format_size(tier.capacity)} is too small for any chunk"
+        what += ": the index alone takes 2MiB" if tier.type == "lmdb" else ""
+        problems.append(Problem(f"{where}.capacity", what, f"Give at least {at_least(least)}."))
+        return
     existing = _existing(tier.path)
     disk = os.statvfs(existing)
     device = os.stat(existing).st_dev
@@ -222,6 +230,13 @@ def _check_space(
         )
         fix = f"Use at most {format_size(most)}." if most else "Free some space or lower reserve."
         problems.append(Problem(f"{where}.capacity", what, fix))
+
+
+def _least(tier: TierConfig) -> int:
+    """What a tier of one rank takes at least, if it has less; else 0. A first answer, before a
+    chunk's size is known (``check_capacity``)."""
+    least = least_share(tier, ALIGNMENT, MIB)
+    return least if tier.capacity < least else 0
 
 
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:

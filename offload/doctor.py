@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .config import OffloadConfig, check_capacity, slot_counts
+from .config import OffloadConfig, slot_counts
 from .coordinator import Coordinator
 from .layout import GroupLayout, ModelLayout
 from .layout_checks import (
@@ -23,6 +23,7 @@ from .layout_checks import (
     unchecked_layout,
 )
 from .sizes import KIB, format_size
+from .tier_factory import check_capacity
 
 SLOT_ALIGNMENT = 4 * KIB
 """Slots and records take whole pages of this size (``tiers.slab``)."""
@@ -124,8 +125,9 @@ def examine(
     layout = unchecked_layout(given)
     tiers: tuple[TierReport, ...] = ()
     if not refused:
-        slot_bytes = max(_stored(group.chunk_bytes) for group in layout.groups)
-        small = check_capacity(config, slot_bytes, facts.ranks)
+        sizes = [_stored(group.chunk_bytes) for group in layout.groups]
+        slot_bytes = max(sizes)
+        small = check_capacity(config, slot_bytes, facts.ranks, min(sizes))
         refused += [str(problem) for problem in small]
         tiers = _tier_reports(layout, config, facts.ranks, slot_bytes)
     chunks = {group.group: group.chunk_tokens for group in layout.groups}

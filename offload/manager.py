@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.chunks import Run
-from offload.config import OffloadConfig, check_capacity, slot_counts
+from offload.config import OffloadConfig, check_cpu_capacity, slot_counts
 from offload.errors import ConfigError, TierUnavailableError
 from offload.executor import Executor, ExecutorLimits
 from offload.gates import GateLimits, Gates
@@ -103,7 +103,7 @@ class OffloadManager:
             kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
         )
         slot_bytes = max(io_bytes(group) for group in registration.groups)
-        problems = check_capacity(settings, slot_bytes, 1)
+        problems = check_cpu_capacity(settings, slot_bytes, 1)
         if problems:
             raise ConfigError(problems)
         slots = slot_counts(settings, slot_bytes, 1).slots

@@ -6,9 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.config import OffloadConfig, TierConfig
-from tiers.base import Tier
+from offload.config import OffloadConfig, TierConfig, at_least, check_cpu_capacity
+from offload.errors import Problem
+from offload.sizes import KIB, format_size
+from tiers import lmdb_store, shared_store
+from tiers.base import ALIGNMENT, Tier
+from tiers.direct_io import pages_for
 from tiers.file_tier import FileTier
+from tiers.lmdb_folder import least_capacity
+from tiers.lmdb_index import RECORD_INDEX_BYTES
 from tiers.lmdb_store import LmdbOptions, Recovery
 from tiers.lmdb_tier import LmdbTier
 from tiers.mooncake_board import Notice
@@ -16,7 +22,11 @@ from tiers.mooncake_client import MooncakeSettings
 from tiers.mooncake_tier import MooncakeTier
 from tiers.reopening import ReopeningTier
 from tiers.shared_file_tier import SharedFileTier
+from tiers.shared_index import SHARED_RECORD_INDEX_BYTES
 from tiers.shared_lmdb_tier import SharedLmdbTier
+
+SMALL_FILES_BYTES = 64 * KIB
+"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,35 @@ def tier_names(config: OffloadConfig) -> list[str]:
     own = names[: len(config.tiers)]
     pairs = zip(config.tiers, own, strict=True)
     return own + [f"{name}_translated" for tier, name in pairs if tier.geometry == "translate"]
+
+
+def check_capacity(
+    config: OffloadConfig, slot_bytes: int, ranks: int, record_bytes: int = 0
+) -> list[Problem]:
+    """Capacities that cannot hold one chunk, once the bytes of chunks on each rank are known:
+    ``slot_bytes`` of the largest, ``record_bytes`` of the smallest (0: as the largest)."""
+    problems = check_cpu_capacity(config, slot_bytes, ranks)
+    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    for number, tier in enumerate(config.tiers):
+        needed = ranks * least_share(tier, slot_bytes, record_bytes or slot_bytes)
+        if tier.path and tier.capacity < needed:
+            beside = ", and the index lies beside it" if tier.type == "lmdb" else ""
+            what = f"{format_size(tier.capacity)} holds no chunk: {chunk}{beside}"
+            fix = f"Give at least {at_least(needed)}."
+            problems.append(Problem(f"$.tiers[{number}].capacity", what, fix))
+    return problems
+
+
+def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
+    """The smallest share of a tier's capacity with which one rank can store a payload of this size,
+    where the smallest payloads have ``record_bytes``."""
+    if tier.type != "lmdb":
+        return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES
+    per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES
+    if tier.shared:
+        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SMALL_FILES_BYTES
+    least = least_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
+    return least + SMALL_FILES_BYTES
 
 
 def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:

@@ -35,15 +35,13 @@ from offload.namespace_folders import (
     replica_folder,
 )
 from offload.sizes import MIB, format_size
-from offload.tier_factory import TierSpec, mooncake_settings, tier_names
+from offload.tier_factory import SMALL_FILES_BYTES, TierSpec, mooncake_settings, tier_names
 from tiers.base import TierError
 from tiers.foreign_tier import AskedForeignTier, ForeignTier
 from tiers.remote_foreign_tier import RemoteForeignTier
 
 logger = logging.getLogger(__name__)
 
-SMALL_FILES_BYTES = 64 << 10
-"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
 OWN_SHARE = 0.1
 """Of a tier's capacity so much must be left to it beside what is read of others."""
 

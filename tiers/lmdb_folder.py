@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tiers import lmdb_index
 from tiers.base import ALIGNMENT, Buffer, TierIoError
-from tiers.direct_io import DiskIo, PayloadFile, Scratch
+from tiers.direct_io import DiskIo, PayloadFile, Scratch, pages_for
 from tiers.folder import quarantine, sync_folder
 from tiers.lmdb_index import (
     INDEX_BYTES_MIN,
@@ -198,6 +198,20 @@ def check_capacity(limits: Limits, bytes_per_record: int, small_bytes: int) -> i
             f"takes {taken}. Give more"
         )
     return left // ALIGNMENT * ALIGNMENT
+
+
+def least_capacity(
+    payload_bytes: int, record_bytes: int, bytes_per_record: int, small_bytes: int
+) -> int:
+    """The smallest capacity with room for one record of ``payload_bytes`` beside the index that
+    ``check_capacity`` takes for it. Raises ``ValueError`` if records are smaller than their entries
+    in the index."""
+    if record_bytes <= bytes_per_record:
+        raise ValueError(f"records of {record_bytes} bytes are smaller than their index entries")
+    fixed = small_bytes + (1 + pages_for(payload_bytes)) * ALIGNMENT
+    # The larger of an index of the least size and one that grows with the capacity.
+    grown = -(-fixed * record_bytes // (record_bytes - bytes_per_record)) + bytes_per_record
+    return max(fixed + INDEX_BYTES_MIN, grown)
 
 
 def room_bytes(file: PayloadFile, configured: int | None) -> int:

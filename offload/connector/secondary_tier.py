@@ -103,7 +103,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._loop = OffloadLoop("kvtiers-secondary")
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
-        except (TierError, TimeoutError) as error:
+        except (TierError, ValueError, TimeoutError) as error:  # ValueError: too little capacity
             self._close()
             raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.config import OffloadConfig, check_capacity, slot_counts
+from offload.config import OffloadConfig, slot_counts
 from offload.connector.cpus import threads_unbound
 from offload.connector.messages import OffloadHandshake, TierState
-from offload.errors import CapacityError, ConfigError, TierUnavailableError
+from offload.errors import CapacityError, ConfigError, Problem, TierUnavailableError
 from offload.executor import Drained, Executor, ExecutorLimits
 from offload.keys import GROUP_BYTES, groups_of, joined
 from offload.load_task import io_bytes
@@ -27,7 +27,7 @@ from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size
 from offload.stats import WorkerStats
-from offload.tier_factory import TierSpec, make_tier
+from offload.tier_factory import TierSpec, check_capacity, make_tier
 from tiers.base import KeyColumn, StoredKeys, Tier, TierError
 from tiers.copy import CopyEngine, GroupRegions
 from tiers.host_copy import HostCopyEngine
@@ -93,7 +93,8 @@ class WorkerSide:
         self._verifier = self._make_verifier(registration)
         groups = registration.groups
         slot_bytes = max(io_bytes(group) for group in groups)
-        problems = check_capacity(self._config, slot_bytes, self._shares)
+        smallest = min(io_bytes(group) for group in groups)
+        problems = check_capacity(self._config, slot_bytes, self._shares, smallest)
         if problems:
             raise ConfigError(problems)
         counts = slot_counts(self._config, slot_bytes, self._shares)
@@ -101,7 +102,6 @@ class WorkerSide:
         undo.callback(self._slab.close)
         engine = _make_engine(groups, self._slab, registration.num_blocks, device)
         undo.callback(engine.close)
-        smallest = min(io_bytes(group) for group in groups)
         memory = _addresses(self._slab)
         tiers = [make_tier(spec, smallest, memory) for spec in specs]
         self._loop = OffloadLoop()
@@ -271,6 +271,9 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
         info = await tier.open()
     except TierError as error:
         raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
+    except ValueError as error:  # its share of what others have left is too small
+        fix = "Give more, or remove what else lies below the path (kvtiers clear)."
+        raise ConfigError([Problem(f"{spec.where}.capacity", str(error), fix)]) from error
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
     sizes = {group.group: io_bytes(group) for group in groups}
     columns: list[KeyColumn] = []

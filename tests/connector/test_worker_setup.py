@@ -11,7 +11,7 @@ import pytest
 from offload.config import TierConfig, parse_config
 from offload.connector import worker_side
 from offload.connector.worker_side import WorkerSide
-from offload.errors import TierUnavailableError
+from offload.errors import ConfigError, TierUnavailableError
 from offload.registry import GroupCaches, Registration, register_kv_caches
 from offload.tier_factory import TierSpec
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -73,6 +73,21 @@ def test_a_tier_that_does_not_open_leaves_nothing_behind(
         )
     assert_released(slabs, threads)
     assert one.handshake() is None
+    one.shutdown()
+
+
+def test_a_share_that_is_too_small_has_its_place(tmp_path: Path, slabs: list[HostSlab]) -> None:
+    """What others have left below the path is seen only when it is claimed."""
+    threads = set(threading.enumerate())
+    one = worker()
+    config = TierConfig("lmdb", str(tmp_path), 1 << 24)
+    spec = TierSpec("$.tiers[1]", "lmdb", config, tmp_path, 1 << 20, NAMESPACE, 0, 1)
+    with pytest.raises(ConfigError) as raised:
+        one.register(registration(), "cpu", [spec])
+    [problem] = raised.value.problems
+    assert problem.where == "$.tiers[1].capacity"
+    assert "leaves no room for records" in problem.what
+    assert_released(slabs, threads)
     one.shutdown()
 
 

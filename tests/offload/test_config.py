@@ -20,7 +20,6 @@ from offload.config import (
     CPU_CAPACITY_MAX,
     CPU_CAPACITY_MIN,
     OffloadConfig,
-    check_capacity,
     default_config,
     default_cpu_capacity,
     parse_config,
@@ -39,6 +38,7 @@ from offload.config_tables import (
 from offload.errors import ConfigError
 from offload.machine import MemoryLimit
 from offload.sizes import GIB, MIB, TIB
+from offload.tier_factory import check_capacity
 
 MESSAGES = Path(__file__).parent.parent / "data" / "messages"
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference" / "configuration.md"

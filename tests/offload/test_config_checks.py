@@ -48,6 +48,16 @@ def stable(text: str, **names: object) -> str:
     return text
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tier_that_is_too_small_for_its_index_is_refused(tmp_path: Path, shared: bool) -> None:
+    """Before a model is loaded; what a chunk needs beside it is seen later."""
+    text = problems_of(tier(tmp_path / "kv", capacity="1MiB", shared=shared))
+    assert list(text) == ["$.tiers[0].capacity"]
+    assert "1MiB is too small for any chunk: the index alone takes 2MiB" in str(text)
+    least = text["$.tiers[0].capacity"].partition("Give at least ")[2].removesuffix(".")
+    assert problems_of(tier(tmp_path / "kv", capacity=least, shared=shared)) == {}
+
+
 def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     loaded = load_config(extra(tier(tmp_path / "a" / "b")))
     assert loaded.config.tiers[0].path == str(tmp_path / "a" / "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.config import parse_config
-from offload.tier_factory import TierSpec, make_tier, tier_names
+from offload.config import OffloadConfig, parse_config
+from offload.tier_factory import (
+    SMALL_FILES_BYTES,
+    TierSpec,
+    check_capacity,
+    make_tier,
+    tier_names,
+)
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.file_tier import FileTier
 from tiers.lmdb_store import Recovery
 from tiers.lmdb_tier import LmdbTier
+from tiers.testing import aligned
 
 RECORD = 64 * 1024
 CAPACITY = 64 << 20
@@ -60,6 +68,48 @@ def test_options_arrive(tmp_path: Path) -> None:
     assert options.reserve_bytes == 0
     assert options.record_bytes == RECORD
     assert (options.namespace, options.epoch) == (b"n" * 16, 0)
+
+
+KINDS = [{"type": "lmdb"}, {"type": "lmdb", "shared": True}, {"type": "file"}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["lmdb", "shared lmdb", "file"])
+@pytest.mark.parametrize(
+    ("slot", "smallest", "ranks"),
+    [(4096, 4096, 1), (1 << 20, 4096, 2), (65536, 65536, 4), (3 << 20, 1 << 20, 1)],
+)
+async def test_the_least_capacity_that_is_named_holds_a_chunk(
+    tmp_path: Path, kind: dict[str, Any], slot: int, smallest: int, ranks: int
+) -> None:
+    """And none that is refused as far too small would."""
+
+    def asked(capacity: int | str) -> OffloadConfig:
+        table = {"path": str(tmp_path), "capacity": capacity, "reserve": 0} | kind
+        return parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [table]})
+
+    async def stored(config: OffloadConfig) -> WriteOutcome:
+        share = config.tiers[0].capacity // ranks - SMALL_FILES_BYTES
+        folder = tmp_path / str(share)
+        tier = make_tier(
+            TierSpec("", "tier", config.tiers[0], folder, share, b"n" * 16, 0, 0), smallest
+        )
+        await tier.open()
+        [outcome] = await tier.write([b"k" * 36], [aligned(slot)])
+        await tier.aclose()
+        return outcome
+
+    [problem] = check_capacity(asked(1), slot, ranks, smallest)
+    assert problem.where == "$.tiers[0].capacity"
+    least = asked(problem.fix.removeprefix("Give at least ").removesuffix("."))
+    assert check_capacity(least, slot, ranks, smallest) == []
+    assert await stored(least) is WriteOutcome.OK
+    if kind["type"] == "lmdb":
+        less = asked(least.tiers[0].capacity // 3 * 2)
+        assert len(check_capacity(less, slot, ranks, smallest)) == 1
+        outcome = WriteOutcome.FULL
+        with contextlib.suppress(ValueError):  # it does not even open
+            outcome = await stored(less)
+        assert outcome is WriteOutcome.FULL
 
 
 def test_a_file_tier_is_made(tmp_path: Path) -> None:
