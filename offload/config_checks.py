@@ -32,6 +32,7 @@ from offload.sizes import GIB, MIB, format_size
 from offload.tier_factory import least_share
 from policies.registry import PolicySpecError, make_admission, make_policy
 from tiers.base import ALIGNMENT
+from tiers.codec import KeyFileError, read_key_file
 from tiers.folder import NETWORK_FILE_SYSTEMS, file_system_of
 from tiers.mooncake_client import why_not
 
@@ -271,17 +272,11 @@ def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
 
 
 def _key_file_problem(path: str, where: str) -> Problem | None:
-    """Only what can be seen from outside; the tier reads the key, and no message ever shows it."""
+    """The same check as the tier's. No message shows anything of the key."""
     try:
-        found = os.stat(path)
-    except OSError as error:
-        fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-        return Problem(where, f"cannot read {path}: {error.strerror}", fix)
-    if not stat.S_ISREG(found.st_mode):
-        return Problem(where, f"{path} is not a regular file", "Give the file with the key.")
-    if found.st_mode & 0o077:
-        what = f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
-        return Problem(where, what, f"Run: chmod 600 {path}")
+        read_key_file(Path(path))
+    except KeyFileError as error:
+        return Problem(where, f"{path} {error}", error.fix)
     return None
 
 

@@ -110,7 +110,8 @@ TIER_FIELDS = (
         "encryption",
         encryption(),
         None,
-        "AES-256-GCM at rest with the key in this file. A wrong key means misses.",
+        "AES-256-GCM at rest with the key in this file: 64 hexadecimal digits, as made by `openssl "
+        "rand -hex 32`, mode 0600. A wrong key means misses.",
         "off",
     ),
     Field("compression", choice("off", "zstd"), "off", "Lossless; stops by itself where useless."),

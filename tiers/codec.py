@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -52,6 +53,9 @@ PAUSE = 1024
 _LEVEL = 1
 
 
+_KEY = re.compile(rb"[0-9A-Fa-f]{%d}" % (2 * MASTER_KEY_BYTES))
+
+
 class KeyRing:
     """The keys of one namespace, by id. The first is the one that writes."""
 
@@ -64,26 +68,49 @@ class KeyRing:
 
     @classmethod
     def load(cls, path: Path, namespace: bytes) -> KeyRing:
-        """Read a key file that only its owner can read. Raises ``TierIoError``."""
+        """Read a key file. Raises ``TierIoError``."""
         try:
-            found = path.stat()
-            lines = path.read_text(encoding="ascii").split()
-            masters = [bytes.fromhex(line) for line in lines]
-        except (OSError, ValueError) as error:
-            raise TierIoError(f"cannot read the key file {path}: {error}") from error
-        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
-            raise TierIoError(f"the key file {path} is open to others. Run: chmod 600 {path}")
-        if not masters or any(len(master) != MASTER_KEY_BYTES for master in masters):
-            raise TierIoError(
-                f"the key file {path} needs one or more lines of {2 * MASTER_KEY_BYTES} "
-                "hexadecimal digits. Make one with: openssl rand -hex 32"
-            )
+            masters = read_key_file(path)
+        except KeyFileError as error:
+            raise TierIoError(f"the key file {path} {error}. {error.fix}") from error
         try:
             return cls(masters, namespace)
         except ImportError as error:
             raise TierIoError(
                 "encryption needs the package cryptography. Run: pip install kvtiers[crypto]"
             ) from error
+
+
+class KeyFileError(ValueError):
+    """What is wrong with a key file, and in ``fix`` what to do; shows nothing of what is in it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
+def read_key_file(path: Path) -> list[bytes]:
+    """The keys in a file that only its owner, this user, can read. Raises ``KeyFileError``."""
+    make = f"Make one: (umask 077; openssl rand -hex {MASTER_KEY_BYTES} > {path})"
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise KeyFileError("is not a regular file", "Give the file with the key.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise KeyFileError(f"cannot be read: {error.strerror}", make) from error
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        what = f"can be read by others (mode {mode:04o})"
+        raise KeyFileError(what, f"Run: chmod 600 {path}")
+    if found.st_uid != os.geteuid():
+        what = f"belongs to uid {found.st_uid}, this process runs as uid {os.geteuid()}"
+        raise KeyFileError(what, "Give it to that user.")
+    lines = content.split()
+    if not lines or not all(map(_KEY.fullmatch, lines)):
+        what = f"needs one or more lines of {2 * MASTER_KEY_BYTES} hexadecimal digits"
+        raise KeyFileError(what, make)
+    return [bytes.fromhex(line.decode()) for line in lines]
 
 
 def _derive(master: bytes, namespace: bytes) -> bytes:

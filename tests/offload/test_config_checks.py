@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from offload.namespace import Namespace
 from offload.namespace_folders import open_place
 from offload.sizes import GIB, MIB, TIB
 from tests.offload.test_config import compare
+from tiers.codec import KeyRing
 from tiers.folder import file_system_of
 
 SHM = Path("/dev/shm")
@@ -313,9 +315,25 @@ def test_key_files_must_be_there_and_private(tmp_path: Path) -> None:
     key.chmod(0o644)
     readable = problems_of(encrypted)[where]
     key.chmod(0o600)
+    no_key = problems_of(encrypted)[where]
+    key.write_text("ab" * 32)
     assert problems_of(encrypted) == {}
-    compare("config-machine-key-file", stable(f"{missing}\n{folder}\n{readable}", key=key))
+    texts = "\n".join((missing, folder, readable, no_key))
+    compare("config-machine-key-file", stable(texts, key=key))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the command needs openssl")
+def test_the_key_file_that_is_advised_is_one(tmp_path: Path) -> None:
+    """The command in the message makes a file that the tier takes."""
+    key = tmp_path / "key"
+    encrypted = tier(tmp_path / "kv", encryption={"key_file": str(key)})
+    [text] = problems_of(encrypted).values()
+    command = text.partition("Make one: ")[2]
+    subprocess.run(["bash", "-c", command], check=True)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert problems_of(encrypted) == {}
+    keys = KeyRing.load(key, bytes(16))
+    assert len(keys.ciphers) == 1
 
 
 def machine(root: Path, memory: int, lines: str, **files: str) -> MemoryLimit:
