@@ -32,11 +32,11 @@ class RequestFile:
     """One JSON object per line, oldest first, each with the server's ``namespace``. The file holds
     the last ``most`` requests, also those of a server that had it before, and at most as many
     before them; then it is replaced by a shorter one, so that a reader who opens it by name finds
-    whole lines."""
+    whole lines. ``namespace`` may be set until the first record comes."""
 
     def __init__(self, path: str, most: int, namespace: str = "") -> None:
         self.dropped = 0
-        self._own = {"namespace": namespace} if namespace else {}
+        self.namespace = namespace
         self._path = Path(path)
         self._most = most
         self._queue: queue.Queue[RequestRecord | None] = queue.Queue(WAITING_MOST)
@@ -70,7 +70,8 @@ class RequestFile:
         file, lines = self._replace(last), len(last)
         try:
             while (record := self._queue.get()) is not None:
-                line = json.dumps(record.as_json() | self._own) + "\n"
+                own = {"namespace": self.namespace} if self.namespace else {}
+                line = json.dumps(record.as_json() | own) + "\n"
                 last.append(line)
                 if lines >= 2 * self._most:
                     file.close()

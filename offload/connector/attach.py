@@ -14,6 +14,7 @@ from offload.errors import NamespaceError, TierUnavailableError
 from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
 from offload.layout import ModelLayout
+from offload.namespace import Namespace, differing_fields
 from offload.planner import Planner
 from offload.recovery import held_by_all, recover
 from offload.shared import KNOWN_MOST, SharedLimits
@@ -30,18 +31,16 @@ DAY_S = 86_400.0
 def make_planner(
     config: OffloadConfig,
     layout: ModelLayout,
-    namespace: str,
     ranks: Sequence[OffloadHandshake],
     num_blocks: int,
 ) -> Planner:
     """The planner for workers that answered with these handshakes; the GPU cache has
     ``num_blocks`` blocks.
 
-    Raises ``NamespaceError`` if two ranks do not serve the same model, and
-    ``TierUnavailableError`` if they did not come up with the same tiers.
+    Raises ``TierUnavailableError`` if two ranks did not come up with the same tiers.
     """
     first = ranks[0]
-    _check_agreement(namespace, ranks)
+    _check_agreement(ranks)
     groups = {
         group.group: GroupInfo(
             group.kind,
@@ -94,14 +93,33 @@ def unit_bytes(ranks: Sequence[OffloadHandshake]) -> dict[str, int]:
     return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
 
 
-def _check_agreement(namespace: str, ranks: Sequence[OffloadHandshake]) -> None:
+def agreed_namespace(own: Namespace, ranks: Sequence[OffloadHandshake]) -> Namespace:
+    """The namespace in which the workers store. ``own`` are the fields that the scheduler knows by
+    itself: it makes the keys and the layout.
+
+    Raises ``NamespaceError`` that names the fields if two processes do not agree.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        _check_equal(other.namespace, f"rank {other.rank}", first.namespace, f"rank {first.rank}")
+    said = first.namespace.fields
+    theirs = Namespace.of({name: said.get(name) for name in own.fields})
+    _check_equal(theirs, f"rank {first.rank}", own, "the scheduler")
+    return first.namespace
+
+
+def _check_equal(one: Namespace, whose: str, other: Namespace, whose_else: str) -> None:
+    found = [f"{path} ({a} and {b})" for path, a, b in differing_fields(one, other)]
+    if found:
+        raise NamespaceError(
+            f"kvtiers: {whose} and {whose_else} differ in {', '.join(found[:8])}. All processes "
+            "of a server must see the same model files, flags, environment and versions."
+        )
+
+
+def _check_agreement(ranks: Sequence[OffloadHandshake]) -> None:
     first = ranks[0]
     for other in ranks:
-        if other.namespace != namespace:
-            raise NamespaceError(
-                f"kvtiers: rank {other.rank} serves namespace {other.namespace}, the scheduler "
-                f"{namespace}. All processes must see the same model files, flags and versions."
-            )
         mine = [(tier.name, tier.footprints, tier.shared) for tier in first.tiers]
         if other.slot_bytes != first.slot_bytes or mine != [
             (tier.name, tier.footprints, tier.shared) for tier in other.tiers

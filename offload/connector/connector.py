@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.config import draft_config
-from offload.connector.attach import make_planner, unit_bytes
+from offload.connector.attach import agreed_namespace, make_planner, unit_bytes
 from offload.connector.collector import StatsCollector
 from offload.connector.guard import Faults, guarded
 from offload.connector.kv_events import KvEvents
@@ -63,7 +63,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         is_worker = role == KVConnectorRole.WORKER
         first_worker = is_worker and vllm_config.parallel_config.rank == 0
         try:
-            self._setup = Setup.of(vllm_config, kv_cache_config, first_worker=first_worker)
+            self._setup = Setup.of(
+                vllm_config, kv_cache_config, is_worker=is_worker, first_worker=first_worker
+            )
         except OffloadError as error:
             # Once in plain sight: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
@@ -92,7 +94,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._setup.config,
                 self._setup.rank,
                 self._setup.shares,
-                self._setup.namespace.name,
+                self._setup.namespace,
                 fence_is_late=self._setup.fence_is_late,
             )
 
@@ -204,9 +206,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             ranks = [meta for _, meta in sorted(metadata.items())]
             assert all(isinstance(meta, OffloadHandshake) for meta in ranks)
             config, layout = self._setup.config, self._setup.layout
-            namespace = self._setup.namespace.name
+            self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
             num_blocks = self._setup.kv_cache_config.num_blocks
-            planner = make_planner(config, layout, namespace, ranks, num_blocks)
+            planner = make_planner(config, layout, ranks, num_blocks)
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
             self._epochs = OwedEpochs(self._setup.tier_epochs().begin)

@@ -11,9 +11,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from offload.config import OffloadConfig, default_config
 from offload.config_checks import load_config
-from offload.connector.identity import check_vllm_config, startup_warnings
 from offload.connector.plugin import NAME
 from offload.connector.probe import PLAIN, FlagsError, Probe, probe
+from offload.connector.startup_checks import check_vllm_config, startup_warnings
 from offload.connector.vllm_layout import layer_page_bytes, layout_input
 from offload.doctor import Facts, Report, examine, refusal
 from offload.errors import ConfigError

@@ -1,9 +1,9 @@
 """Collects from vLLM's configuration everything that decides what a stored block means.
 
-Scheduler and workers compute this in different processes and must agree, so only what is settled
-before the workers start is read, plus what the engine hands to both (the KV cache configuration).
-The live Hugging Face configuration is not: models change it while they load. The number of blocks
-is left out on purpose: it may change from start to start.
+Workers compute this, each for itself, and must agree. The scheduler takes it from them
+(`offload.connector.attach`): they hold the weights and run the kernels. The live Hugging Face
+configuration is not read: models change it while they load. The number of blocks is left out on
+purpose: it may change from start to start.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import os
 import platform
 import re
-import secrets
-import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,45 +24,64 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
-from offload.config import OffloadConfig
-from offload.connector.weights import (
-    adapter_files,
-    config_identity,
-    digest_of,
-    find_model,
-    weights_identity,
+from offload.connector.model_code import CodeNames, names_in
+from offload.connector.settings import (
+    counting,
+    environment_of,
+    file_digest,
+    libraries,
+    plain,
+    settings_of,
 )
-from offload.errors import Problem
+from offload.connector.weights import find_model, loaded_weights, model_files
 from offload.namespace import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
+    from vllm.config.load import LoadConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 _SPEC_LEFT_OUT = frozenset({"kv_cache_specs", "num_speculative_blocks"})
 TENSORS_SHOWN = 32
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
 _LONG_ROPE = ("longrope", '"su"')
+_LOADER_HARMLESS = (
+    "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
+    "verify_hash enable_weights_track"
+)
+"""Keys of ``model_loader_extra_config`` that say how to read, not what."""
 
 
 def namespace_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
 ) -> dict[str, Any]:
-    """The fields of the namespace. Reads the headers of the weight files; raises ``OSError``.
+    """The fields of the namespace. Reads files of the model; raises ``OSError``.
 
     The data-parallel rank is not part of it: replicas compute the same blocks and differ only in
     their folder.
     """
-    cache = vllm_config.cache_config
+    return {
+        **content_of(vllm_config),
+        "hash": hash_fields(vllm_config),
+        "parallel": _parallel(vllm_config),
+        "geometry": geometry_fields(vllm_config, kv_cache_config, chunk_blocks),
+    }
+
+
+def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The fields that say what is computed, whatever its shape and its keys."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    draft = _draft_model(vllm_config)
+    codes = [names_in(each) for each in (model, draft) if each is not None]
     return {
         "format": FORMAT_VERSION,
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "vllm": vllm.__version__,
+        "libraries": libraries(media=model.multimodal_config is not None),
         "device": str(vllm_config.device_config.device_type),
         "instructions": _instructions(),
         "attention_backend": _text(vllm_config.attention_config.backend),
-        "model": _model(vllm_config, vllm_config.model_config),
-        "draft": _draft(vllm_config),
+        "model": _model(vllm_config, model, vllm_config.load_config, codes[0]),
+        "draft": _draft(vllm_config, draft, codes[-1]),
         "cache": {
             "dtype": str(cache.cache_dtype),
             "skip_layers": list(cache.kv_cache_dtype_skip_layers),
@@ -72,73 +90,123 @@ def namespace_fields(
             "mamba_mode": str(cache.mamba_cache_mode),
             "indexer_dtype": str(vllm_config.attention_config.indexer_kv_dtype),
         },
-        "hash": _hash(vllm_config),
-        "parallel": _parallel(vllm_config),
-        "geometry": _geometry(vllm_config, kv_cache_config, chunk_blocks),
+        "settings": settings_of(vllm_config),
+        "environment": environment_of(
+            os.environ, frozenset().union(*(code.variables for code in codes))
+        ),
     }
 
 
-def adapter_digest(lora_request: LoRARequest) -> bytes:
-    """32 bytes that stand for the content of a LoRA adapter, to be mixed into its keys.
-
-    vLLM's own hashes know an adapter by name and path only. The digest is taken when the adapter is
-    first seen. If its files change while the server runs nobody can tell from here which version
-    is loaded, so from then on every call gives another value: such requests find nothing and are
-    found by nobody until a restart. The same holds for an adapter that cannot be read.
-    Thread-safe; after the first call it costs a few ``stat``.
-    """
-    return _ADAPTERS.digest(lora_request.lora_path)
-
-
-def startup_warnings(vllm_config: VllmConfig, config: OffloadConfig) -> list[str]:
-    """What a user should know before serving; each line says what to do."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    lines = _hash_warnings(vllm_config) if config.tiers else []
-    if transfer.kv_load_failure_policy == "fail":
-        lines.append(
-            "kv_load_failure_policy is 'fail' (vLLM's default): a read error ends the request. "
-            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
-        )
-    if not vllm_config.cache_config.enable_prefix_caching:
-        lines.append(
-            "prefix caching is off: blocks are still stored and loaded by their hashes. Set "
-            "--enable-prefix-caching to reuse them on the device, too"
-        )
-    return lines + (_weight_warnings(vllm_config) if config.tiers else [])
+def weights_of(
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, place: Path | None
+) -> dict[str, Any]:
+    """What tells the weights from others. Where they are not those of some files, or nobody can
+    say, the engine's id is part of it: the blocks are this engine's alone then."""
+    kind = _not_from_files(vllm_config, load)
+    subfolders = names_in(model).may_read("secondary_weights", "subfolder")
+    found = {"kind": kind} if kind else loaded_weights(
+        str(load.load_format), load.model_loader_extra_config, place, subfolders=subfolders
+    )  # fmt: skip
+    if found["kind"] == "dummy":
+        found["seed"] = model.seed
+    if found["kind"] != "files" and vllm_config.kv_transfer_config is not None:
+        found["engine"] = vllm_config.kv_transfer_config.engine_id
+    return found
 
 
-def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
-    """Settings of ``--kv-transfer-config`` itself that cannot work."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_role == "kv_both":
-        return []
-    what = f'loads and stores (got "{transfer.kv_role}")'
-    return [Problem("kv_role", what, 'Use "kv_role": "kv_both".')]
+def place_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where the model's files are, as far as that can be found."""
+    name = model.model_weights or model.model
+    return find_model(name, model.revision, vllm_config.load_config.download_dir)
 
 
-def _model(vllm_config: VllmConfig, model: ModelConfig) -> dict[str, Any]:
-    place = _place(vllm_config, model)
-    overrides = _overrides(model)
+def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where the configuration is, if it was given for itself."""
+    if not model.hf_config_path:
+        return None
+    return find_model(model.hf_config_path, model.revision, vllm_config.load_config.download_dir)
+
+
+def seed_is_random(vllm_config: VllmConfig) -> bool:
+    """Whether block hashes differ from start to start."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+
+
+def _not_from_files(vllm_config: VllmConfig, load: LoadConfig) -> str:
+    """What these weights are if they are not those of the model's files."""
+    if vllm_config.weight_transfer_config is not None:
+        return "pushed"
+    return "dummy" if str(load.load_format) == "dummy" else ""
+
+
+def _model(
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, code: CodeNames
+) -> dict[str, Any]:
+    place = place_of(vllm_config, model)
+    overrides = plain_overrides(model)
     found = {
         "name": _model_name(model),
         "revision": model.revision,
         "code_revision": model.code_revision,
-        "weights": _weights(vllm_config, model, place),
-        "config": config_identity(_config_place(vllm_config, model) or place),
+        "weights": weights_of(vllm_config, model, load, place),
+        "files": model_files(place, code.may_read),
         "hf_overrides": overrides,
         "class_overrides": dict(model.model_class_overrides),
         "dtype": str(model.dtype),
         "quantization": _text(model.quantization),
-        "quantization_config": _text(model.quantization_config),
-        "load_format": str(vllm_config.load_config.load_format),
+        "quantization_config": plain(model.quantization_config),
+        "load_format": str(load.load_format),
+        "loader": _loader(load),
         "model_impl": _text(model.model_impl),
         "disable_sliding_window": bool(model.disable_sliding_window),
+        "settings": dict(counting(model)),
     }
-    if _has_long_rope(place, overrides):
-        # Such models choose between two sets of frequencies by the configured length.
+    if model.hf_config_path:
+        found["config_files"] = model_files(_config_place(vllm_config, model), code.may_read)
+    if model.multimodal_config is not None:
+        scales = file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
+        found["media"] = dict(counting(model.multimodal_config)) | {"fp8_scales": scales}
+    return found | _if_read(vllm_config, model, code, place, overrides)
+
+
+def _if_read(
+    vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, place: Path | None, overrides: Any
+) -> dict[str, Any]:
+    """Settings that reach the forward pass of some models only: of those whose code names them,
+    and of long RoPE, which chooses between two sets of frequencies by the configured length."""
+    found: dict[str, Any] = {}
+    places = [_config_place(vllm_config, model) or place, place]
+    if code.may_read("max_model_len") or _may_have_long_rope(places, overrides):
         found["max_model_len"] = model.max_model_len
+    if code.may_read("generation_config"):
+        given = model.generation_config
+        folder = place if given in ("auto", "vllm") else Path(given)
+        file = str(folder / "generation_config.json") if folder is not None else None
+        found["generation"] = {
+            "from": given,
+            "file": file_digest(file),
+            "override": plain(model.override_generation_config),
+        }
+    if code.may_read("tokenizer"):
+        where = find_model(
+            str(model.tokenizer), model.tokenizer_revision, vllm_config.load_config.download_dir
+        )
+        found["tokenizer"] = {
+            "name": None if where == place else str(model.tokenizer),
+            "revision": model.tokenizer_revision,
+            "mode": _text(model.tokenizer_mode),
+            "files": {} if where == place else model_files(where, code.may_read),
+        }
     return found
+
+
+def _loader(load: LoadConfig) -> Any:
+    """What the loader was given beside its format."""
+    extra = load.model_loader_extra_config or {}
+    given = dict(extra.get("tensorizer_config", extra))
+    harmless = _LOADER_HARMLESS.split()
+    return plain({name: each for name, each in given.items() if name not in harmless})
 
 
 def _model_name(model: ModelConfig) -> str:
@@ -146,27 +214,6 @@ def _model_name(model: ModelConfig) -> str:
     name = str(model.model_weights or model.model)
     snapshot = _SNAPSHOT.fullmatch(name)
     return snapshot[1].replace("--", "/", 1) if snapshot else name
-
-
-def _place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
-    name = model.model_weights or model.model
-    return find_model(name, model.revision, vllm_config.load_config.download_dir)
-
-
-def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
-    if not model.hf_config_path:
-        return None
-    return find_model(model.hf_config_path, model.revision, vllm_config.load_config.download_dir)
-
-
-def _weights(vllm_config: VllmConfig, model: ModelConfig, place: Path | None) -> dict[str, Any]:
-    if str(vllm_config.load_config.load_format) == "dummy":
-        return {"kind": "dummy", "seed": model.seed}
-    found = weights_identity(place)
-    if found["kind"] == "unknown" and vllm_config.kv_transfer_config is not None:
-        # Nobody can tell these weights from others: the blocks are good for this engine only.
-        found["engine"] = vllm_config.kv_transfer_config.engine_id
-    return found
 
 
 def _instructions() -> list[str]:
@@ -183,36 +230,49 @@ def _matrix_extensions() -> list[str]:
     return ["amx"] if torch.cpu._is_amx_tile_supported() else []
 
 
-def _overrides(model: ModelConfig) -> Any:
+def plain_overrides(model: ModelConfig) -> Any:
     """``hf_overrides`` as JSON values; a function counts by its name, which is all it shows."""
     if callable(model.hf_overrides):
-        function = model.hf_overrides
-        return f"function {function.__module__}.{getattr(function, '__qualname__', function)}"
+        return f"function {plain(model.hf_overrides)}"
     return json.loads(json.dumps(model.hf_overrides, sort_keys=True, default=str))
 
 
-def _has_long_rope(place: Path | None, overrides: Any) -> bool:
-    text = json.dumps(overrides)
-    config = None if place is None else (place if place.is_dir() else place.parent) / "config.json"
-    if config is not None and config.is_file():
-        text += config.read_text(errors="replace")
-    return any(word in text for word in _LONG_ROPE)
+def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
+    """Whether the model has long RoPE, or nobody can say."""
+    folders = [place if place.is_dir() else place.parent for place in places if place]
+    files = [
+        file
+        for folder in folders
+        for file in (*folder.glob("*config*.json"), *folder.glob("params.json"))
+    ]
+    texts = [json.dumps(overrides), *(file.read_text(errors="replace") for file in files)]
+    return not files or any(word in text for text in texts for word in _LONG_ROPE)
 
 
-def _draft(vllm_config: VllmConfig) -> dict[str, Any] | None:
+def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
     """The draft model, whose KV lies in the same blocks; ``None`` where drafts need no model."""
     speculative = vllm_config.speculative_config
-    model = speculative.draft_model_config if speculative else None
-    if speculative is None or model is None or speculative.method in ("ngram", "suffix"):
+    if speculative is None or speculative.method in ("ngram", "suffix"):
         return None
+    return speculative.draft_model_config
+
+
+def _draft(
+    vllm_config: VllmConfig, model: ModelConfig | None, code: CodeNames
+) -> dict[str, Any] | None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or model is None:
+        return None
+    load = speculative.draft_load_config or vllm_config.load_config
     return {
         "method": _text(speculative.method),
         "cache_dtype": _text(speculative.kv_cache_dtype),
-        **_model(vllm_config, model),
+        "speculative": dict(counting(speculative)),
+        **_model(vllm_config, model, load, code),
     }
 
 
-def _hash(vllm_config: VllmConfig) -> dict[str, Any]:
+def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
     """Algorithm and seed of the block hashes, by the rule of ``resolve_none_hash_seed``.
 
     A random seed is known to one process only; the engine's id stands for it, because both change
@@ -222,20 +282,17 @@ def _hash(vllm_config: VllmConfig) -> dict[str, Any]:
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None:
         seed = DEFAULT_NONE_HASH_SEED
-        if _seed_is_random(vllm_config):
+        if seed_is_random(vllm_config):
             transfer = vllm_config.kv_transfer_config
             seed = f"random of engine {transfer.engine_id if transfer else None}"
     return {"algorithm": str(algorithm), "seed": seed}
 
 
-def _seed_is_random(vllm_config: VllmConfig) -> bool:
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
-
-
 def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
     parallel = vllm_config.parallel_config
     return {
+        # Experts lie on all replicas; those of other models compute each by itself.
+        "data": 1 if parallel.is_moe_model is False else parallel.data_parallel_size,
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,
         "prefill_context": parallel.prefill_context_parallel_size,
@@ -245,9 +302,10 @@ def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
     }
 
 
-def _geometry(
+def geometry_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
 ) -> dict[str, Any]:
+    """How blocks are cut and laid out. The scheduler computes it, too."""
     cache = vllm_config.cache_config
     return {
         "chunk_blocks": chunk_blocks,
@@ -296,88 +354,9 @@ def _tensor(tensor: KVCacheTensor) -> dict[str, Any]:
     }
 
 
-def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    use = "Use --prefix-caching-hash-algo sha256_cbor"
-    lines = []
-    if _seed_is_random(vllm_config):
-        lines.append(
-            f"block hashes change at every start with {algorithm} and no PYTHONHASHSEED: nothing "
-            f"on disk will be found after a restart. {use}"
-        )
-    if algorithm.startswith("xxhash"):
-        lines.append(
-            f"{algorithm} is not collision resistant: a client who can choose prompts could make "
-            f"two of them share blocks. {use} where clients do not trust each other"
-        )
-    if algorithm == "sha256":
-        lines.append(
-            "block hashes of sha256 go through pickle and may differ for equal content, which "
-            f"costs hits after a restart (never a wrong one). {use}"
-        )
-    return lines
-
-
-def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
-    model = vllm_config.model_config
-    lines = []
-    if _weights(vllm_config, model, _place(vllm_config, model))["kind"] == "unknown":
-        lines.append(
-            f"no weight files were found for {model.model}: other weights under the same name "
-            "cannot be told apart, so stored blocks are not used after a restart"
-        )
-    if callable(model.hf_overrides):
-        lines.append(
-            "hf_overrides is a function and known by its name only. Clear the tiers' folders "
-            "whenever it changes"
-        )
-    return lines
-
-
-class _AdapterDigests:
-    """Digests of adapters by path, with the state of the files they were taken from."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[bytes, tuple[tuple[str, int, int, int], ...]]] = {}
-        self._lock = threading.Lock()
-
-    def digest(self, path: str) -> bytes:
-        try:
-            with self._lock:
-                if path not in self._known:
-                    self._known[path] = self._take(path)
-                digest, taken_from = self._known[path]
-            if tuple(_state(name) for name, *_ in taken_from) == taken_from:
-                return digest
-        except OSError:
-            pass  # unreadable: nothing can be said, as below
-        return secrets.token_bytes(32)
-
-    @staticmethod
-    def _take(path: str) -> tuple[bytes, tuple[tuple[str, int, int, int], ...]]:
-        place = find_model(path, None, None)
-        files = adapter_files(place) if place else []
-        if not files:
-            raise FileNotFoundError(path)
-        before = tuple(_state(str(file)) for file in files)
-        return digest_of(files), before
-
-
-_ADAPTERS = _AdapterDigests()
-
-
-def _state(name: str) -> tuple[str, int, int, int]:
-    found = os.stat(name)
-    return name, found.st_size, found.st_mtime_ns, found.st_ino
-
-
 def _text(value: Any) -> str | None:
-    """A setting as text; an enum by its name, an object with fields by its canonical content."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True, default=str)
-    return str(getattr(value, "name", value))
+    """A setting as text, an enum by its name."""
+    return None if value is None else str(getattr(value, "name", value))
 
 
 def _digest(value: Any) -> str:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from offload.namespace import Namespace
 from offload.plans import StepPlan, StepReport
 from tiers.base import KeyColumn
 
@@ -58,7 +59,7 @@ class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # v
     """What the scheduler must know of a rank before it can plan."""
 
     rank: int
-    namespace: str
+    namespace: Namespace
     first_slot: int
     slots: int
     slot_bytes: int

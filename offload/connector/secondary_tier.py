@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import vllm
+from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -44,7 +45,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from offload.connector.weights import config_identity, find_model, weights_identity
+from offload.connector.identity import content_of
 from offload.errors import TierUnavailableError
 from offload.loop import OffloadLoop
 from offload.sizes import parse_size
@@ -219,26 +220,36 @@ def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
 
 def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     """The folder, and the namespace of its records: what vLLM's file tier tells apart by a path,
-    the bytes of a chunk, vLLM's version, and the model's files. The model's name alone would have
-    blocks of other weights used that have replaced them under it."""
+    the bytes of a chunk, and everything that decides what is computed."""
     mapper = FileMapper.from_offloading_spec(str(root), spec, spec.blocks_per_chunk)
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
-    fields |= {"vllm": ".".join(vllm.__version__.split(".")[:2])} | _model(spec.config)
+    fields |= {"content": _content(spec.config)}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
     folder = root / f"vllm-{digest.hex()[:16]}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder, digest[:NAMESPACE_BYTES]
 
 
-def _model(config: Any) -> dict[str, Any]:
-    """The model's files. Where none can be found its blocks are good for this engine only."""
-    place = find_model(config.model.name, None, None)
-    found: dict[str, Any] = {"weights": weights_identity(place), "config": config_identity(place)}
-    if found["weights"]["kind"] == "unknown":
-        found["engine"] = config.engine_id
-        logger.warning(
-            "kvtiers: no weight files were found for %s: other weights under the same name cannot "
-            "be told apart, so stored blocks are not used after a restart",
-            config.model.name,
-        )
-    return found
+def _content(config: Any) -> dict[str, Any]:
+    """What decides the bytes of a block. vLLM tells a tier the model's name only, so its whole
+    configuration is looked for in this process. Where it is not found, or there are adapters, whose
+    content nobody tells either, blocks are good for this engine only."""
+    found = [each for each in gc.get_objects() if _is_of(each, config.engine_id)]
+    why = "vLLM's configuration was not found in this process"
+    if found and found[0].lora_config is not None:
+        why = "vLLM does not tell which LoRA adapters are loaded"
+    elif found:
+        content = content_of(found[0])
+        if "engine" not in content["model"]["weights"]:
+            return content
+        why = f"no weight files were found for {config.model.name}, or others may be loaded"
+    logger.warning("kvtiers: stored blocks are not used after a restart: %s", why)
+    return {"engine": config.engine_id}
+
+
+def _is_of(candidate: object, engine_id: str) -> bool:
+    """Whether this is the configuration of that engine."""
+    if type(candidate) is not VllmConfig:
+        return False
+    transfer = getattr(candidate, "kv_transfer_config", None)
+    return transfer is not None and transfer.engine_id == engine_id

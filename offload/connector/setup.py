@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig, parse_config
 from offload.config_checks import load_config
-from offload.connector.identity import (
-    adapter_digest,
-    check_vllm_config,
-    namespace_fields,
-    startup_warnings,
-)
+from offload.connector.adapters import adapter_digest
+from offload.connector.identity import geometry_fields, hash_fields, namespace_fields
+from offload.connector.startup_checks import check_vllm_config, startup_warnings
 from offload.connector.vllm_geometry import describe, kernel_of
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError
@@ -49,8 +46,9 @@ logger = logging.getLogger(__name__)
 class Setup:
     """Configuration, geometry and identity of one server, seen from one process.
 
-    ``shares`` is among how many workers of this machine the capacities are divided: all ranks of
-    all data-parallel replicas.
+    ``namespace`` is whole in a worker; a scheduler knows its own part of it until it has adopted
+    the workers'. ``shares`` is among how many workers of this machine the capacities are divided:
+    all ranks of all data-parallel replicas.
     """
 
     vllm_config: VllmConfig
@@ -62,11 +60,17 @@ class Setup:
     shares: int
     replica: int
     _records: bytes = b""
+    _requests: RequestFile | None = None
     _geometry: Geometry | None = None
 
     @classmethod
     def of(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, first_worker: bool
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        is_worker: bool,
+        first_worker: bool,
     ) -> Setup:
         """Read everything; the first worker also checks it against the machine, before any
         process of this server has taken memory or folders.
@@ -80,7 +84,14 @@ class Setup:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = cls.check(extra) if first_worker else parse_config(extra)
         layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)
-        fields = namespace_fields(vllm_config, kv_cache_config, config.chunk_blocks)
+        fields = (
+            namespace_fields(vllm_config, kv_cache_config, config.chunk_blocks)
+            if is_worker
+            else {
+                "hash": hash_fields(vllm_config),
+                "geometry": geometry_fields(vllm_config, kv_cache_config, config.chunk_blocks),
+            }
+        )
         return cls(
             vllm_config,
             kv_cache_config,
@@ -91,6 +102,12 @@ class Setup:
             parallel.world_size * max(1, parallel.data_parallel_size_local),
             parallel.data_parallel_index,
         )
+
+    def adopt(self, namespace: Namespace) -> None:
+        """This is what the workers have agreed on."""
+        self.namespace = namespace
+        if self._requests is not None:
+            self._requests.namespace = namespace.name
 
     @property
     def fence_is_late(self) -> bool:
@@ -219,7 +236,8 @@ class Setup:
         most, path = self.config.recent_requests, self.config.record_requests
         if path is None:
             return RequestLog(most)
-        return RequestLog(most, RequestFile(self._own(path), most, self.namespace.name))
+        self._requests = RequestFile(self._own(path), most)
+        return RequestLog(most, self._requests)
 
     def _own(self, path: str) -> str:
         """A path of this data-parallel replica alone."""

@@ -23,6 +23,7 @@ from offload.executor import Drained, Executor, ExecutorLimits
 from offload.keys import GROUP_BYTES, groups_of, joined
 from offload.load_task import io_bytes
 from offload.loop import OffloadLoop
+from offload.namespace import Namespace
 from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size
@@ -55,7 +56,7 @@ class WorkerSide:
         config: OffloadConfig,
         rank: int,
         shares: int,
-        namespace: str,
+        namespace: Namespace,
         *,
         fence_is_late: bool = False,
     ) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vllm.platforms import current_platform
 
 from offload.cli import app
-from tests.connector.test_identity import config_of, make_model, namespace_of
+from tests.connector.identity_world import config_of, make_model, namespace_of
 from tests.models.families import FAMILIES, write_model
 from tests.offload.texts import same_text
 
@@ -280,7 +280,7 @@ try:
     runpy.run_module("offload.cli", run_name="__main__", alter_sys=True)
 except SystemExit as end:
     code = end.code
-from tests.connector.test_identity import config_of, namespace_of
+from tests.connector.identity_world import config_of, namespace_of
 print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
 sys.exit(code)
 """

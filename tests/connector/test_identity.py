@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
+from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
@@ -22,77 +19,26 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from offload.config import parse_config
-from offload.connector.identity import (
-    adapter_digest,
-    check_vllm_config,
-    namespace_fields,
-    startup_warnings,
-)
+from offload.connector.identity import namespace_fields
+from offload.connector.startup_checks import check_vllm_config, startup_warnings
 from offload.connector.weights import HEAD_BYTES, SAMPLE_BYTES, find_model, weights_identity
 from offload.namespace import Namespace, differing_fields, write_manifest
-from tests.connector.vllm_configs import full, groups_of, sliding
+from tests.connector.identity_world import (
+    WEIGHT_BYTES,
+    config_of,
+    differing,
+    kv_config,
+    make_model,
+    namespace_of,
+)
+from tests.connector.vllm_configs import full
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
-WEIGHT_BYTES = 5 * 1024 * 1024
 DISK = {"tiers": [{"type": "lmdb", "path": "/kv", "capacity": "1GiB"}]}
 
 
 @pytest.fixture(autouse=True)
 def no_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-
-
-def make_model(folder: Path, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    weights = folder / "model.safetensors"
-    weights.write_bytes(bytes(range(256)) * (WEIGHT_BYTES // 256))
-    os.utime(weights, ns=(10**18, 10**18))
-    return folder
-
-
-def config_of(model: Path | str, **changes: Any) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="OffloadConnector", kv_role="kv_both", engine_id=changes.pop("engine", "e")
-    )
-    settings = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
-    config = EngineArgs(model=str(model), **{**settings, **changes}).create_engine_config()
-    config.kv_transfer_config = transfer
-    return config
-
-
-def kv_config(num_blocks: int = 8, block: int = 32) -> KVCacheConfig:
-    groups = groups_of(full(block), sliding(block, 64))
-    tensors = [
-        KVCacheTensor(size=num_blocks * 2 * 4096, layers=["a", "b"], layer_stride=4096 * num_blocks,
-                      block_stride=4096),
-        KVCacheTensor(size=num_blocks * 2 * 4096, layers=["c"], layer_stride=4096,
-                      block_stride=8192, offset=4096),
-    ]  # fmt: skip
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=tensors,
-        kv_cache_groups=groups,
-        kv_cache_layout="LBHNC",
-        hash_block_size=block,
-    )
-
-
-def namespace_of(config: VllmConfig, kv: KVCacheConfig | None = None, chunk: int = 1) -> Namespace:
-    return Namespace.of(namespace_fields(config, kv or kv_config(), chunk))
 
 
 @pytest.fixture
@@ -132,7 +78,7 @@ def test_a_flag_that_changes_blocks_changes_the_namespace(
 ) -> None:
     one, two = namespace_of(config_of(model)), namespace_of(config_of(model, **changes))
     assert one.digest != two.digest
-    assert field in [name for name, _, _ in differing_fields(one, two)]
+    assert field in differing(one, two)
 
 
 def test_each_parallel_size_counts(model: Path) -> None:
@@ -174,7 +120,7 @@ def test_geometry_counts(
 ) -> None:
     config = config_of(model)
     one, two = namespace_of(config), namespace_of(config, *changed(kv_config()))
-    assert field in [name for name, _, _ in differing_fields(one, two)]
+    assert field in differing(one, two)
 
 
 def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path) -> None:
@@ -213,7 +159,7 @@ def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, mode
         file.write(b"\xee")
     os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
     after = namespace_of(config_of(model))
-    assert [name for name, _, _ in differing_fields(before, after)] == ["model.weights.digest"]
+    assert differing(before, after) == ["model.weights.digest"]
 
 
 def test_a_newer_time_alone_changes_the_namespace(model: Path) -> None:
@@ -227,25 +173,7 @@ def test_another_rope_in_the_config_file_changes_the_namespace(model: Path) -> N
     before = namespace_of(config_of(model))
     make_model(model, rope_theta=20000.0)
     after = namespace_of(config_of(model))
-    assert [name for name, _, _ in differing_fields(before, after)] == ["model.config"]
-
-
-def test_files_that_do_not_touch_blocks_do_not_matter(model: Path) -> None:
-    before = namespace_of(config_of(model))
-    (model / "generation_config.json").write_text("{}")
-    (model / "tokenizer_config.json").write_text("{}")
-    (model / "README.md").write_text("x")
-    assert namespace_of(config_of(model)) == before
-
-
-def test_max_model_len_counts_only_where_rope_depends_on_it(model: Path) -> None:
-    plain = config_of(model)
-    assert namespace_of(plain) == namespace_of(config_of(model, max_model_len=256))
-    config = (model / "config.json").read_text()
-    (model / "config.json").write_text(config.replace("{", '{"note": "longrope", ', 1))
-    one, two = config_of(model), config_of(model, max_model_len=256)
-    names = [name for name, _, _ in differing_fields(namespace_of(one), namespace_of(two))]
-    assert names == ["model.max_model_len"]
+    assert differing(before, after) == ["model.files.config.json"]
 
 
 def make_hub(cache: Path, commit: str, blob: str) -> None:
@@ -294,40 +222,13 @@ def test_large_files_are_sampled_and_small_ones_read_whole(tmp_path: Path) -> No
         assert len(seen) >= len(distinct)
 
 
-def make_adapter(folder: Path, content: bytes) -> LoRARequest:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return LoRARequest("name", 1, str(folder))
-
-
-def test_adapters_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
-    one = adapter_digest(make_adapter(tmp_path / "one", b"one"))
-    assert len(one) == 32
-    assert adapter_digest(LoRARequest("other name", 2, str(tmp_path / "one"))) == one
-    assert adapter_digest(make_adapter(tmp_path / "two", b"two")) != one
-
-
-def test_an_adapter_that_changes_under_a_running_server_never_hits_again(tmp_path: Path) -> None:
-    request = make_adapter(tmp_path / "one", b"one")
-    before = adapter_digest(request)
-    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"longer than before")
-    after = [adapter_digest(request) for _ in range(3)]
-    assert len({before, *after}) == 4
-
-
-def test_an_adapter_that_cannot_be_read_never_hits(tmp_path: Path) -> None:
-    request = LoRARequest("name", 1, str(tmp_path / "absent"))
-    assert adapter_digest(request) != adapter_digest(request)
-
-
 def test_a_random_hash_seed_makes_every_start_a_namespace_of_its_own(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(engine: str) -> Namespace:
         return namespace_of(config_of(model, prefix_caching_hash_algo="xxhash_cbor", engine=engine))
 
-    assert [name for name, _, _ in differing_fields(start("a"), start("b"))] == ["hash.seed"]
+    assert differing(start("a"), start("b")) == ["hash.seed"]
     assert start("a") == start("a")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert start("a") == start("b")

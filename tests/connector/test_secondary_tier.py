@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -29,6 +30,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
+from tests.connector.identity_world import config_of, make_model
 from tests.threads import no_thread_is_left
 from tiers.base import TierIoError
 from tiers.lmdb_store import PAYLOAD_NAME
@@ -40,14 +42,14 @@ KEYS = [make_offload_key(bytes([n]) * 32, 0) for n in range(12)]
 DEADLINE_S = 60.0
 
 
-def spec_of(model: str = "some/model") -> Any:
+def spec_of(model: str = "some/model", engine: str = "engine") -> Any:
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
     config = OffloadingConfig(
         (OffloadingGroupConfig(16, ("layer",), 0),),
         ROW,
         False,
         {},
-        "engine",
+        engine,
         OffloadingModelConfig(model, "float16"),
         OffloadingCacheConfig(16, 1),
         parallel,
@@ -174,17 +176,45 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
         holds(world, range(1, 12))
 
 
-def test_weights_that_replaced_others_under_a_name_find_nothing(tmp_path: Path) -> None:
-    spec = spec_of(str(tmp_path / "model"))
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.parent.mkdir()
-    weights.write_bytes(b"old")
-    before = _place(tmp_path / "kv", spec, ROW)
-    assert _place(tmp_path / "kv", spec, ROW) == before
-    weights.write_bytes(b"new")
-    after = _place(tmp_path / "kv", spec, ROW)
-    assert after[0] != before[0]
-    assert after[1] != before[1]
+def placed(root: Path, config: VllmConfig) -> tuple[Path, bytes]:
+    """Where the tier of an engine with this configuration, which vLLM does not tell it, lies."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    return _place(root, spec_of(config.model_config.model, transfer.engine_id), ROW)
+
+
+def test_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
+    """Other weights under the same name, and flags that vLLM does not tell a tier of."""
+    model = make_model(tmp_path / "model")
+    before = placed(tmp_path / "kv", config_of(model, engine="first"))
+    assert placed(tmp_path / "kv", config_of(model, engine="second")) == before
+    eager = placed(tmp_path / "kv", config_of(model, engine="third", enforce_eager=True))
+    (model / "model.safetensors").write_bytes(b"new")
+    after = placed(tmp_path / "kv", config_of(model, engine="fourth"))
+    assert len({before[0], eager[0], after[0]}) == 3
+    assert len({before[1], eager[1], after[1]}) == 3
+
+
+@pytest.mark.parametrize("why", ["no configuration", "adapters", "no weights"])
+def test_what_cannot_be_told_is_for_one_engine(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters are known to vLLM's hashes by name and path alone."""
+    model = make_model(tmp_path / "model")
+    if why == "no weights":
+        (model / "model.safetensors").unlink()
+    configs = [
+        config_of(model, engine=f"{why} {number}", enable_lora=why == "adapters")
+        for number in range(2)
+    ]
+    if why == "no configuration":
+        names = ["nobody", "nobody else"]
+        found = [_place(tmp_path / "kv", spec_of(str(model), name), ROW) for name in names]
+    else:
+        found = [placed(tmp_path / "kv", config) for config in configs]
+    assert found[0] != found[1]
+    assert "stored blocks are not used after a restart" in caplog.text
 
 
 def test_a_reset_forgets_for_good(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from offload.config import TierConfig, parse_config
 from offload.connector import worker_side
 from offload.connector.worker_side import WorkerSide
 from offload.errors import ConfigError, TierUnavailableError
+from offload.namespace import Namespace
 from offload.registry import GroupCaches, Registration, register_kv_caches
 from offload.tier_factory import TierSpec
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -48,7 +49,7 @@ def worker() -> WorkerSide:
         "cpu": {"capacity": "1MiB"},
         "tiers": [{"type": "file", "path": "/kv", "capacity": "1GiB"}],
     }
-    return WorkerSide(parse_config(config), 0, 1, NAMESPACE.hex())
+    return WorkerSide(parse_config(config), 0, 1, Namespace.of({}))
 
 
 def assert_released(slabs: list[HostSlab], threads: set[threading.Thread]) -> None:

@@ -1,0 +1,87 @@
+"""What a server that starts says about vLLM's settings, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offload.config import OffloadConfig
+from offload.connector.identity import place_of, seed_is_random, weights_of
+from offload.errors import Problem
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ENGINE_ID = (
+    'Give "engine_id" in --kv-transfer-config a name that stands for these weights, and another '
+    "one whenever they change, to use stored blocks again after a restart"
+)
+
+
+def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
+    """Settings of ``--kv-transfer-config`` itself that cannot work."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_role == "kv_both":
+        return []
+    what = f'loads and stores (got "{transfer.kv_role}")'
+    return [Problem("kv_role", what, 'Use "kv_role": "kv_both".')]
+
+
+def startup_warnings(vllm_config: VllmConfig, config: OffloadConfig) -> list[str]:
+    """What a user should know before serving; each line says what to do. Reads the model's files;
+    raises ``OSError``."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    lines = _hash_warnings(vllm_config) if config.tiers else []
+    if transfer.kv_load_failure_policy == "fail":
+        lines.append(
+            "kv_load_failure_policy is 'fail' (vLLM's default): a read error ends the request. "
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        lines.append(
+            "prefix caching is off: blocks are still stored and loaded by their hashes. Set "
+            "--enable-prefix-caching to reuse them on the device, too"
+        )
+    return lines + (_weight_warnings(vllm_config) if config.tiers else [])
+
+
+def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    use = "Use --prefix-caching-hash-algo sha256_cbor"
+    lines = []
+    if seed_is_random(vllm_config):
+        lines.append(
+            f"block hashes change at every start with {algorithm} and no PYTHONHASHSEED: nothing "
+            f"on disk will be found after a restart. {use}"
+        )
+    if algorithm.startswith("xxhash"):
+        lines.append(
+            f"{algorithm} is not collision resistant: a client who can choose prompts could make "
+            f"two of them share blocks. {use} where clients do not trust each other"
+        )
+    if algorithm == "sha256":
+        lines.append(
+            "block hashes of sha256 go through pickle and may differ for equal content, which "
+            f"costs hits after a restart (never a wrong one). {use}"
+        )
+    return lines
+
+
+def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    kind = weights_of(vllm_config, model, load, place_of(vllm_config, model))["kind"]
+    why = {
+        "unknown": f"no weight files were found for {model.model}: other weights under the same "
+        "name cannot be told apart",
+        "dummy": "the weights are dummies (--load-format dummy): real ones may be pushed before "
+        "the first request, and nobody can tell which",
+        "pushed": "the weights will be pushed (--weight-transfer-config), and nobody can tell "
+        "which they will be",
+    }.get(kind)
+    lines = [f"{why}. Stored blocks are not used after a restart. {ENGINE_ID}"] if why else []
+    if callable(model.hf_overrides):
+        lines.append(
+            "hf_overrides is a function and known by its name only. Clear the tiers' folders "
+            "whenever it changes"
+        )
+    return lines
