@@ -201,7 +201,7 @@ class Hasty(Executor):
     async def _run_load(self, task: Any) -> None:
         self._answer(task.job, JobResult())
         await task.run()
-        self._end_request(task.request, ok=True)
+        self._end_load(task.job, is_ok=True)
 
 
 class NoEvents(SimulatedCopyEngine):
