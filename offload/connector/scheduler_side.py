@@ -20,6 +20,7 @@ from offload.connector.guard import Faults
 from offload.connector.intake import Intake
 from offload.connector.lookups import Lookups
 from offload.connector.prefill_clock import PrefillClock
+from offload.connector.unseen_loads import UnseenLoads
 from offload.connector.wanted_chunks import WantedChunks
 from offload.coordinator import Coordinator, find_gap, present_in
 from offload.layout import FULL, STATE, ModelLayout
@@ -79,7 +80,7 @@ class SchedulerSide:
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
         self._trackers: dict[str, RequestTracker] = {}
         self._requests: dict[str, Request] = {}
-        self._unseen: set[str] = set()  # with a load whose end vLLM has not seen; they hold blocks
+        self._unseen = UnseenLoads()
         self._moved_at = time.monotonic()
         self._clock = PrefillClock(self._computed)
 
@@ -110,12 +111,13 @@ class SchedulerSide:
 
         A request whose load failed computes. vLLM reserves the blocks of its whole prompt for it
         until then, from itself too, so that a second load may wait for ever; and it would stop
-        looking at the requests behind this one, which hold the blocks of ended loads.
+        looking at the requests behind this one, which hold the blocks of ended loads: these go
+        first.
         """
         tracker = self._tracker(request)
-        self._unseen.discard(request.request_id)
+        self._unseen.seen(request.request_id)
         if tracker.failures:
-            return None if self._unseen else 0
+            return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
         if self.lookups is None:
             return 0
         return self.lookups.ask(tracker, request, computed_tokens)
@@ -124,13 +126,13 @@ class SchedulerSide:
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
-        self._unseen.discard(request.request_id)
+        self._unseen.forget(request.request_id)
         if self.planner is None:
             return
         self._explain(request)
         if external_tokens <= 0:
             return
-        self._unseen.add(request.request_id)
+        self._unseen.begin(request.request_id)
         try:
             self._plan_load(self._tracker(request), block_ids, external_tokens)
         except Exception:
@@ -164,7 +166,7 @@ class SchedulerSide:
         Returns what the client is told, if it has told us something."""
         tracker = self._trackers.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
-        self._unseen.discard(request.request_id)
+        self._unseen.forget(request.request_id)
         self._clock.ended(request, time.monotonic())
         if tracker is None or not (self.planner and self.lookups and self._endings):
             return None

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 import offload.executor
+from offload.connector.unseen_loads import WAIT_S, UnseenLoads
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 from tests.connector.test_miss_reasons import PROMPT, stored
 from tests.connector.test_requests_told import _request
+from tiers.base import ReadOutcome
 
 OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
 """Prompts without a common prefix: together they need all blocks of the GPU."""
@@ -63,8 +65,10 @@ def failed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def ask(world: World, name: str, prompt: list[int]) -> None:
-    world.scheduler.add_request(_request(world, name, prompt, None))
+def ask(world: World, name: str, prompt: list[int], tokens: int = 4) -> None:
+    request = _request(world, name, prompt, None)
+    request.max_tokens = tokens
+    world.scheduler.add_request(request)
 
 
 @contextmanager
@@ -74,6 +78,22 @@ def still(world: World) -> Iterator[None]:
     world._conditions = dataclasses.replace(usual, late=0)
     yield
     world._conditions = usual
+
+
+@contextmanager
+def steady(world: World) -> Iterator[None]:
+    """Each step gives loop and copies time for all that there is to do, so that a load that is
+    begun in one step has ended in the next."""
+    turn = world._turn
+
+    def thorough() -> None:
+        for _ in range(20):
+            world._loop.turn(1)
+            world.engine.run_all()
+
+    world._turn = thorough
+    yield
+    world._turn = turn
 
 
 @contextmanager
@@ -200,3 +220,61 @@ def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
     world.check()
     assert failed == ["same"]
     assert world.planner.totals()["late_answers"] == 0
+
+
+def test_a_request_whose_load_failed_computes_although_others_keep_loading(
+    tmp_path: Path,
+) -> None:
+    """One request per step comes, loads its prompt and is served: some load is always open."""
+    cold, hot = OTHERS[0], [[n, *range(1, 13)] for n in range(40)]
+    with World(MODELS["full"], Conditions(slots=300), tmp_path, 2) as world:
+        for number, prompt in enumerate([cold, *hot]):
+            ask(world, f"first {number}", prompt)
+        world.drain()
+        world.forget_locally()
+        unseen = world.connector._scheduler._unseen
+        ask(world, "cold", cold)
+        lose(world, "cold")
+        steps = 0
+        with steady(world):
+            while "cold" in world.scheduler.requests and hot:
+                ask(world, f"hot {steps}", hot.pop(), tokens=1)
+                world.step()
+                steps += 1
+                assert unseen._open, "the test is about what is always there"
+        assert "cold" not in world.scheduler.requests, f"others were served for {steps} steps"
+        world.drain()
+        world.check_idle()
+        assert world.events()["load_failures"] == 1
+        assert world.loaded()["cpu"] >= 12 * (steps - 1)
+
+
+def lose(world: World, name: str) -> None:
+    """What this request will load turns out to be missing on the disk."""
+    tracker = world.connector._scheduler._trackers[name]
+    tracker.extend(world.scheduler.requests[name].block_hashes)
+    world.planner.cpu.drop(list(tracker.keys[0]))
+
+    async def lost(keys: Any, into: Any) -> list[ReadOutcome]:
+        return [ReadOutcome.MISS] * len(keys)
+
+    world.executor._tiers[0].read = lost
+
+
+def test_who_waits_for_whom_after_a_failure() -> None:
+    loads = UnseenLoads()
+    for name in "abc":
+        loads.begin(name)
+    loads.seen("b")
+    assert loads.must_wait("b", 0.0)
+    loads.begin("d")
+    loads.seen("a")
+    loads.begin("a")  # once more: the wait is not for this one
+    assert loads.must_wait("b", 1.0), "c was there before"
+    loads.seen("c")
+    assert not loads.must_wait("b", 2.0)
+    assert loads.must_wait("e", 3.0)
+    assert loads.must_wait("e", 3.0 + 0.9 * WAIT_S)
+    assert not loads.must_wait("e", 3.0 + WAIT_S), "loads that never end"
+    loads.forget("e")
+    assert loads.must_wait("e", 100.0), "its next load, or another request of that name"

@@ -1,0 +1,40 @@
+"""Loads whose end vLLM has not seen yet. Their requests hold GPU blocks."""
+
+from __future__ import annotations
+
+WAIT_S = 30.0
+"""The longest that a request whose load has failed lets others go first."""
+
+
+class UnseenLoads:
+    """For vLLM's scheduler thread. Loads are numbered as they begin, because a request may load
+    again, and its name may be used again."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}  # by request, oldest first
+        self._behind: dict[str, tuple[int, float]] = {}
+        self._count = 0
+
+    def begin(self, request: str) -> None:
+        """vLLM has allocated blocks for a load of this request."""
+        self._open.pop(request, None)
+        self._count += 1
+        self._open[request] = self._count
+
+    def seen(self, request: str) -> None:
+        """vLLM has seen the end of this request's load."""
+        self._open.pop(request, None)
+
+    def forget(self, request: str) -> None:
+        """The request goes on to compute, or has ended."""
+        self._open.pop(request, None)
+        self._behind.pop(request, None)
+
+    def must_wait(self, request: str, now: float) -> bool:
+        """Whether this request, whose load has failed, has to let others go first: those whose
+        loads were open when vLLM first asked for it again. Later ones do not count, or it would
+        wait for as long as others come; ``now`` (monotonic seconds) bounds the wait for loads that
+        do not end."""
+        last, until = self._behind.setdefault(request, (self._count, now + WAIT_S))
+        oldest = next(iter(self._open.values()), self._count + 1)
+        return oldest <= last and now < until
