@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -149,10 +149,12 @@ def read_small_file(path: Path, size_max: int) -> bytes | None:
         os.close(fd)
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:
     """Replace ``path`` by ``content`` so that a crash leaves the old or the new file, whole.
 
-    The file and its folder are synced before this returns.
+    The file and its folder are synced before this returns. With ``placed`` the file takes its place
+    before it is synced, and ``placed`` is called in between: other processes find it from then on,
+    also if this one is killed, but a power cut may leave a damaged one.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -160,8 +162,12 @@ def write_durably(path: Path, content: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(fd)
-        os.replace(draft, path)
+            if placed is None:
+                os.fsync(fd)
+            os.replace(draft, path)
+            if placed is not None:
+                placed()
+                os.fsync(fd)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

@@ -11,8 +11,7 @@
       quarantine-<hex>/                  moved aside, because it could not be trusted
 
 Everything here runs at start-up, at a reset, or on the command line. It blocks on the disk and must
-not be called from vLLM's threads while they serve, except ``bump_epoch``, whose two small syncs
-are the price of a reset that survives ``kill -9``.
+not be called from vLLM's threads while they serve.
 """
 
 from __future__ import annotations
@@ -201,9 +200,11 @@ def read_epoch(folder: str | Path) -> int:
     return int(match[1])
 
 
-def bump_epoch(folder: str | Path, at_least: int = 0) -> int:
+def bump_epoch(
+    folder: str | Path, at_least: int = 0, noted: Callable[[], None] = lambda: None
+) -> int:
     """Begin a new epoch, none below ``at_least``, and return it. Durable when it returns, whatever
-    happens then.
+    happens then. ``noted`` is called as soon as other processes find it, before the syncs.
 
     It is the next odd number. The weights of a running server have changed, and no file holds the
     new ones: a server that starts has those of the files, and begins an even epoch if it finds an
@@ -215,7 +216,8 @@ def bump_epoch(folder: str | Path, at_least: int = 0) -> int:
     home.mkdir(mode=0o700, exist_ok=True)
     with locked(home):
         epoch = max(read_epoch(home) + 1, at_least) | 1
-        _write_epoch(home, epoch)
+        # A file that a power cut damages here costs nothing: what it would keep is dead.
+        _write_epoch(home, epoch, noted)
         return epoch
 
 
@@ -319,9 +321,10 @@ def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
     on_damage.note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
 
 
-def _write_epoch(home: Path, epoch: int) -> None:
+def _write_epoch(home: Path, epoch: int, placed: Callable[[], None] | None = None) -> None:
     digits = str(epoch).encode()
-    write_durably(home / EPOCH_NAME, digits + b" " + _epoch_check(digits) + b"\n")
+    content = digits + b" " + _epoch_check(digits) + b"\n"
+    write_durably(home / EPOCH_NAME, content, placed=placed)
 
 
 def _epoch_check(digits: bytes) -> bytes:

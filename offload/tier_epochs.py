@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from offload.errors import TierUnavailableError
 from offload.mounts import spot_of
@@ -47,8 +47,9 @@ class TierEpochs:
         self._namespace = namespace
         self._replica = replica
 
-    def begin(self, tier: int) -> int:
-        """Begin a new epoch, durably when this returns.
+    def begin(self, tier: int, noted: Callable[[], None] = lambda: None) -> int:
+        """Begin a new epoch, durably when this returns. ``noted`` is called as soon as a server
+        that starts would find it, also if this process is killed.
 
         A disk that has come back empty gets its folders again, so that nobody waits for the other
         to make them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if the
@@ -64,4 +65,4 @@ class TierEpochs:
             if not self._spots[tier].is_same_place(spot_of(path)):
                 raise TierUnavailableError(f"{path} lies on another file system than before")
             open_namespace(path, self._namespace)
-        return bump_epoch(home)
+        return bump_epoch(home, noted=noted)

@@ -211,7 +211,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             planner = make_planner(config, layout, ranks, num_blocks)
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
-            self._epochs = OwedEpochs(self._setup.tier_epochs().begin)
+            epochs = self._setup.tier_epochs()
+            self._epochs = OwedEpochs(len(self._setup.config.lower), epochs.begin)
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
@@ -311,16 +312,20 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """The weights may have changed: every tier forgets, durably, before this returns."""
+        """The weights may have changed: every tier forgets before this returns.
+
+        ``False`` if the disk of a tier did not answer in time: a server that starts after this one
+        was killed might find old blocks there. That tier is not used until it knows; asking again
+        tells whether it does.
+        """
         if self._scheduler is None:
             return None
         self._scheduler.forget()
         if self._epochs is None:  # nobody has stored anything yet
             return True
-        tiers = range(len(self._setup.config.lower))
-        epochs = self._epochs.begin(tiers)
-        self._scheduler.begin_epochs(epochs)
-        return len(epochs) == len(tiers)
+        is_noted = self._epochs.reset()
+        self._scheduler.begin_epochs(self._epochs.take())
+        return is_noted
 
     # -- both ----------------------------------------------------------------------------------
 

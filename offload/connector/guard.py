@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
+LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta"}
 """Names of all hooks in metrics; guarded methods add theirs. These two are parts of hooks, guarded
 where they are called."""
@@ -72,11 +74,27 @@ class Faults:
         self.by_hook[hook] = self.by_hook.get(hook, 0) + 1
         total = sum(self.by_hook.values())
         if total <= LOGGED_MAX:
-            logger.error(
-                "kvtiers: hook %s failed, treated as a miss: %r", hook, error, exc_info=error
-            )
+            text = "kvtiers: hook %s failed, treated as a miss: %s"
+            logger.error(text, hook, described(error))
         if total == LOGGED_MAX:
             logger.error("kvtiers: further hook faults are counted, not logged")
+
+
+def described(error: BaseException) -> str:
+    """An error and those that led to it, with the places that they passed.
+
+    Not a traceback of the standard library, which reads the source files: no hook may touch a file
+    system.
+    """
+    lines: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(lines) < LINES_MAX:
+        lines.append(f"{'caused by ' if lines else ''}{cause!r}")
+        for frame, number in traceback.walk_tb(cause.__traceback__):
+            code = frame.f_code
+            lines.append(f"  at {code.co_filename}:{number} in {code.co_qualname}")
+        cause = cause.__cause__ or cause.__context__
+    return "\n".join(lines[:LINES_MAX])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[F], F]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from offload import tier_epochs
-from offload.connector.owed_epochs import OwedEpochs
+from offload.connector.owed_epochs import BeginOne, OwedEpochs
 from offload.errors import TierUnavailableError
 from offload.mounts import Spot
 from offload.namespace import Namespace
@@ -33,12 +36,17 @@ def paths(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def owed(paths: list[str]) -> Iterator[OwedEpochs]:
-    epochs = OwedEpochs(TierEpochs(paths, NAMESPACE, 0).begin, retry_s=0.01)
+    yield from served(paths, TierEpochs(paths, NAMESPACE, 0).begin)
+
+
+def served(paths: list[str], begin_one: BeginOne) -> Iterator[OwedEpochs]:
+    epochs = OwedEpochs(len(paths), begin_one, retry_s=0.01)
     yield epochs
     epochs.close()
     for thread in threading.enumerate():
         if thread.name.startswith("kvtiers-epoch"):
             thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 def epoch_at(path: str) -> int:
@@ -58,10 +66,13 @@ def test_a_disk_that_is_away_is_told_when_it_is_back(
     paths: list[str], owed: OwedEpochs, comes_back: str
 ) -> None:
     far, elsewhere = Path(paths[1]), Path(paths[1] + "-elsewhere")
-    assert owed.begin(range(2)) == {0: 1, 1: 1}
+    assert owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 1, 1: 1}
     far.rename(elsewhere)
-    assert owed.begin(range(2)) == {0: 3}
-    assert owed.begin(range(2)) == {0: 5}, "and once more"
+    assert not owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 3}
+    assert not owed.reset(PATIENCE_S), "and once more"
+    assert owed.take() == {0: 5}
     assert owed.take() == {}
     assert not far.exists()
     if comes_back == "empty":
@@ -69,11 +80,86 @@ def test_a_disk_that_is_away_is_told_when_it_is_back(
         far.mkdir(mode=0o700)
     else:
         elsewhere.rename(far)
-    epoch = epoch_before = 1 if comes_back == "empty" else 3
+    epoch = 1 if comes_back == "empty" else 3
     assert taken(owed) == {1: epoch}
-    assert epoch_at(paths[1]) == epoch_before
+    assert epoch_at(paths[1]) == epoch
     assert owed.take() == {}
-    assert owed.begin(range(2)) == {0: 7, 1: epoch + 2}
+    assert owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 7, 1: epoch + 2}
+
+
+class Held:
+    """Begins epochs, and hangs on one tier where it is told to."""
+
+    def __init__(self, paths: list[str], tier: int, where: str) -> None:
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+        self.asked = 0
+        self._begin = TierEpochs(paths, NAMESPACE, 0).begin
+        self._tier, self._where = tier, where
+
+    def __call__(self, tier: int, noted: Callable[[], None]) -> int:
+        if tier != self._tier:
+            return self._begin(tier, noted)
+        self.asked += 1
+        self._hang("at once")
+        return self._begin(tier, lambda: self._hold(noted))
+
+    def _hold(self, noted: Callable[[], None]) -> None:
+        noted()
+        self._hang("in its syncs")
+
+    def _hang(self, where: str) -> None:
+        if where == self._where:
+            self.hangs.set()
+            self.go_on.wait()
+
+
+@pytest.mark.parametrize("where", ["at once", "in its syncs"])
+def test_a_disk_that_hangs_keeps_no_reset(paths: list[str], where: str) -> None:
+    """It is waited for once. What it has placed before it hangs survives the process."""
+    held = Held(paths, 1, where)
+    for owed in served(paths, held):
+        owed.reset(0.0)
+        assert held.hangs.wait(PATIENCE_S)
+        assert taken(owed) == {0: 1}
+        assert epoch_at(paths[1]) == (1 if where == "in its syncs" else 0)
+        assert owed.reset(3600.0) is (where == "in its syncs"), "it does not wait for an hour"
+        assert owed.take() == {0: 3}
+        held.go_on.set()
+        assert taken(owed) == {1: 1}, "one epoch is enough for both: nothing came in between"
+        assert held.asked == 1
+        assert owed.reset(PATIENCE_S)
+        assert owed.take() == {0: 5, 1: 3}
+
+
+CHILD = """
+import os, signal, sys, threading, time
+from offload.connector.owed_epochs import BeginOne, OwedEpochs
+from offload.namespace import Namespace
+from offload.tier_epochs import TierEpochs
+def hangs(fd):
+    threading.Event().wait()
+os.fsync = hangs
+owed = OwedEpochs(1, TierEpochs([sys.argv[1]], Namespace.of({"model": "a"}), 0).begin)
+while not owed.reset(0.01):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_killed_right_after_a_reset_leaves_nothing_to_be_found(
+    paths: list[str],
+) -> None:
+    """Also while the disk cannot sync. The next server begins another epoch."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, paths[0]],
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    with open_place(paths[0], NAMESPACE, replica=0, rank=0, engine="next", starts=True) as place:
+        assert place.epoch == 2
 
 
 def test_a_mount_point_without_its_disk_gets_no_folders(
