@@ -54,6 +54,9 @@ class _Undone:
         self._ticket = ticket
         self._undo = undo
 
+    def done(self) -> bool:
+        return bool(self._ticket.done())
+
     async def completed(self) -> None:
         try:
             await self._ticket.completed()
