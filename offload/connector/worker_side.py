@@ -184,7 +184,7 @@ class WorkerSide:
         from offload.verify import Verifier
 
         folder = Path(self._config.verify_path) if self._config.verify_path else None
-        name = f"{self._namespace}-rank{self._rank}"
+        name = f"{self._namespace.name}-rank{self._rank}"
         return Verifier(DeviceDigest(registration), WorkerStats(), folder, name)
 
     def _stop_loop(self) -> None:
