@@ -81,7 +81,6 @@ def _ours(extra: dict[str, Any]) -> Start:
             "kv_connector": "OffloadConnector",
             "kv_connector_module_path": "offload.connector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
     )

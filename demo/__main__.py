@@ -41,7 +41,6 @@ def connector_config(folder: Path) -> dict[str, Any]:
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "cpu": {"capacity": "512MiB", "policy": "lru"},
             "tiers": [{"type": "lmdb", "path": str(folder), "capacity": "1GiB", "policy": "lru"}],

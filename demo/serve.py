@@ -10,7 +10,6 @@ DEFAULT = {
     "kv_connector": "OffloadConnector",
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 
 

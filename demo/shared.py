@@ -31,7 +31,6 @@ def connector_config(master: Master) -> dict[str, Any]:
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "cpu": {"capacity": "64MiB", "policy": "lru"},
             "tiers": [master.tier()],

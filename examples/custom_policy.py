@@ -86,7 +86,6 @@ def in_a_server(folder: Path) -> bool:
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "cpu": {"capacity": "4MiB", "policy": policy},
             "tiers": [

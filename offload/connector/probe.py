@@ -41,7 +41,6 @@ PLAIN = {
     "kv_connector": NAME,
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 """Our connector with nothing configured, as it should be used. Hash and block sizes depend on
 whether a connector is used, and which kinds it takes."""

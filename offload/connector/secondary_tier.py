@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import gc
 import hashlib
 import json
 import logging
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -46,6 +44,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from offload.connector.identity import content_of
+from offload.connector.process_config import configs_of
 from offload.errors import TierUnavailableError
 from offload.loop import OffloadLoop
 from offload.sizes import parse_size
@@ -234,7 +233,7 @@ def _content(config: Any) -> dict[str, Any]:
     """What decides the bytes of a block. vLLM tells a tier the model's name only, so its whole
     configuration is looked for in this process. Where it is not found, or there are adapters, whose
     content nobody tells either, blocks are good for this engine only."""
-    found = [each for each in gc.get_objects() if _is_of(each, config.engine_id)]
+    found = configs_of(config.engine_id)
     why = "vLLM's configuration was not found in this process"
     if found and found[0].lora_config is not None:
         why = "vLLM does not tell which LoRA adapters are loaded"
@@ -245,11 +244,3 @@ def _content(config: Any) -> dict[str, Any]:
         why = f"no weight files were found for {config.model.name}, or others may be loaded"
     logger.warning("kvtiers: stored blocks are not used after a restart: %s", why)
     return {"engine": config.engine_id}
-
-
-def _is_of(candidate: object, engine_id: str) -> bool:
-    """Whether this is the configuration of that engine."""
-    if type(candidate) is not VllmConfig:
-        return False
-    transfer = getattr(candidate, "kv_transfer_config", None)
-    return transfer is not None and transfer.engine_id == engine_id

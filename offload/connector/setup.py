@@ -16,7 +16,11 @@ from offload.config import OffloadConfig, parse_config
 from offload.config_checks import load_config
 from offload.connector.adapters import adapter_digest
 from offload.connector.identity import geometry_fields, hash_fields, namespace_fields
-from offload.connector.startup_checks import check_vllm_config, startup_warnings
+from offload.connector.startup_checks import (
+    check_vllm_config,
+    recompute_failed_loads,
+    startup_warnings,
+)
 from offload.connector.vllm_geometry import describe, kernel_of
 from offload.connector.vllm_layout import model_layout, page_regions
 from offload.errors import ConfigError
@@ -141,6 +145,11 @@ class Setup:
 
     def announce(self) -> None:
         """Say in the log what was chosen and what a user should know."""
+        if recompute_failed_loads(self.vllm_config):
+            logger.info(
+                "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' "
+                "now: a request whose load fails is computed instead of ended"
+            )
         for line in startup_warnings(self.vllm_config, self.config):
             logger.warning("kvtiers: %s", line)
         cache = self.vllm_config.cache_config

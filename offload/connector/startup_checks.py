@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.config import OffloadConfig
 from offload.connector.identity import place_of, seed_is_random, weights_of
+from offload.connector.process_config import configs_of
 from offload.errors import Problem
 
 if TYPE_CHECKING:
@@ -26,17 +27,26 @@ def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
     return [Problem("kv_role", what, 'Use "kv_role": "kv_both".')]
 
 
+def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Have vLLM compute what could not be loaded. By default it ends such requests with an error,
+    although nothing is lost. Returns whether that had to be changed.
+
+    vLLM reads the setting after it has made its connector, from its own configuration: a connector
+    within a ``MultiConnector`` has a copy.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    found = [vllm_config, *configs_of(transfer.engine_id)]
+    wrong = [each for each in found if each.kv_transfer_config.kv_load_failure_policy == "fail"]
+    for each in wrong:
+        each.kv_transfer_config.kv_load_failure_policy = "recompute"
+    return bool(wrong)
+
+
 def startup_warnings(vllm_config: VllmConfig, config: OffloadConfig) -> list[str]:
     """What a user should know before serving; each line says what to do. Reads the model's files;
     raises ``OSError``."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
     lines = _hash_warnings(vllm_config) if config.tiers else []
-    if transfer.kv_load_failure_policy == "fail":
-        lines.append(
-            "kv_load_failure_policy is 'fail' (vLLM's default): a read error ends the request. "
-            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
-        )
     if not vllm_config.cache_config.enable_prefix_caching:
         lines.append(
             "prefix caching is off: blocks are still stored and loaded by their hashes. Set "

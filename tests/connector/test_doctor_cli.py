@@ -181,21 +181,17 @@ def test_a_configuration_in_dotted_flags(tmp_path):
 
 
 def test_what_a_server_would_warn_of_at_its_start_is_noted(tmp_path):
-    """For this configuration: without one, nothing is said of a policy that nobody chose."""
+    """For this configuration."""
     folder = FAMILIES["llama"].make(tmp_path / "llama")
-    notes = "\n".join(ask(folder)[1]["notes"])
-    assert "kv_load_failure_policy" not in notes
+    assert "sha256_cbor" not in "\n".join(ask(folder)[1]["notes"])
     disk = {"type": "lmdb", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
     settings = transfer({"cpu": {"capacity": "256MiB"}, "tiers": [disk]})
     code, report = ask(folder, "--kv-transfer-config", json.dumps(settings))
     notes = "\n".join(report["notes"])
     assert code == 0, report["refused"]
-    assert "kv_load_failure_policy is 'fail'" in notes
     assert "Use --prefix-caching-hash-algo sha256_cbor" in notes
-    settings["kv_load_failure_policy"] = "recompute"
     flags = ["--prefix-caching-hash-algo", "sha256_cbor"]
     notes = "\n".join(ask(folder, "--kv-transfer-config", json.dumps(settings), *flags)[1]["notes"])
-    assert "kv_load_failure_policy" not in notes
     assert "sha256_cbor" not in notes
 
 

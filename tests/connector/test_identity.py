@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
@@ -20,7 +21,11 @@ from vllm.v1.kv_cache_interface import (
 
 from offload.config import parse_config
 from offload.connector.identity import namespace_fields
-from offload.connector.startup_checks import check_vllm_config, startup_warnings
+from offload.connector.startup_checks import (
+    check_vllm_config,
+    recompute_failed_loads,
+    startup_warnings,
+)
 from offload.connector.weights import HEAD_BYTES, SAMPLE_BYTES, find_model, weights_identity
 from offload.namespace import Namespace, differing_fields, write_manifest
 from tests.connector.identity_world import (
@@ -259,7 +264,6 @@ def warnings_of(config: VllmConfig, extra: dict[str, Any]) -> str:
 
 def test_warnings_name_the_flag_to_change(model: Path) -> None:
     config = config_of(model)
-    assert "kv_load_failure_policy" in warnings_of(config, DISK)
     assert "sha256_cbor" in warnings_of(config, DISK)
     assert "sha256_cbor" not in warnings_of(config, {})
     random = config_of(model, prefix_caching_hash_algo="xxhash")
@@ -271,8 +275,6 @@ def test_warnings_name_the_flag_to_change(model: Path) -> None:
 
 def test_a_good_configuration_gives_no_warnings(model: Path) -> None:
     config = config_of(model, prefix_caching_hash_algo="sha256_cbor")
-    assert config.kv_transfer_config is not None
-    config.kv_transfer_config.kv_load_failure_policy = "recompute"
     assert warnings_of(config, DISK) == ""
     assert check_vllm_config(config) == []
 
@@ -285,3 +287,30 @@ def test_a_role_that_only_stores_or_only_loads_is_refused(model: Path) -> None:
     assert str(problem) == (
         'kv_role: loads and stores (got "kv_producer"). Use "kv_role": "kv_both".'
     )
+
+
+def test_failed_loads_are_recomputed_whatever_the_configuration_says(model: Path) -> None:
+    """vLLM's default ends their requests. Its scheduler looks after it has made the connector."""
+    config = config_of(model, engine="alone")
+    assert config.kv_transfer_config is not None
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    assert recompute_failed_loads(config)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert not recompute_failed_loads(config)
+
+
+def test_failed_loads_of_a_connector_within_a_connector_are_recomputed(model: Path) -> None:
+    """It has a copy of the configuration; vLLM's scheduler looks at the outer one."""
+    outer = config_of(model, engine="nested")
+    entry = {"kv_connector": "OffloadConnector", "kv_role": "kv_both",
+             "kv_connector_module_path": "offload.connector"}  # fmt: skip
+    outer.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        engine_id="nested",
+        kv_connector_extra_config={"connectors": [entry]},
+    )
+    [(_, inner)] = MultiConnector._get_connector_classes_and_configs(outer)
+    assert inner.kv_transfer_config is not outer.kv_transfer_config
+    assert recompute_failed_loads(inner)
+    assert outer.kv_transfer_config.kv_load_failure_policy == "recompute"

@@ -62,7 +62,7 @@ def test_the_block_size_in_use_is_said(
     config: Any = vllm_config()
     config.cache_config.user_specified_block_size = given
     config.cache_config.block_size = 64
-    config.kv_transfer_config = SimpleNamespace(kv_load_failure_policy="recompute")
+    config.kv_transfer_config = SimpleNamespace(kv_load_failure_policy="recompute", engine_id="e")
     layout = model_layout(geometry, config, 1)
     settings = parse_config({"cpu": {"capacity": "1GiB"}})
     Setup(config, geometry, settings, layout, Namespace.of({}), 0, 1, 0).announce()

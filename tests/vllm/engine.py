@@ -62,7 +62,6 @@ def transfer_config(extra: dict[str, Any], **others: Any) -> dict[str, Any]:
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     } | others
 

@@ -308,16 +308,23 @@ def test_a_hook_that_raises_costs_hits_and_never_an_answer(
         assert engine.call(totals)["loaded_tokens:cpu"] > 0
 
 
+def recomputes_failed_loads(llm: Any) -> bool:
+    """What vLLM's scheduler does, whatever is said in the configuration."""
+    return bool(llm.llm_engine.engine_core.engine_core.scheduler.recompute_kv_load_failures)
+
+
 def test_by_short_name_and_without_any_configuration(
     llama: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    """The plugin of the installed package makes the name known; defaults suit the machine."""
+    """The plugin of the installed package makes the name known; defaults suit the machine, and what
+    cannot be loaded is computed."""
     plain = {"kv_connector": "OffloadConnector", "kv_role": "kv_both"}
     before = set(os.listdir("/dev/shm"))
     with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
         fill(engine, reference)
         ask_and_compare(engine, reference, "cpu")
+        assert engine.call(recomputes_failed_loads)
         log = engine.log()
     assert "cpu.capacity not given: using" in log
-    assert "kv_load_failure_policy is 'fail'" in log
+    assert "kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' now" in log
     assert set(os.listdir("/dev/shm")) <= before
