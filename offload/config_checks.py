@@ -30,7 +30,13 @@ from offload.errors import ConfigError, Problem
 from offload.machine import MemoryLimit, is_relative, memory_limit
 from offload.sizes import GIB, MIB, format_size
 from offload.tier_factory import least_share
-from policies.registry import PolicySpecError, make_admission, make_policy
+from offload.tier_paths import path_problem
+from policies.registry import (
+    PolicyOptionError,
+    PolicySpecError,
+    make_admission,
+    make_policy,
+)
 from tiers.base import ALIGNMENT
 from tiers.codec import KeyFileError, read_key_file
 from tiers.folder import NETWORK_FILE_SYSTEMS, file_system_of
@@ -126,20 +132,26 @@ def _policies(config: OffloadConfig) -> Iterator[Problem]:
     owners: list[tuple[str, CpuConfig | TierConfig]] = [("$.cpu", config.cpu)]
     owners += [(f"$.tiers[{index}]", tier) for index, tier in enumerate(config.tiers)]
     for where, owner in owners:
-        found = [_policy_problem(f"{where}.policy", owner.policy.spec, make_policy)]
+        yield from _policy_problems(f"{where}.policy", owner.policy.spec, make_policy)
         if owner.admission != ADMIT_ALL:
-            place = f"{where}.admission"
-            found.append(_policy_problem(place, owner.admission.spec, make_admission))
-        yield from (problem for problem in found if problem)
+            yield from _policy_problems(f"{where}.admission", owner.admission.spec, make_admission)
 
 
-def _policy_problem(where: str, spec: Any, make: Callable[[Any], object]) -> Problem | None:
+def _policy_problems(where: str, spec: Any, make: Callable[[Any], object]) -> Iterator[Problem]:
     try:
         make(spec)
+    except PolicyOptionError as error:
+        for option, wrong in error.wrong:
+            yield Problem(f"{where}.{option}", wrong, error.fix)
+        if not error.wrong:
+            yield _policy_problem(where, error)
     except PolicySpecError as error:
-        what, _, fix = str(error).partition(". ")
-        return Problem(where, what.rstrip("."), fix)
-    return None
+        yield _policy_problem(where, error)
+
+
+def _policy_problem(where: str, error: PolicySpecError) -> Problem:
+    what, _, fix = str(error).partition(". ")
+    return Problem(where, what.rstrip("."), fix)
 
 
 def _check_folder(
@@ -167,6 +179,8 @@ def _folder_problem(tier: TierConfig, where: str) -> Problem | None:
         return Problem(where, what, "Use the real path.")
     if os.path.lexists(path) and not os.path.isdir(path):
         return Problem(where, f"{path} is a file", "Give a folder.")
+    if found := path_problem(path):
+        return Problem(where, *found)
     existing = _existing(path)
     if not existing.is_dir():
         return Problem(where, f"cannot create {path}: {existing} is a file", "Give another path.")

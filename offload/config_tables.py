@@ -55,14 +55,27 @@ CPU_FIELDS = (
 )
 
 TIER_FIELDS = (
-    Field("path", path(), REQUIRED, "Folder of this tier; made with mode 0700. No link."),
+    Field(
+        "path",
+        path(),
+        REQUIRED,
+        "Folder of this tier alone; made with mode 0700. No link, no folder of the system, of a "
+        "user, of a model, or with other files in it.",
+    ),
     Field(
         "capacity",
         size(),
         REQUIRED,
         "Hard limit for everything below `path`, per server: all ranks and all namespaces.",
     ),
-    Field("policy", policy(), LRU, "Which records go first when the tier is full.", "`lru`"),
+    Field(
+        "policy",
+        policy(),
+        LRU,
+        "Which records go first when the tier is full. Not for shared tiers, which evict by "
+        "themselves.",
+        "`lru`",
+    ),
     Field("admission", policy(), ADMIT_ALL, "Which chunks may be written at all.", "`all`"),
     Field(
         "io_threads",

@@ -173,7 +173,8 @@ def open_shared_place(
     with locked(base, may_lack_locks=True):
         home = _open_locked(base, namespace, on_damage) / "replica-0"
         folder = home / f"rank-{rank}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
             _write_epoch(home, 0)
         fd = claim_shared(home / f"rank-{rank}.claim", engine)

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Annotated, Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
 from policies.density import ReuseTable
 from policies.kinds import keeps_head, kind_of, label_of, shared_kind
+from policies.options import Range
 from policies.segments import LONG_MOST, SMALL, Segment, run_ends
 from policies.shadow import Shadows, SpanQueues
 from policies.spans import Span, SpanTree, Taken
@@ -52,7 +53,12 @@ class AdaptivePolicy(EvictionPolicy):
 
     keeps_prefixes_closed = True
 
-    def __init__(self, relearn_every: int = 256, memory: float = 0.999, prior: float = 10.0):
+    def __init__(
+        self,
+        relearn_every: Annotated[int, Range(1)] = 256,
+        memory: Annotated[float, Range(0, 1, above=True)] = 0.999,
+        prior: Annotated[float, Range(0, above=True)] = 10.0,
+    ) -> None:
         self._every = relearn_every
         self._memory = memory
         self._prior = prior

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 from policies.base import AdmissionPolicy, EntryInfo, Key
 from policies.ghosts import GhostList
-from policies.sketch import FrequencySketch
+from policies.options import Range
+from policies.sketch import COUNT_MOST, FrequencySketch
 
 
 class AdmitAll(AdmissionPolicy):
@@ -24,7 +26,7 @@ class SecondUse(AdmissionPolicy):
     D. Shasha's 2Q, VLDB 1994, has the same filter in its A1out queue).
     """
 
-    def __init__(self, window: int = 1_000_000) -> None:
+    def __init__(self, window: Annotated[int, Range(1, 1 << 28)] = 1_000_000) -> None:
         self._window = window
         self._refused = GhostList()
 
@@ -42,7 +44,11 @@ class FrequencyAdmission(AdmissionPolicy):
     Needs 8 bytes per key, where ``SecondUse`` needs the keys themselves.
     """
 
-    def __init__(self, uses: int = 2, width: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        uses: Annotated[int, Range(1, COUNT_MOST)] = 2,
+        width: Annotated[int, Range(1, 1 << 28)] = 1 << 20,
+    ) -> None:
         self._uses = uses
         self._sketch = FrequencySketch(width)
 
@@ -57,7 +63,11 @@ class WriteBudget(AdmissionPolicy):
     seconds; a simulator replaces it.
     """
 
-    def __init__(self, bytes_per_s: float, burst_bytes: float = 0.0) -> None:
+    def __init__(
+        self,
+        bytes_per_s: Annotated[float, Range(0, above=True)],
+        burst_bytes: Annotated[float, Range(0)] = 0.0,
+    ) -> None:
         if bytes_per_s <= 0:
             raise ValueError(f"bytes_per_s must be positive (got {bytes_per_s})")
         self.clock: Callable[[], float] = time.monotonic

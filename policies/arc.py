@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.ghosts import GhostList
+from policies.options import Range
 
 _FRESH, _SEEN = True, False
 
@@ -22,7 +24,7 @@ class ArcPolicy(EvictionPolicy):
     ``capacity`` in keys bounds the ghosts; without it the largest size seen when evicting counts.
     """
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: Annotated[int, Range(0)] = 0) -> None:
         self._option = capacity
         self._once: OrderedDict[Key, bool] = OrderedDict()
         self._again: OrderedDict[Key, None] = OrderedDict()

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.options import Range
 
 
 class _Entry:
@@ -32,7 +34,7 @@ class GdsfPolicy(EvictionPolicy):
     the heap under an old one and is put right when it comes up: O(log n) per key, amortised.
     """
 
-    def __init__(self, depth_scale: float = 32768.0) -> None:
+    def __init__(self, depth_scale: Annotated[float, Range(0, above=True)] = 32768.0) -> None:
         self._scale = depth_scale
         self._entries: dict[Key, _Entry] = {}
         self._heap: list[tuple[float, int, Key, _Entry]] = []

@@ -1,8 +1,9 @@
 """Contains a policy that misbehaves, so that it costs hits and never an answer.
 
-The guard watches every call. A policy that raises, is slow, names keys that it must not name or
-withholds victims is replaced for good by LRU over the same members; that is counted,
-logged once and told to ``on_fault``. The guard never raises because of what the policy did.
+The guard watches every call. A policy that raises (or calls ``sys.exit``), is slow, names keys
+that it must not name or withholds victims is replaced for good by LRU over the same members; that
+is counted, logged once and told to ``on_fault``. The guard never raises because of what the policy
+did.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.insert(key, info)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"insert raised {error!r}")
             self._active.insert(key, info)
         else:
@@ -103,7 +104,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.insert_all(keys, infos)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"insert_all raised {error!r}")  # which has these too
         else:
             self._charge("insert_all", start, len(keys))
@@ -115,7 +116,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.touch(keys)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"touch raised {error!r}")
             self._active.touch(keys)
         else:
@@ -127,7 +128,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.advise(keys, hints)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"advise raised {error!r}")
         else:
             self._charge("advise", start, len(keys))
@@ -140,7 +141,7 @@ class GuardedPolicy(EvictionPolicy):
             names = self._active.victims(count, evictable)
             spent_s = self._clock() - start  # without the guard's own look at the names
             fault = self._wrong(names, count, evictable)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             fault = f"victims raised {error!r}"
         if fault:
             self._fall_back(fault)
@@ -157,7 +158,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.remove(key, cause)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"remove raised {error!r}")
             self._active.remove(key, cause)
         else:
@@ -172,7 +173,7 @@ class GuardedPolicy(EvictionPolicy):
         start = self._clock()
         try:
             self._active.remove_all(keys, cause)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"remove_all raised {error!r}")  # which has these no more
         else:
             self._charge("remove_all", start, len(keys))
@@ -182,7 +183,7 @@ class GuardedPolicy(EvictionPolicy):
             self._own.clear()
         try:
             self._active.clear()
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"clear raised {error!r}")
             self._active.clear()
 
@@ -191,7 +192,7 @@ class GuardedPolicy(EvictionPolicy):
             return len(self._own)
         try:
             return len(self._active)
-        except Exception as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing it is this class's purpose
             self._fall_back(f"len raised {error!r}")
             return len(self._active)
 

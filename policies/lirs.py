@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.ghosts import GhostList
+from policies.options import Range
 from policies.scan import take
 
 
@@ -21,7 +23,11 @@ class LirsPolicy(EvictionPolicy):
     ``ghost_share`` bounds the ghosts in S, relative to the members.
     """
 
-    def __init__(self, high_share: float = 0.01, ghost_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        high_share: Annotated[float, Range(0, 1)] = 0.01,
+        ghost_share: Annotated[float, Range(0, 10)] = 1.0,
+    ) -> None:
         self._high_share = high_share
         self._ghost_share = ghost_share
         self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first

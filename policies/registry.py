@@ -21,6 +21,7 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 from policies.base import AdmissionPolicy, EvictionPolicy
+from policies.options import WrongOption, wrong_options
 
 Spec = str | Mapping[str, Any]
 P = TypeVar("P")
@@ -69,7 +70,13 @@ class PolicyImportError(PolicySpecError):
 
 
 class PolicyOptionError(PolicySpecError):
-    """The constructor does not take these options or values."""
+    """The constructor does not take these options or values. ``wrong`` has those whose values are
+    wrong, ``fix`` what the options are."""
+
+    def __init__(self, text: str, wrong: Sequence[WrongOption] = (), fix: str = "") -> None:
+        super().__init__(text)
+        self.wrong = tuple(wrong)
+        self.fix = fix
 
 
 def make_policy(spec: Spec) -> EvictionPolicy:
@@ -107,11 +114,14 @@ def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], grou
         missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
         raise PolicyImportError(f'{noun} "{name}" does not implement {missing}.')
     _check_options(name, noun, found, options)
+    _check_values(name, noun, found, options)
     try:
         return found(**options)
-    except Exception as error:  # whatever a foreign constructor raises is a bad option here
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a foreign constructor raises is a bad option here
         raise PolicyOptionError(
-            f'{noun} "{name}" cannot be made with {_show(options)}: {error}. {_takes(found)}'
+            f'{noun} "{name}" cannot be made with {_show(options)}: {_said(error)}. {_takes(found)}'
         ) from error
 
 
@@ -137,9 +147,11 @@ def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
     for point in metadata.entry_points(group=group, name=name):
         try:
             return point.load()
-        except Exception as error:  # a foreign module may raise anything when imported
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a foreign module may raise anything when imported
             raise PolicyImportError(
-                f'cannot import {noun} "{name}" ({point.value}): {error}.'
+                f'cannot import {noun} "{name}" ({point.value}): {_said(error)}.'
             ) from error
     known = _names(builtin, group)
     near = difflib.get_close_matches(name, known, n=1)
@@ -153,8 +165,10 @@ def _load(path: str, noun: str) -> Any:
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a foreign module may raise anything when imported
-        raise PolicyImportError(f'cannot import {noun} "{path}": {error}.') from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a foreign module may raise anything when imported
+        raise PolicyImportError(f'cannot import {noun} "{path}": {_said(error)}.') from error
     found = getattr(module, class_name, None)
     if found is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -176,6 +190,18 @@ def _check_options(name: str, noun: str, found: type, options: Mapping[str, Any]
             raise PolicyOptionError(
                 f'{noun} "{name}" has no option "{option}".{hint} {_takes(found)}'
             )
+
+
+def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any]) -> None:
+    wrong = wrong_options(found, options)
+    if wrong:
+        said = "; ".join(f"{option} {what}" for option, what in wrong)
+        raise PolicyOptionError(f'{noun} "{name}": {said}. {_takes(found)}', wrong, _takes(found))
+
+
+def _said(error: BaseException) -> str:
+    """What was raised. A module that calls ``sys.exit`` says nothing but a number."""
+    return str(error) if isinstance(error, Exception) else f"it raised {error!r}"
 
 
 def _option_names(found: type) -> list[str]:

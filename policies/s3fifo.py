@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.ghosts import GhostList
+from policies.options import Range
 
 _NEW = -1  # not touched since it was inserted
 _MOST = 3
@@ -24,7 +26,11 @@ class S3FifoPolicy(EvictionPolicy):
     from it with at least ``moves_at`` reuses (2 in the paper).
     """
 
-    def __init__(self, small_share: float = 0.1, moves_at: int = 2) -> None:
+    def __init__(
+        self,
+        small_share: Annotated[float, Range(0, 1)] = 0.1,
+        moves_at: Annotated[int, Range(1, _MOST)] = 2,
+    ) -> None:
         self._share = small_share
         self._moves_at = moves_at
         self._small: OrderedDict[Key, int] = OrderedDict()

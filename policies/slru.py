@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.options import Range
 from policies.scan import take
 
 
 class SlruPolicy(EvictionPolicy):
     """Two LRU lists. O(1) per key. ``protected_share`` bounds the protected one."""
 
-    def __init__(self, protected_share: float = 0.8) -> None:
+    def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None:
         self._share = protected_share
         self._probation: OrderedDict[Key, bool] = (
             OrderedDict()

@@ -20,8 +20,11 @@ Unknown fields are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,15 +180,21 @@ class TraceWriter:
     """Writes our own format, request by request: a context manager.
 
     ``record`` takes any hashable keys, for example a running server's chunk keys; only numbers
-    that stand for them reach the file. One process, one thread, appends nothing to old files.
+    that stand for them reach the file. One process, one thread. An old file is replaced; only its
+    owner can read the new one.
     """
 
     def __init__(self, path: str | Path, name: str, block_tokens: int, **meta: object) -> None:
         self._path = Path(path)
         self._numbers = BlockNumbers()
-        packed = self._path.suffix == ".gz"
-        opened = gzip.open if packed else open
-        self._file = cast("IO[str]", opened(self._path, "wt", encoding="utf-8"))
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        raw: IO[bytes] = os.fdopen(os.open(self._path, flags, 0o600), "wb")
+        self._raw = raw
+        if self._path.suffix == ".gz":
+            raw = cast("IO[bytes]", gzip.GzipFile(self._path.name, "wb", fileobj=raw))
+        self._file = io.TextIOWrapper(raw, encoding="utf-8")
         self._line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
 
     def record(
@@ -211,6 +220,7 @@ class TraceWriter:
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
+        self._raw.close()  # which a packed one leaves open
 
     def __enter__(self) -> TraceWriter:
         return self

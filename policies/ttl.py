@@ -13,11 +13,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from typing import Annotated, Any
 
 from policies import hints as names
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.lru import LruPolicy
+from policies.options import Range
 from policies.scan import take
 
 _FOREVER = float("inf")
@@ -31,7 +32,11 @@ class TtlPolicy(EvictionPolicy):
     hint ``pinned`` holds for ever. ``clock`` gives monotonic seconds; a simulator replaces it.
     """
 
-    def __init__(self, ttl_s: float = 3600.0, hold_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        ttl_s: Annotated[float, Range(0, above=True)] = 3600.0,
+        hold_s: Annotated[float, Range(0)] = 30.0,
+    ) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self._ttl_s = ttl_s
         self._hold_s = hold_s

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.ghosts import GhostList
+from policies.options import Range
 from policies.scan import take
 
 
@@ -21,7 +23,11 @@ class TwoQueuePolicy(EvictionPolicy):
     paper's 0.25 and 0.5 are the defaults.
     """
 
-    def __init__(self, entry_share: float = 0.25, ghost_share: float = 0.5) -> None:
+    def __init__(
+        self,
+        entry_share: Annotated[float, Range(0, 1)] = 0.25,
+        ghost_share: Annotated[float, Range(0, 10)] = 0.5,
+    ) -> None:
         self._entry_share = entry_share
         self._ghost_share = ghost_share
         self._entry: OrderedDict[Key, None] = OrderedDict()

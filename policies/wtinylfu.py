@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.options import Range
 from policies.sketch import FrequencySketch
 from policies.slru import SlruPolicy
 
@@ -21,7 +23,11 @@ class WTinyLfuPolicy(EvictionPolicy):
     ``window_share`` of the capacity is the window (0.01 in the paper).
     """
 
-    def __init__(self, window_share: float = 0.01, protected_share: float = 0.8) -> None:
+    def __init__(
+        self,
+        window_share: Annotated[float, Range(0, 1)] = 0.01,
+        protected_share: Annotated[float, Range(0, 1)] = 0.8,
+    ) -> None:
         self._share = window_share
         self._window: OrderedDict[Key, bool] = (
             OrderedDict()

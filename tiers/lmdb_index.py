@@ -202,7 +202,7 @@ class LmdbIndex:
             env = lmdb.open(
                 str(folder),
                 map_size=map_bytes,
-                mode=0o700,
+                mode=0o600,
                 max_dbs=2,
                 max_readers=16,
                 readahead=False,

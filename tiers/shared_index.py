@@ -117,7 +117,7 @@ class SharedIndex:
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
-            mode=0o700,
+            mode=0o600,
             max_dbs=5,
             max_readers=READERS_MAX,
             readahead=False,

@@ -73,6 +73,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
     """A problem if no tier's path can be there."""
     from offload.namespace import NAME
     from offload.stores import Store
+    from offload.tier_paths import path_problem
 
     above = "Give the tier's path above it, as in tiers[].path of the configuration."
     if any(NAME.fullmatch(path.name) for path in (folder, *folder.parents[:2])):
@@ -82,6 +83,9 @@ def _check_folder(problems: Problems, folder: Path) -> None:
     elif Store(folder).kind != "empty":
         fix = "Give another: an export goes into a tier's path, with namespaces in it."
         problems.add(str(folder), "is the folder of a single tier", fix)
+    elif found := path_problem(folder):
+        what, fix = found
+        problems.add(str(folder), what.removeprefix(f"{folder} "), fix)
 
 
 def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:

@@ -48,6 +48,7 @@ from offload.connector.process_config import configs_of
 from offload.errors import TierUnavailableError
 from offload.loop import OffloadLoop
 from offload.sizes import parse_size
+from offload.tier_paths import place_problem
 from policies.base import EntryInfo, RemoveCause
 from policies.guarded import contained
 from policies.registry import make_policy
@@ -224,6 +225,8 @@ def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
     fields |= {"content": _content(spec.config)}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+    if found := place_problem(root):
+        raise TierUnavailableError("kvtiers: " + ". ".join(found))
     folder = root / f"vllm-{digest.hex()[:16]}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder, digest[:NAMESPACE_BYTES]

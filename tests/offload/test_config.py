@@ -371,3 +371,21 @@ def test_every_problem_of_a_store_is_found() -> None:
     for place in ("path", "protocol", "segment", "device", "recovery", "master"):
         assert f"$.tiers[0].{place}" in text, text
     assert "$.tiers[1].master: must be host:port" in text
+
+
+@pytest.mark.parametrize(
+    "table",
+    [tier(shared=True), tier(type="file", shared=True), STORE],
+    ids=["lmdb", "file", "mooncake"],
+)
+def test_a_shared_tier_takes_no_policy(table: dict[str, Any]) -> None:
+    """It was ignored in silence."""
+    parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [table]})
+    given = table | {"policy": {"name": "slru"}, "high_watermark": 0.99}
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [given]})
+    texts = {problem.where: str(problem) for problem in caught.value.problems}
+    assert texts.keys() == {"$.tiers[0].policy", "$.tiers[0].high_watermark"}
+    assert "does not apply to a shared tier" in texts["$.tiers[0].policy"]
+    if "shared" in table:
+        parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [given | {"shared": False}]})

@@ -205,7 +205,9 @@ def test_two_tiers_on_one_disk_are_added_up(tmp_path: Path) -> None:
 
 def test_what_a_tier_holds_already_is_not_counted_against_it(tmp_path: Path) -> None:
     """A server that filled its disk up to the reserve can start again."""
-    with (tmp_path / "data").open("wb") as file:
+    home = tmp_path / ("0" * 32)
+    home.mkdir()
+    with (home / "data").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 512 * MIB)
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
@@ -301,6 +303,41 @@ def test_policies_are_found_or_refused(tmp_path: Path) -> None:
     assert 'unknown policy "lur"' in texts["$.tiers[0].policy"]
     assert 'Did you mean "lru"' in texts["$.tiers[0].policy"]
     assert "No module named 'no_such_module'" in texts["$.cpu.policy"]
+
+
+def test_values_of_policy_options_have_their_place(tmp_path: Path) -> None:
+    raw = extra(
+        tier(tmp_path / "kv", policy={"name": "slru", "protected_share": "x"},
+             admission={"name": "second-use", "window": 0}),
+    )  # fmt: skip
+    raw["cpu"]["policy"] = {"name": "ttl", "ttl_s": -5, "hold_s": True}
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    texts = {problem.where: str(problem) for problem in caught.value.problems}
+    assert texts == {
+        "$.cpu.policy.ttl_s": "$.cpu.policy.ttl_s: must be a number above 0 (got -5). "
+        "Its options are: ttl_s, hold_s.",
+        "$.cpu.policy.hold_s": "$.cpu.policy.hold_s: must be a number of at least 0 (got True). "
+        "Its options are: ttl_s, hold_s.",
+        "$.tiers[0].policy.protected_share": "$.tiers[0].policy.protected_share: must be a number "
+        "of at least 0 and at most 1 (got 'x'). Its options are: protected_share.",
+        "$.tiers[0].admission.window": "$.tiers[0].admission.window: must be a whole number of at "
+        "least 1 and at most 268,435,456 (got 0). Its options are: window.",
+    }
+
+
+def test_a_policy_module_that_ends_the_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme_exits.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    raw = extra()
+    raw["cpu"]["policy"] = "acme_exits:Mine"
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    [problem] = caught.value.problems
+    assert problem.where == "$.cpu.policy"
+    assert "it raised SystemExit(3)" in problem.what
 
 
 def test_key_files_must_be_there_and_private(tmp_path: Path) -> None:

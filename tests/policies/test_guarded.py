@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 
@@ -42,6 +43,8 @@ class Evil(LruPolicy):
     def _maybe(self, call):
         if self.wrong == f"raise in {call}":
             raise RuntimeError("on purpose")
+        if self.wrong == f"exit in {call}":
+            sys.exit(3)
         if self.wrong == f"sleep in {call}":
             self.clock.now += 1.0
 
@@ -86,6 +89,7 @@ WRONGS = {
     "raise in victims": "victims raised RuntimeError('on purpose')",
     "raise in remove": "remove raised RuntimeError('on purpose')",
     "raise in clear": "clear raised RuntimeError('on purpose')",
+    **{f"exit in {c}": f"{c} raised SystemExit(3)" for c in ("insert", "touch", "victims")},
     "sleep in insert": "insert of 1 keys took 1.000 s",
     "sleep in touch": "touch of 2 keys took 1.000 s",
     "sleep in victims": "victims of 2 keys took 1.000 s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import textwrap
 
@@ -10,8 +11,9 @@ import pytest
 from policies.adaptive import AdaptivePolicy
 from policies.admission import SecondUse
 from policies.arc import ArcPolicy
-from policies.base import AdmissionPolicy, EvictionPolicy
+from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
 from policies.lru import LruPolicy
+from policies.options import Range, ranges_of
 from policies.registry import (
     DEFAULT_CPU_POLICY,
     DEFAULT_TIER_POLICY,
@@ -25,6 +27,8 @@ from policies.registry import (
     policy_names,
     policy_options,
 )
+from policies.simulate import simulate
+from policies.testing import synthetic_trace
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -138,7 +142,125 @@ def test_a_bad_spec_says_what_to_write(spec, error, text) -> None:
 
 def test_a_constructor_that_refuses_is_quoted() -> None:
     with pytest.raises(PolicyOptionError) as caught:
-        make_admission({"name": "write-budget", "bytes_per_s": -1})
-    assert "bytes_per_s must be positive (got -1). Its options are: bytes_per_s, burst_bytes." in (
-        str(caught.value)
+        make_policy({"name": f"{__name__}:Foreign", "speed": 13})
+    assert "with speed=13: 13 brings bad luck. Its options are: speed, name, how." in str(
+        caught.value
     )
+
+
+# -- values of options -------------------------------------------------------------------------
+
+
+def options_of_ours() -> list[tuple[str, str, Range | None]]:
+    """Policy, option and range of all that are built in."""
+    found = []
+    for names, base, make in (
+        (policy_names(), EvictionPolicy, make_policy),
+        (admission_names(), AdmissionPolicy, make_admission),
+    ):
+        for name in names:
+            options = {"bytes_per_s": 1.0} if name == "write-budget" else {}
+            made = type(make({"name": name, **options}))
+            assert issubclass(made, base)
+            ranges = ranges_of(made)
+            found += [(name, option, ranges.get(option)) for option in _parameters(made)]
+    return found
+
+
+def _parameters(made: type) -> list[str]:
+    return [name for name in inspect.signature(made).parameters if name != "kwargs"]
+
+
+@pytest.mark.parametrize(("name", "option", "limits"), options_of_ours())
+def test_every_option_has_a_range_and_works_at_its_ends(
+    name: str, option: str, limits: Range | None
+) -> None:
+    assert limits is not None, "a wrong value would be found out by a request"
+    make = make_admission if name in admission_names() else make_policy
+    whole = isinstance(limits.low, int) and option in WHOLE
+    needed = {"bytes_per_s": 1.0} if name == "write-budget" else {}
+    low = limits.low if not limits.above else (1 if whole else 1e-6)
+    high = limits.high if limits.high < 1 << 28 else 1 << 20
+    for value in (low, high):
+        made = make({"name": name, **needed, option: value})
+        if isinstance(made, EvictionPolicy):
+            simulate(synthetic_trace(3), made, 90)
+        else:
+            assert made.admit(b"k", EntryInfo()) in (True, False)
+    wrong = [limits.low - 1, "x", None, True, float("nan"), [1]]
+    wrong += [limits.low] if limits.above else []
+    wrong += [limits.high + 1] if limits.high < float("inf") else []
+    wrong += [1.5] if whole else []
+    for value in wrong:
+        with pytest.raises(PolicyOptionError, match=f"{option} must be a ") as caught:
+            make({"name": name, **needed, option: value})
+        assert [one.name for one in caught.value.wrong] == [option]
+        assert str(value)[:3] in str(caught.value)
+
+
+WHOLE = {"capacity", "moves_at", "relearn_every", "window", "uses", "width"}
+
+
+def test_all_wrong_values_are_said_at_once() -> None:
+    with pytest.raises(PolicyOptionError) as caught:
+        make_policy({"name": "ttl", "ttl_s": -5, "hold_s": "long"})
+    assert str(caught.value) == (
+        'policy "ttl": ttl_s must be a number above 0 (got -5); hold_s must be a number of at '
+        "least 0 (got 'long'). Its options are: ttl_s, hold_s."
+    )
+
+
+class Foreign(LruPolicy):
+    """As somebody else writes it: types without ranges, and some that are not checked."""
+
+    def __init__(self, speed: int = 1, name: str = "", how: list[int] | None = None) -> None:
+        super().__init__()
+        if speed == 13:
+            raise ArithmeticError("13 brings bad luck")
+        self.given = (speed, name, how)
+
+
+def test_types_that_a_foreign_policy_declares_are_checked() -> None:
+    path = f"{__name__}:Foreign"
+    assert make_policy(path).given == (1, "", None)
+    assert make_policy({"name": path, "speed": -7, "how": "anything"}).given[0] == -7
+    with pytest.raises(PolicyOptionError, match="speed must be a whole number"):
+        make_policy({"name": path, "speed": "fast"})
+
+
+class Ends(BaseException):
+    """No ``Exception``."""
+
+
+@pytest.mark.parametrize(
+    "line", ["sys.exit(3)", "raise SystemExit", "raise KeyError(3)", "raise Ends"]
+)
+@pytest.mark.parametrize("where", ["import", "constructor", "entry point"])
+def test_a_policy_that_ends_the_process_does_not(
+    line: str, where: str, tmp_path, monkeypatch
+) -> None:
+    body = f"    def __init__(self): {line}" if where == "constructor" else "    pass"
+    text = (
+        f"import sys\nfrom policies.lru import LruPolicy\nfrom {__name__} import Ends\n"
+        f"class Mine(LruPolicy):\n{body}\n"
+    )
+    (tmp_path / "acme_ends.py").write_text(text + ("" if where == "constructor" else line + "\n"))
+    info = tmp_path / "acme_ends-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-ends\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvtiers.policies]\nmine = acme_ends:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = "mine" if where == "entry point" else "acme_ends:Mine"
+    expected = PolicyOptionError if where == "constructor" else PolicyImportError
+    try:
+        with pytest.raises(expected, match=r"cannot be made|cannot import"):
+            make_policy(spec)
+    finally:
+        sys.modules.pop("acme_ends", None)
+
+
+def test_an_interrupt_is_not_taken_for_a_fault_of_the_policy(tmp_path, monkeypatch) -> None:
+    (tmp_path / "acme_interrupted.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        make_policy("acme_interrupted:Mine")

@@ -1,0 +1,93 @@
+"""What the options of a policy may be, and what is wrong with those that were given.
+
+A constructor says it where it names the option:
+
+    def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None: ...
+
+The annotation's type is checked (``int``, ``float``, ``bool``, ``str``; others are left to the
+constructor), and the range if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """The least and the most that an option may be; with ``above`` it must be more than ``low``."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies inside."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        least = f"above {self.low:,}" if self.above else f"of at least {self.low:,}"
+        return least if math.isinf(self.high) else f"{least} and at most {self.high:,}"
+
+
+class WrongOption(NamedTuple):
+    """One option that cannot be taken, and why."""
+
+    name: str
+    what: str
+
+
+_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+}
+
+
+def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
+    """Everything that is wrong with these options of a class's constructor."""
+    hints = _hints_of(made)
+    found = []
+    for name, value in options.items():
+        kind, limits = hints.get(name, (None, None))
+        if kind is None:
+            continue
+        expected = _NAMES[kind] + (f" {limits}" if limits else "")
+        if not _is_of(kind, value) or (limits is not None and not limits.holds(value)):
+            found.append(WrongOption(name, f"must be {expected} (got {_show(value)})"))
+    return found
+
+
+def ranges_of(made: type) -> dict[str, Range | None]:
+    """The range of every option whose type is known; ``None`` without one."""
+    return {name: limits for name, (_, limits) in _hints_of(made).items()}
+
+
+def _hints_of(made: type) -> dict[str, tuple[type, Range | None]]:
+    """The types and ranges that the constructor declares, as far as they mean something here."""
+    try:
+        hints = typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]  # the class is only asked
+    except Exception:  # names that are not there at run time, or no annotations at all
+        return {}
+    found: dict[str, tuple[type, Range | None]] = {}
+    for name, hint in hints.items():
+        kind, *extras = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        if name != "return" and kind in _NAMES:
+            found[name] = kind, next((one for one in extras if isinstance(one, Range)), None)
+    return found
+
+
+def _is_of(kind: type, value: object) -> bool:
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and (kind is float or isinstance(value, int))
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
