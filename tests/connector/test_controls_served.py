@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from offload.connector import scheduler_side
+from tests.connector import oracle_world
 from tests.connector.oracle_models import MODELS, OracleModel
 from tests.connector.oracle_world import Conditions, World
+from tests.connector.test_late_loads import still
+from tests.connector.test_miss_reasons import stored
 from tests.connector.test_requests_told import _request
 from tests.connector.vllm_configs import full, sliding
 from tiers.base import ReadOutcome
@@ -65,6 +68,49 @@ def test_nothing_is_stored_or_loaded_on_request(world: World) -> None:
     world.forget_locally()
     report = serve(world, "d", PROMPT, session="s")
     assert sum(report["loaded_tokens"].values()) == loaded(world) > 0
+
+
+def test_where_salts_are_required_nothing_is_shared_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = oracle_world.make_config
+
+    def strict(*arguments: Any) -> Any:
+        config, kv_cache_config = make(*arguments)
+        config.kv_transfer_config.kv_connector_extra_config["require_salt"] = True
+        return config, kv_cache_config
+
+    monkeypatch.setattr(oracle_world, "make_config", strict)
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+
+        def ask(name: str, salt: str | None) -> None:
+            world.forget_locally()
+            world.scheduler.add_request(_request(world, name, PROMPT, None, salt))
+            world.drain()
+            world.check()
+
+        ask("nobody's", None)
+        assert len(world.planner.cpu) == 0
+        ask("a tenant's", "tenant")
+        assert len(world.planner.cpu) > 0
+        ask("nobody's again", None)
+        assert loaded(world) == 0
+        ask("the tenant's again", "tenant")
+        assert loaded(world) > 0
+
+
+def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 2) as world:
+        stored(world)
+        request = _request(world, "gone", PROMPT, {"kvtiers": {"session": "s"}})
+        world.scheduler.add_request(request)
+        with still(world):
+            world.step()
+            assert world.planner.loading_chunks == 15
+            side = world.connector._scheduler
+            assert side is not None
+            tables = world.scheduler.kv_cache_manager.get_block_ids("gone")
+            assert side.finished(request, tables) == {"kvtiers_report": {"loaded_tokens": {}}}
 
 
 def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
