@@ -9,6 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import processor
+
+processor.pretend()
+
 # The GPU tests run on machines that have little more than torch.
 with contextlib.suppress(ImportError):
     import hypothesis

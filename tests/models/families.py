@@ -17,6 +17,7 @@ from typing import Any
 
 from demo.tiny_model import make_llama, write_tokenizer
 from tests.models import configs
+from tests.processor import has_avx512
 
 LOAD_FORMAT = "unit_gain"
 
@@ -44,15 +45,15 @@ class Family:
     prompt_tokens: int = 600
     hits: bool = True
     """Whether vLLM's own prefix cache is on (vLLM turns it off for MLA on CPU)."""
-    cpu_flag: str | None = None
-    """A processor feature without which vLLM refuses to start this on CPU."""
+    needs_avx512: bool = False
+    """Whether vLLM starts this only on a CPU with AVX-512."""
     notes: str = ""
 
     def missing(self) -> str | None:
         """Why this machine cannot run the family, or None."""
-        if self.cpu_flag is None or self.cpu_flag in Path("/proc/cpuinfo").read_text().split():
+        if not self.needs_avx512 or has_avx512():
             return None
-        return f"vLLM needs a processor with {self.cpu_flag} for this"
+        return "vLLM needs a processor with AVX-512 for this"
 
     def kwargs(self, model: Path) -> dict[str, Any]:
         """Keyword arguments for the engine, beside those that every test engine has."""
@@ -83,6 +84,9 @@ def _states(groups: int, block_size: int) -> tuple[tuple[str, int], ...]:
 
 
 RANDOM = {"load_format": LOAD_FORMAT}
+# Left to itself, vLLM keeps these states in bfloat16, or in float32 where the processor has AVX-512
+# for bfloat16; blocks are twice as long then.
+GDN = RANDOM | {"mamba_ssm_cache_dtype": "float32"}
 MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
 # vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step.
 MLA = RANDOM | {
@@ -109,10 +113,10 @@ _ALL = (
         notes="a kernel block, too: CPU attention takes every multiple of 32 as it is",
     ),
     Family(
-        "llama_fp8_e4m3", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e4m3"}, cpu_flag="avx512f"
+        "llama_fp8_e4m3", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e4m3"}, needs_avx512=True
     ),
     Family(
-        "llama_fp8_e5m2", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e5m2"}, cpu_flag="avx512f"
+        "llama_fp8_e5m2", make_llama, (FULL,), {"kv_cache_dtype": "fp8_e5m2"}, needs_avx512=True
     ),
     Family("llama_ngram", make_llama, (FULL,), speculative=NGRAM),
     Family(
@@ -146,26 +150,26 @@ _ALL = (
         "qwen3_next",
         _config_only(configs.QWEN3_NEXT),
         (*_states(3, 544), ("FullAttentionSpec", 544)),
-        RANDOM,
+        GDN,
         prompt_tokens=1600,
         notes="hash block and kernel block 544",
     ),
     Family(
         "qwen3_next_ngram",
         _config_only(configs.QWEN3_NEXT_SMALL),
-        (*_states(3, 160), ("FullAttentionSpec", 160)),
-        RANDOM,
+        (*_states(3, 288), ("FullAttentionSpec", 288)),
+        GDN,
         speculative=NGRAM | {"prompt_lookup_min": 1, "num_speculative_tokens": 1},
-        prompt_tokens=477,
+        prompt_tokens=861,
         notes="a state for each draft makes the blocks larger; the answer crosses the end of one",
     ),
     Family(
         "qwen3_next_mtp",
         _config_only(configs.QWEN3_NEXT_SMALL),
-        (*_states(2, 160), ("FullAttentionSpec", 160)),
-        RANDOM,
+        (*_states(2, 288), ("FullAttentionSpec", 288)),
+        GDN,
         speculative={"method": "mtp", "num_speculative_tokens": 1},
-        prompt_tokens=637,
+        prompt_tokens=1149,
         notes="the MTP layer is in the full group; hits end a block earlier",
     ),
     Family(

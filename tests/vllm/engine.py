@@ -4,6 +4,10 @@
         answers = engine.generate([prompt], max_tokens=8)
         engine.kill()
 
+An engine with this project's connector runs with ``"verify": "device"``. When it is closed, no loaded
+chunk may have differed from what was computed, none may have gone unchecked, and if anything was
+loaded something must have been compared (`tests.vllm.verified`).
+
 An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel
 size 2 the ranks are processes of their own), so the scheduler can be stepped and looked into.
 Every wait has a deadline; when something fails, the exception carries the engine's log.
@@ -26,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.vllm import verified
+from tests.vllm.verified import Verified
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +80,13 @@ class Engine:
     """One engine process. ``connector`` is the whole ``kv_transfer_config``, or None.
 
     Other keyword arguments go to ``vllm.LLM`` over ``DEFAULTS``. Raises ``EngineError``.
+
+    A test that plants faults in loads sets ``may_differ``; one whose chunks come from an engine with
+    other digests sets ``may_be_unknown``.
     """
+
+    may_differ = False
+    may_be_unknown = False
 
     def __init__(
         self,
@@ -89,7 +101,9 @@ class Engine:
         self.log_path = log
         kwargs = DEFAULTS | {"model": str(model)} | engine_kwargs
         if connector is not None:
+            connector = verified.added(connector, log.parent / "digests")
             kwargs["kv_transfer_config"] = connector
+        self._verifies = connector is not None
         extra = {"VLLM_CPU_SIM_MULTI_NUMA": "1"} if kwargs.get("tensor_parallel_size") else {}
         order = StartEngine(extra | (env or {}), kwargs)
         with log.open("ab") as log_file:
@@ -203,6 +217,7 @@ class Engine:
         if not self._alive:
             return
         try:
+            self._check_loads()
             self.ask("close", deadline_s=deadline_s)
             self._wait_for_end(deadline_s)
         except EngineError:
@@ -210,6 +225,21 @@ class Engine:
             raise
         self._alive = False
         self._connection.close()
+
+    def verified(self) -> Verified:
+        """What ``verify`` has found so far, on all ranks."""
+        return self.call(verified.count)
+
+    def _check_loads(self) -> None:
+        if not self._verifies:
+            return
+        found = self.verified()
+        if found.different and not self.may_differ:
+            raise self._failure(f"loaded chunks are not what was computed: {found}")
+        if found.unknown and not self.may_be_unknown:
+            raise self._failure(f"loaded chunks could not be compared: {found}")
+        if found.loaded_tokens and not (found.equal or found.different or found.unknown):
+            raise self._failure(f"tokens were loaded and nothing was compared: {found}")
 
     def kill(self) -> None:
         """SIGKILL to the engine and everything it started, and wait until they are gone."""

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests import processor
 from tests.vllm.interpreted import interpret_state_kernels
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
@@ -279,6 +280,7 @@ def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
 
 def nursery(control: socket.socket) -> None:
     """Import vLLM, then fork an engine for each order until the control socket closes."""
+    processor.pretend()
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core

@@ -44,15 +44,6 @@ KINDS = {
 }
 
 
-def has_fp8() -> bool:
-    """vLLM's CPU attention reads fp8 caches only with these instructions."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return "avx512f" in flags or "amx_tile" in flags
-
-
-NEEDS_FP8 = pytest.mark.skipif(not has_fp8(), reason="fp8 KV on a CPU needs AVX-512 or AMX")
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=NEEDS_FP8) if "fp8" in name else name for name in KINDS],

@@ -1,4 +1,4 @@
-"""``"verify": "device"`` on the test engines: what every engine with the connector has compared."""
+"""``"verify": "device"`` on the test engines: what an engine with the connector has compared."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm import faults
+from tests.vllm.probes import connector
 
 
 @dataclass(frozen=True)
 class Verified:
     """Loaded chunks on all ranks: equal to what was computed, different, and not comparable because
-    the digest is not known."""
+    the digest is not known; and tokens that requests were given from a tier."""
 
     equal: int
     different: int
     unknown: int
+    loaded_tokens: int = 0
 
 
-def options(folder: Path) -> dict[str, Any]:
-    """The connector's options: digests survive restarts in this folder."""
-    return {"verify": "device", "verify_path": str(folder)}
+def added(transfer: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A ``kv_transfer_config`` that verifies; digests survive restarts in this folder."""
+    extra = transfer.get("kv_connector_extra_config", {})
+    verify = {"verify": "device", "verify_path": str(folder)}
+    return transfer | {"kv_connector_extra_config": verify | extra}
 
 
 def count(llm: Any) -> Verified:
     """What the ranks of an engine have counted so far."""
     ranks = faults.on_workers(llm, _of_worker)
-    return Verified(*(sum(numbers) for numbers in zip(*ranks, strict=True)))
+    planner = connector(llm)._scheduler.planner
+    totals = planner.totals() if planner is not None else {}
+    tokens = sum(n for name, n in totals.items() if name.startswith("loaded_tokens:"))
+    return Verified(*(sum(numbers) for numbers in zip(*ranks, strict=True)), int(tokens))
 
 
 def _of_worker(worker: Any) -> tuple[int, int, int]:
