@@ -34,6 +34,8 @@ from tiers.host_copy_loop import copy_loop
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 300.0
+PUBLISHED_S = 1.1
+"""Times of hooks are published about once a second."""
 SETTLE_S = 20.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BASE_ENV = {
@@ -263,7 +265,9 @@ class _Host:
         end = time.monotonic() + SETTLE_S
         while scheduler.has_requests() and time.monotonic() < end:
             self._engine.step()
-        self._engine.step()
+        time.sleep(PUBLISHED_S)
+        for _ in range(2):  # workers tell the scheduler side, which publishes in the next step
+            self._engine.step()
 
     def _counters(self) -> dict[str, float]:
         """By name and labels; from the registry, because vLLM's own reader cuts off fractions."""

@@ -70,9 +70,13 @@ class ChunkDigests:
                 self._add(run, early=ended)
                 first[index] = end
 
-    def state(self, run: Run) -> None:
-        """This step has handed over a recurrent state."""
-        self._add(run, early=False)
+    def state(self, tracker: RequestTracker, index: int, chunk: int, run: Run) -> None:
+        """This step has handed over the recurrent state at the end of this chunk; the one that the
+        request was given at its start may be among them, and was not computed."""
+        first = self._next.get(tracker.request)
+        if first is not None and chunk >= first[index]:
+            self._add(run, early=False)
+            first[index] = chunk + 1
 
     def _add(self, run: Run, *, early: bool) -> None:
         if run:

@@ -367,7 +367,7 @@ class SchedulerSide:
                     last = range(chunk - 1, chunk)
                     run = self._wanted.chunks(tracker, index, last, (block,))
                     if self._digests is not None:
-                        self._digests.state(run)
+                        self._digests.state(tracker, index, chunk - 1, run)
                     self.planner.plan_store(run)
 
     def update(

@@ -82,7 +82,7 @@ QWEN3_NEXT = _config(
     layer_types=["linear_attention"] * 3 + ["full_attention"],
     linear_key_head_dim=128,
     linear_value_head_dim=128,
-    linear_num_key_heads=1,
+    linear_num_key_heads=2,
     linear_num_value_heads=2,
     num_experts=4,
     num_experts_per_tok=2,
@@ -90,7 +90,7 @@ QWEN3_NEXT = _config(
     shared_expert_intermediate_size=64,
 )
 
-QWEN3_NEXT_SMALL = QWEN3_NEXT | {"linear_num_value_heads": 1}
+QWEN3_NEXT_SMALL = QWEN3_NEXT | {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
 """With half of the state: with drafts vLLM's CPU code is slow, and blocks are shorter here."""
 
 FALCON_H1 = _config(

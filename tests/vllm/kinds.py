@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.families import FAMILIES
-from tests.vllm import copy_faults
+from tests.vllm import copy_faults, verified
 from tests.vllm.engine import Engine
 from tests.vllm.faults import on_workers
 from tests.vllm.probes import connector, totals
@@ -113,10 +113,66 @@ def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: 
             assert stored == expected.blocks, "computed blocks have other bytes than without us"
         settle(engine)
         restore_and_compare(engine, expected, stored, "cpu")
+        engine.call(on_workers, verified.stop)
         planted_faults_are_seen(engine, expected, stored)
     with Engine(model, log=tmp / "second.log", **options) as engine:
         engine.call(record_loads)
         restore_and_compare(engine, expected, stored, "lmdb")
+        planted_faults_fail_loads(engine, expected)
+
+
+def show_verified(kind: Kind, tmp: Path) -> None:
+    """On one engine: restore from the CPU tier, and from disk once the CPU tier has been emptied;
+    every group takes part, all bytes are those that were computed, and planted faults are seen."""
+    model, options = kind.make(tmp / "model")
+    transfer = config(tmp / "kv", chunk_blocks=kind.chunk_blocks) | {"engine_id": "kinds"}
+    with Engine(model, log=tmp / "log", connector=transfer, **options) as engine:
+        engine.call(record_loads)
+        asked = kind.prompts()
+        if kind.goes_on:
+            answer = engine.generate_one(asked[0])
+            asked[0] = asked[0] + [*answer.tokens, *asked[1][-NEW_TURN:]]
+        ask(engine, asked)
+        settle(engine)
+        hits = [restored(engine, asked, "cpu")]
+        engine.call(empty_cpu_tier)
+        hits.append(restored(engine, asked, "lmdb"))
+        assert hits[0] == hits[1] > 0
+        assert not kind.goes_on or hits[0] > len(kind.prompts()[0]), "no decoded hit"
+        engine.may_differ = True
+        for group in range(len(engine.geometry["groups"])):
+            before = engine.verified().different
+            engine.call(on_workers, copy_faults.plant, copy_faults.wrong_bit, group)
+            assert engine.reset_prefix_cache()
+            engine.generate_one(asked[0])
+            engine.call(on_workers, copy_faults.heal)
+            assert engine.verified().different > before, f"a wrong bit in group {group} went unseen"
+            settle(engine)
+
+
+def restored(engine: Engine, asked: list[Prompt], tier: str) -> int:
+    """Empty vLLM's own cache and ask everything again; returns the first prompt's hit."""
+    engine.call(take_loads)
+    before, checked = engine.call(totals)[f"loaded_tokens:{tier}"], engine.verified()
+    assert engine.reset_prefix_cache()
+    first = engine.generate_one(asked[0])
+    loads = engine.call(take_loads)
+    ask(engine, asked[1:])
+    settle(engine)
+    assert first.cached_tokens == loads.promised
+    assert {group_of(key) for key in loads.keys} == set(range(len(engine.geometry["groups"])))
+    assert engine.call(totals)[f"loaded_tokens:{tier}"] > before
+    found = engine.verified()
+    assert found.equal > checked.equal
+    assert (found.different, found.unknown) == (0, 0)
+    return first.cached_tokens
+
+
+def empty_cpu_tier(llm: Any) -> None:
+    """Evict every chunk from the CPU tier; all of them are on disk."""
+    cpu = connector(llm)._scheduler.planner.cpu
+    assert cpu.evict(cpu.space.used)
+    assert not len(cpu)
 
 
 def restore_and_compare(engine: Engine, expected: Expected, stored: Blocks, tier: str) -> None:
@@ -165,6 +221,24 @@ def wrong_blocks(blocks: Blocks, stored: Blocks, restored: set[bytes]) -> list[b
 def group_of(key: bytes) -> int:
     """The KV cache group in a key of vLLM's prefix cache."""
     return int.from_bytes(key[-4:], "big")
+
+
+def planted_faults_fail_loads(engine: Engine, expected: Expected) -> None:
+    """What is wrong after a load is found before the request goes on, and named by group. The
+    prompt is recomputed then, perhaps in other pieces, so its bytes may be others from here on."""
+    engine.may_differ = True
+    plans = [(copy_faults.wrong_bit, group) for group in range(expected.groups)]
+    for fault, group in [*plans, (copy_faults.swapped_chunks, None)]:
+        failed, before = engine.call(totals)["load_failures"], engine.verified().different
+        engine.call(on_workers, copy_faults.plant, fault, group)
+        assert engine.reset_prefix_cache()
+        engine.generate_one(expected.prompts[0])
+        engine.call(on_workers, copy_faults.heal)
+        settle(engine)
+        what = f"{fault.__name__} in group {group}"
+        assert engine.verified().different > before, what
+        assert engine.call(totals)["load_failures"] > failed, what
+        assert group is None or f"of group {group} is not what was computed" in engine.log(), what
 
 
 def planted_faults_are_seen(engine: Engine, expected: Expected, stored: Blocks) -> None:

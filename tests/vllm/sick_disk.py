@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.vllm.faults import executor
+from tests.vllm.probes import connector
 from tiers.base import Buffer
 from tiers.direct_io import DiskIo
 
@@ -75,6 +76,13 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
     )
     for watch in found._lane.watches:
         watch._timeout_s = tier_timeout_s
+
+
+def compute_at(llm: Any, tokens_per_second: float) -> None:
+    """What break-even compares loads with, whatever this machine's speed is."""
+    prefill = connector(llm)._scheduler.planner.gates.prefill
+    prefill.value = lambda: tokens_per_second
+    prefill.observe = lambda tokens, seconds: None
 
 
 def disk_calls(worker: Any) -> int:

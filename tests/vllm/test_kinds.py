@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.families import FAMILIES
 from tests.vllm.engine import Engine, EngineError
-from tests.vllm.kinds import Expected, Kind, show_stored_and_restored
+from tests.vllm.kinds import Expected, Kind, show_stored_and_restored, show_verified
 from tests.vllm.restored import config
 
 TP2 = {"tensor_parallel_size": 2}
@@ -44,16 +45,43 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=NEEDS_FP8) if "fp8" in name else name for name in KINDS],
-)
+ONE_OF_EACH = {
+    "llama_fp8_e4m3": "pages of half the size",
+    "llama_draft": "pages of two sizes in one group",
+    "gemma3_chunks": "sliding windows, chunks of two blocks",
+    "gemma4": "groups of two block sizes",
+    "llama4": "chunked local attention",
+    "qwen3_next": "Gated DeltaNet states",
+    "qwen3_next_ngram": "states while drafts are accepted and rejected",
+    "granite_hybrid": "Mamba-2 states",
+    "lfm2": "short convolutions",
+    "deepseek_v3_mtp": "latent attention, with a draft layer in the same group",
+    "llama_tp2": "two ranks",
+}
+"""The kinds of KV cache that differ for us; the others are variants."""
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_one_of_each(name: str, tmp_path: Path) -> None:
+    skip_if_missing(name)
+    show_verified(KINDS[name], tmp_path)
+
+
+def skip_if_missing(name: str) -> None:
+    if missing := FAMILIES[KINDS[name].family].missing():
+        pytest.skip(missing)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KINDS)
 def test_kind(name: str, tmp_path: Path) -> None:
+    skip_if_missing(name)
     kind = KINDS[name]
     expected = Expected.record(kind, tmp_path / "model", tmp_path / "plain.log")
     show_stored_and_restored(kind, expected, tmp_path / "model", tmp_path)
 
 
+@pytest.mark.thorough
 def test_mla_as_the_platform_runs_it(tmp_path: Path) -> None:
     """Without a prefix cache of vLLM's own: what it would have answered comes from the tiers."""
     kind = KINDS["deepseek_v2"]

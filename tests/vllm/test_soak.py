@@ -1,5 +1,5 @@
-"""Minutes of load over a disk that falls sick again and again: right tokens all along, and no
-growth of memory, threads or open files.
+"""Minutes of load over a disk that fails again and again: what is loaded is what was computed, and
+memory, threads and open files do not grow.
 
 ``KVTIERS_SOAK_S=3600 KVTIERS_SEED=7 python -m pytest tests/vllm/test_soak.py`` runs an hour.
 """
@@ -18,11 +18,16 @@ import pytest
 from tests.vllm import faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, is_idle, totals
-from tests.vllm.restored import HASH, Reference, config, prompts
+from tests.vllm.restored import HASH, config, prompts
 
 SOAK_S = float(os.environ.get("KVTIERS_SOAK_S", "300"))
 SEED = int(os.environ.get("KVTIERS_SEED", "5"))
 STATES = ("hangs", "fails", "is full", "crawls")
+LENGTHS = (40, 170, 300, 430, 590)
+"""Tokens of new prompts. vLLM's CPU kernels keep memory for every new matrix size (oneDNN's cache of
+primitives): with random lengths an engine without any connector grows by 10 MiB a minute."""
+SEEDS = 100
+"""Of new prompts, which come again after a while, so that the table of their digests stops growing."""
 GROWTH_MAX_BYTES = 24 << 20
 """Between the medians of the second and the last quarter; the CPU tier holds 1 MiB."""
 
@@ -39,15 +44,15 @@ def resident_bytes(worker: Any) -> int:
 class Soak:
     """One engine under random load. ``samples`` are bytes, open files and threads at rest."""
 
-    def __init__(self, engine: Engine, reference: Reference) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.reference = reference
+        self.known = prompts(6)
         self.random = random.Random(SEED)
         self.samples: list[tuple[int, int, int]] = []
-        self.turns = self.checked = 0
+        self.turns = 0
 
     def turn(self) -> None:
-        """A few requests, known ones checked, with something going wrong now and then."""
+        """A few requests, known and new ones, with something going wrong now and then."""
         self.turns += 1
         what = self.random.random()
         if what < 0.15:
@@ -60,13 +65,9 @@ class Soak:
             assert self.engine.reset_prefix_cache(connector=True)
         elif what < 0.75:
             assert self.engine.reset_prefix_cache()
-        known = self.random.sample(range(len(self.reference.prompts)), 2)
-        new = prompts(2, tokens=self.random.randrange(40, 600), seed=self.random.randrange(10**9))
-        asked = [self.reference.prompts[number] for number in known]
-        answers = self.engine.generate([*asked, *new])
-        for number, answer in zip(known, answers, strict=False):
-            assert answer.tokens == self.reference.answers[number].tokens, f"prompt {number}"
-            self.checked += 1
+        length = self.random.choice(LENGTHS)
+        new = prompts(2, tokens=length, seed=self.random.randrange(SEEDS))
+        self.engine.generate([*self.random.sample(self.known, 2), *new])
         self.engine.call(check)
 
     def infect(self, state: str) -> None:
@@ -76,7 +77,7 @@ class Soak:
         """Requests that go away while they compute or load."""
         names = [f"gone-{self.turns}-{number}" for number in range(3)]
         for number, name in enumerate(names):
-            self.engine.submit(name, self.reference.prompts[number], max_tokens=30)
+            self.engine.submit(name, self.known[number], max_tokens=30)
         self.engine.step(self.random.randrange(1, 6))
         self.engine.abort(*names)
 
@@ -89,20 +90,21 @@ class Soak:
         self.samples.append((memory, files, threads))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(SOAK_S + 900)
 def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
-    reference = Reference.record(llama, tmp_path / "ref.log", prompts(6))
     limits = {"load_timeout_s": 1.0, "tier_timeout_s": 0.2}
     offload = config(tmp_path / "kv", cpu="1MiB", **limits)
     with Engine(llama, log=tmp_path / "log", connector=offload, **HASH) as engine:
-        soak = Soak(engine, reference)
+        soak = Soak(engine)
         end = time.monotonic() + SOAK_S
         while time.monotonic() < end:
             for _ in range(8):
                 soak.turn()
             soak.sample()
-        found = engine.call(totals)
-    print(f"seed {SEED}: {soak.turns} turns, {soak.checked} answers checked, {found}")
+        found, checked = engine.call(totals), engine.verified()
+    print(f"seed {SEED}: {soak.turns} turns, {checked}, {found}")
+    assert checked.equal > 0
     assert found["loaded_tokens:lmdb"] > 0
     assert found["breaker_openings:lmdb"] > 0, "the faults were never met"
     quarter = len(soak.samples) // 4
