@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests import processor
+from tests.models.inspection import inspect_models_here
 from tests.vllm.interpreted import interpret_state_kernels
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
@@ -39,7 +40,7 @@ class EngineHost:
         from vllm import LLM
 
         _fork_ranks()
-        _inspect_models_here()
+        inspect_models_here()
         if os.environ.get("KVTEST_KEEP_PREFIX_CACHING"):
             _keep_prefix_caching()
         if engine_kwargs.get("speculative_config"):
@@ -202,14 +203,6 @@ def _keep_prefix_caching() -> None:
         config.cache_config.enable_prefix_caching = wanted
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
-
-
-def _inspect_models_here() -> None:
-    """Let vLLM look at model classes in this process. Otherwise the first start of each model
-    class on a machine imports vLLM in one more process, 15 s each."""
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda function: function()
 
 
 def _sampling(max_tokens: int = 8, logprobs: int | None = 5, **others: Any) -> Any:
