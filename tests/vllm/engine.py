@@ -4,9 +4,9 @@
         answers = engine.generate([prompt], max_tokens=8)
         engine.kill()
 
-An engine with this project's connector runs with ``"verify": "device"``. When it is closed, no loaded
-chunk may have differed from what was computed, none may have gone unchecked, and if anything was
-loaded something must have been compared (`tests.vllm.verified`).
+An engine with this project's connector runs with ``"verify": "device"``. When it is closed, no
+loaded chunk may have differed from what was computed, none may have gone unchecked, and if anything
+was loaded something must have been compared (`tests.vllm.verified`).
 
 An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel
 size 2 the ranks are processes of their own), so the scheduler can be stepped and looked into.
@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -31,8 +32,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.vllm import verified
-from tests.vllm.verified import Verified
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
+from tests.vllm.verified import Verified
 
 ROOT = Path(__file__).resolve().parents[2]
 START_DEADLINE_S = 300.0
@@ -81,8 +82,8 @@ class Engine:
 
     Other keyword arguments go to ``vllm.LLM`` over ``DEFAULTS``. Raises ``EngineError``.
 
-    A test that plants faults in loads sets ``may_differ``; one whose chunks come from an engine with
-    other digests sets ``may_be_unknown``.
+    A test that plants faults in loads sets ``may_differ``; one whose chunks come from an engine
+    with other digests sets ``may_be_unknown``.
     """
 
     may_differ = False
@@ -240,6 +241,18 @@ class Engine:
             raise self._failure(f"loaded chunks could not be compared: {found}")
         if found.loaded_tokens and not (found.equal or found.different or found.unknown):
             raise self._failure(f"tokens were loaded and nothing was compared: {found}")
+
+    def shared_memory(self) -> set[Path]:
+        """Files of ``/dev/shm`` that the engine's processes have mapped, or have open."""
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.getpgid(int(folder.name)) != self.pid:
+                    continue
+                names = re.findall(r"/dev/shm/\S+", (folder / "maps").read_text())
+                names += [os.readlink(fd) for fd in (folder / "fd").iterdir()]
+                found |= {Path(name) for name in names if name.startswith("/dev/shm/")}
+        return found
 
     def kill(self) -> None:
         """SIGKILL to the engine and everything it started, and wait until they are gone."""

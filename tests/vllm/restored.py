@@ -76,8 +76,8 @@ def settle(engine: Engine) -> None:
 def ask(engine: Engine, reference: Reference) -> int:
     """Ask everything, one prompt after the other. Raises ``AssertionError`` unless every answer
     equals the reference's answer with a hit of the same length. Returns how many were compared: not
-    those whose hit has a length that the reference never had, or whose load has failed, because they
-    were computed in other pieces."""
+    those whose hit has a length that the reference never had, or whose load has failed, because
+    they were computed in other pieces."""
     compared = 0
     for number, prompt in enumerate(reference.prompts):
         failures = engine.call(totals)["load_failures"]
@@ -98,8 +98,8 @@ def fill(engine: Engine, reference: Reference) -> None:
 
 
 def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
-    """Empty vLLM's own cache, ask everything again, and require that ``tier`` gave blocks, that they
-    were what was computed, and that no answer differs."""
+    """Empty vLLM's own cache, ask everything again, and require that ``tier`` gave blocks, that
+    they were what was computed, and that no answer differs."""
     assert engine.reset_prefix_cache()
     before, checked = loaded_tokens(engine, tier), engine.verified()
     assert ask(engine, reference) > 0

@@ -34,16 +34,6 @@ def strays(folder: Path) -> set[str]:
     return inside - KNOWN_FILES
 
 
-def abandoned(names: set[str]) -> set[str]:
-    """Shared memory of this user that no living process uses; other tests may run beside this."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            text = maps.read_text()
-            used |= {name for name in names if f"/dev/shm/{name}" in text}
-    return {name for name in names - used if Path("/dev/shm", name).exists()}
-
-
 def load_until_killed(engine: Engine, reference: Reference, draw: random.Random) -> None:
     """Known and new prompts in flight, until SIGKILL arrives."""
     timer = threading.Timer(draw.uniform(0.05, 1.5), os.kill, (engine.pid, signal.SIGKILL))
@@ -61,7 +51,7 @@ def load_until_killed(engine: Engine, reference: Reference, draw: random.Random)
 def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
     reference = Reference.record(llama, tmp_path / "ref.log", prompts(2))
     draw = random.Random(SEED)
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory: set[Path] = set()
     folder = tmp_path / "kv"
     tier = {"type": "lmdb", "path": str(folder), "capacity": CAP_BYTES, "reserve": 0}
     offload = config(None, cpu="1MiB", tiers=[tier])
@@ -74,8 +64,9 @@ def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
             assert found["load_failures"] == found["dropped_chunks:lmdb"] == 0, f"{where}: {found}"
             settle(engine)
             engine.call(check)
+            shared_memory |= engine.shared_memory()
             if cycle < KILLS:
                 load_until_killed(engine, reference, draw)
         assert bytes_below(folder) <= CAP_BYTES, where
         assert not strays(folder), where
-    assert not abandoned(set(os.listdir("/dev/shm")) - shared_memory)
+    assert not [path for path in shared_memory if path.exists()]

@@ -7,7 +7,6 @@ pair that the tests plant.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -312,12 +311,11 @@ def test_by_short_name_and_without_any_configuration(
     """The plugin of the installed package makes the name known; defaults suit the machine, and what
     cannot be loaded is computed."""
     plain = {"kv_connector": "OffloadConnector", "kv_role": "kv_both"}
-    before = set(os.listdir("/dev/shm"))
     with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
         fill(engine, reference)
         ask_and_compare(engine, reference, "cpu")
         assert engine.call(recomputes_failed_loads)
-        log = engine.log()
+        log, shared_memory = engine.log(), engine.shared_memory()
     assert "cpu.capacity not given: using" in log
     assert "kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' now" in log
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [path for path in shared_memory if path.exists()]

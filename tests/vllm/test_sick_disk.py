@@ -30,8 +30,8 @@ SHORT, LONG = (2.0, 0.3), (60.0, 60.0)
 """Seconds that a load and an operation of the disk may take while it is ill, and while it must not
 be shut out because the machine is busy."""
 SLOWLY, QUICKLY = (1.0,), (2500.0,)
-"""Tokens per second that computing is taken to make: any disk is faster than the first, and one that
-takes 0.3 s for a call slower than the second."""
+"""Tokens per second that computing is taken to make: any disk is faster than the first, and one
+that takes 0.3 s for a call slower than the second."""
 
 
 @pytest.fixture(scope="module")

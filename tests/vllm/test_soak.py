@@ -27,7 +27,7 @@ FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
 """oneDNN keeps memory for every new matrix size: an engine without any connector grows by 10 MiB a
 minute under this load."""
 SEEDS = 100
-"""Of new prompts, which come again after a while, so that the table of their digests stops growing."""
+"""Of new prompts. They come again, so that the table of their digests stops growing."""
 GROWTH_MAX_BYTES = 24 << 20
 """Between the medians of the second and the last quarter; the CPU tier holds 1 MiB."""
 
