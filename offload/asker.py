@@ -45,7 +45,7 @@ class Asker:
                 if not await self._writers[tier].caught_up(LATE_S):
                     return Answer(None)
                 asking = self._tiers[tier].present(question.keys)
-                return Answer(bytes(await self._watches[tier].ask(asking)))
+                return Answer(bytes(await self._watches[tier].ask(asking, len(question.keys))))
             except Exception as error:  # whatever it was, the question must be answered
                 logger.debug("kvtiers: tier %d could not be asked: %r", tier, error)
                 return Answer(None)

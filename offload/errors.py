@@ -9,6 +9,7 @@ OffloadError
   CapacityError                  a tier too small to hold one chunk
   TransferError                  a copy that failed (raised by ``tiers.copy``)
   TierUnavailableError           a tier that cannot be opened
+  ManagerClosedError             an ``OffloadManager`` that is used while or after it is closed
   NamespaceError                 stored geometry or format differs
   InvariantError                 our bug; the message carries the state
 """
@@ -70,6 +71,10 @@ class CapacityError(OffloadError, ValueError):
 
 class TierUnavailableError(OffloadError):
     """A tier could not be opened."""
+
+
+class ManagerClosedError(OffloadError):
+    """An ``OffloadManager`` was closed before an operation began or came to its end."""
 
 
 class NamespaceError(OffloadError):

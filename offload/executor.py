@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from offload.asker import Asker
 from offload.fences import Fences
 from offload.health import Health
 from offload.load_task import LoadLane, LoadTask
-from offload.owed import OpenLoad, OpenLoads, Unanswered
+from offload.owed import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
 from offload.plans import (
     Answer,
     JobResult,
@@ -35,14 +35,13 @@ from offload.plans import (
     Observed,
     Question,
     StepPlan,
-    StepReport,
     StoreJob,
 )
 from offload.stats import WorkerStats
-from offload.tier_watch import TierWatch
+from offload.tier_watch import TierWatch, close_tier
 from offload.tier_writer import TierWriter
 from tiers.base import Tier
-from tiers.copy import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
+from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab import HostSlab
 
 if TYPE_CHECKING:
@@ -53,29 +52,6 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 5.0
 """So long after its deadline a load is given up without the loop, which must have stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorLimits:
-    """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
-    that a fence may hold up a step (seconds), after how long an operation of a lower tier is
-    late (seconds), the most chunks in one read, and the most reads of one tier at a time."""
-
-    load_timeout_s: float = 10.0
-    fence_timeout_s: float = 2.0
-    tier_timeout_s: float = 5.0
-    read_batch: int = 16
-    reads_in_flight: int = 4
-
-
-@dataclass(slots=True)
-class Drained:
-    """What ended since the last ``drain``: requests whose load is done, the failed ones among
-    them, and the jobs' results. A request may end before its job does (a read that hangs)."""
-
-    finished: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    report: StepReport = field(default_factory=StepReport)
 
 
 class Executor:
@@ -288,7 +264,8 @@ class Executor:
             if load.part:
                 self._lane.go_on(load)
             else:
-                self._spawn(self._run_load(self._lane.open(load, loads[load.job], after)))
+                task = self._lane.open(load, loads[load.job], after)
+                self._spawn(self._run_load(task)).add_done_callback(partial(self._load_ended, task))
                 unanswered.jobs.remove(load.job)
             unanswered.loads.remove(load)
 
@@ -310,42 +287,71 @@ class Executor:
             self._answer(store.job, JobResult(failed=True))
             return
         nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
-        self._spawn(self._await_store(store.job, ticket, source, nbytes))
+        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
 
-    async def _await_store(
-        self, job: int, ticket: Ticket, source: Future[None], nbytes: int
+    def _stored(
+        self,
+        job: int,
+        source: Future[None],
+        nbytes: int,
+        started: float,
+        error: TransferError | None,
     ) -> None:
-        started = time.perf_counter()
-        result = JobResult()
-        try:
-            await ticket.completed()
-        except TransferError as error:
+        """A store has been copied, or could not be."""
+        end = partial(self._end_store, job, source, error)
+        if error is not None:
             if count := self._lane.failed.add("store"):
                 logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
-            result.failed = True
-        else:
-            if self._verifier is not None:
-                await self._verifier.settled()  # whoever finds the chunk finds its digest
-            self.stats.store_bytes += nbytes
-            self.stats.store_seconds += time.perf_counter() - started
+            end()
+            return
+        self.stats.store_bytes += nbytes
+        self.stats.store_seconds += time.perf_counter() - started
+        if self._verifier is None:
+            end()
+        else:  # whoever finds the chunk finds its digest
+            self._spawn(self._verifier.settled()).add_done_callback(end)
+
+    def _end_store(
+        self, job: int, source: Future[None], error: TransferError | None, *_task: object
+    ) -> None:
         source.set_result(None)
-        self._answer(job, result)
+        self._answer(job, JobResult(failed=error is not None))
 
     async def _ask(self, question: Question) -> None:
         self._answers.append((question.number, await self._asker.ask(question)))
         self._on_result()
 
+    def leave(self, request: str) -> None:
+        """Nobody wants this request's load any more: it ends as soon as none of its copies is
+        under way. Call on the loop."""
+        assert self._loop is not None
+        self._loop.call_soon(self._lane.leave, request)  # after the plan with the load is accepted
+
+    def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
+        """Where the loop ends with everything on it, the task is cancelled, perhaps before it has
+        begun. Whoever waits for the request must hear when its blocks are free all the same."""
+        if task.cancelled() or task.exception() is not None:
+            load.give_up()
+            self._spawn(self._end_when_free(load))
+
+    async def _end_when_free(self, load: LoadTask) -> None:
+        await load.copies_ended()
+        self._end_load(load.job, is_ok=False)
+
     async def _run_load(self, task: LoadTask) -> None:
-        """Answer the request by the deadline, the job when nobody writes into its slots."""
+        """Answer the request by the deadline, or as soon as nobody wants it; the job when nobody
+        writes into its slots."""
         body = asyncio.ensure_future(task.run())
         self._tasks.add(body)
         body.add_done_callback(self._tasks.discard)
         timeout_s = self.limits.load_timeout_s
-        while not body.done() and (left := task.time_left(timeout_s)) > 0:
-            await asyncio.wait({body}, timeout=left)
+        while not (body.done() or task.left.done()) and (left_s := task.time_left(timeout_s)) > 0:
+            either: set[asyncio.Future[Any]] = {body, task.left}
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not body.done():
-            task.give_up(late=True)
-            self.stats.load_timeouts += 1
+            if not task.left.done():
+                task.give_up(late=True)
+                self.stats.load_timeouts += 1
             await task.copies_ended()
             self._end_load(task.job, is_ok=False)
             self._answer(task.job, await body)
@@ -380,10 +386,11 @@ class Executor:
         self._results.append((job, result))
         self._on_result()
 
-    def _spawn(self, coroutine: object) -> None:
+    def _spawn(self, coroutine: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]  # coroutines only
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -404,20 +411,23 @@ class Executor:
         await asyncio.gather(*(writer.finish() for writer in self._writers))
 
     async def aclose(self, timeout_s: float = 2.0) -> None:
-        """Give what flies ``timeout_s`` seconds, then let go of tiers and engine."""
-        pending = {*self._tasks, *(asyncio.ensure_future(w.finish()) for w in self._writers)}
-        if pending:
-            pending = (await asyncio.wait(pending, timeout=timeout_s))[1]
-        for tier in self._tiers:
-            try:
-                await asyncio.wait_for(tier.aclose(), timeout_s)
-            except Exception as error:  # closing goes on whatever one tier does
-                logger.warning("kvtiers: a tier did not close: %r", error)
-        for task in {*pending, *self._tasks}:
+        """Give what flies ``timeout_s`` seconds, then let go of tiers and engine. Nothing is copied
+        any more when it returns. If it was cancelled, call it again."""
+        finishing = [asyncio.ensure_future(writer.finish()) for writer in self._writers]
+        try:
+            if pending := {*self._tasks, *finishing}:
+                await asyncio.wait(pending, timeout=timeout_s)
+            for tier in self._tiers:
+                await close_tier(tier, timeout_s)
+        finally:
+            for finish in finishing:
+                finish.cancel()
+        for task in self._tasks:
             task.cancel()
         for writer in self._writers:
             writer.stop()
-        await asyncio.sleep(0)  # they begin to end while the loop still runs
         self._engine.close()
+        if self._tasks:  # they end while the loop still runs
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
         if self._verifier is not None:
             self._verifier.stop()

@@ -8,16 +8,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.owed import OpenLoad
+from offload.owed import ExecutorLimits, OpenLoad
 from offload.plans import IN_SLAB, STAGED, JobResult, LoadItem, LoadJob
 from offload.staging import Staging, Window
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch
-from tiers.base import ALIGNMENT, ReadOutcome, Tier, TierError
+from tiers.base import ALIGNMENT, ReadOutcome, Tier
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.failures import Tally
 from tiers.slab import HostSlab
@@ -31,16 +31,6 @@ logger = logging.getLogger(__name__)
 def io_bytes(group: GroupRegions) -> int:
     """Bytes of a chunk's record: padded, so that a tier can use direct I/O on the slot itself."""
     return -(-group.chunk_bytes // ALIGNMENT) * ALIGNMENT
-
-
-class _Limits(Protocol):
-    """The part of ``ExecutorLimits`` that is needed here."""
-
-    @property
-    def read_batch(self) -> int: ...
-
-    @property
-    def reads_in_flight(self) -> int: ...
 
 
 class LoadLane:
@@ -59,7 +49,7 @@ class LoadLane:
         tiers: Sequence[Tier],
         watches: Sequence[TierWatch],
         staging: Sequence[int],
-        limits: _Limits,
+        limits: ExecutorLimits,
         stats: WorkerStats,
         verifier: Verifier | None = None,
     ) -> None:
@@ -126,6 +116,12 @@ class LoadLane:
         """A load is over."""
         del self._open[task.job]
 
+    def leave(self, request: str) -> None:
+        """Nobody wants this request's load any more."""
+        for task in self._open.values():
+            if task.request == request:
+                task.leave()
+
     def cancel_all(self) -> None:
         """No open load may reach its request any more (the cache was reset)."""
         for task in self._open.values():
@@ -178,6 +174,8 @@ class LoadTask:
         self._copying = 0
         self._no_copies = asyncio.Event()
         self._no_copies.set()
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when nobody wants the load any more."""
 
     def add(self, job: LoadJob) -> None:
         """A part of it has come. If one before it has not, the load is given up: nobody must take
@@ -209,6 +207,12 @@ class LoadTask:
         self._abandoned = True
         self._late = self._late or late
         self._news.set()
+
+    def leave(self) -> None:
+        """Nobody wants it any more: its request need not wait for reads."""
+        self.give_up()
+        if not self.left.done():
+            self.left.set_result(None)
 
     async def run(self) -> JobResult:
         """Restore every item; never raises."""
@@ -333,8 +337,8 @@ class LoadTask:
         started = time.perf_counter()
         try:
             reading = lane.tiers[tier].read([item.key for item in items], views)
-            outcomes = await lane.watches[tier].read(reading)
-        except TierError as error:
+            outcomes = await lane.watches[tier].read(reading, len(items))
+        except Exception as error:  # of a tier that may be somebody else's
             logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
             return [ReadOutcome.BUSY] * len(items)
         lane.stats.read(tier, sum(sizes), time.perf_counter() - started)
@@ -372,7 +376,7 @@ class LoadTask:
             if ticket is None:
                 self._failed = True
                 return
-            await ticket.completed()
+            await ticket.ended()
             if self._lane.verifier is not None:
                 wrong = await self._lane.verifier.wrong(items)
                 self._wrong |= wrong

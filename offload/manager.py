@@ -9,38 +9,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import torch
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 from offload.chunks import Run
 from offload.config import OffloadConfig, check_cpu_capacity, slot_counts
-from offload.errors import ConfigError, TierUnavailableError
-from offload.executor import Executor, ExecutorLimits
-from offload.gates import GateLimits, Gates
+from offload.errors import (
+    ConfigError,
+    InvariantError,
+    ManagerClosedError,
+    TierUnavailableError,
+)
+from offload.executor import Executor
 from offload.index import TierIndex
 from offload.keys import group_suffix
 from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
 from offload.load_planner import NOBODY
 from offload.load_task import io_bytes
-from offload.manager_setup import group_caches, group_infos, in_process_settings, open_tier
+from offload.manager_setup import (
+    group_caches,
+    group_infos,
+    in_process_settings,
+    make_engine,
+    make_planner,
+    make_slab,
+    open_tier,
+    wanted_run,
+)
+from offload.owed import ExecutorLimits
 from offload.planner import Planner
 from offload.plans import JobResult, StepPlan
 from offload.registry import LayerTensors, Registration, register_kv_caches
-from offload.shared import SharedLimits
 from offload.space import SlotSpace
 from offload.tier_epochs import draw_epoch
-from policies.base import AdmissionPolicy
-from policies.registry import make_admission, make_policy
+from offload.tier_watch import close_tier
+from policies.registry import make_policy
 from tiers.base import Tier
-from tiers.copy import CopyEngine
-from tiers.host_copy import HostCopyEngine
+from tiers.calls import settled
+from tiers.failures import Tally
 from tiers.slab import HostSlab
 
 __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+"""How long what is closed in a hurry may take: what flies together, then each tier."""
+STEP_ATTEMPTS = 3
 
 
 class OffloadManager:
@@ -61,11 +77,16 @@ class OffloadManager:
         self._blocks = {group.group: group.chunk_blocks for group in registration.groups}
         self._epoch = 0
         self._requests = 0
+        self._loop = asyncio.get_running_loop()
         self._jobs: dict[int, asyncio.Future[JobResult]] = {}
         self._loads: dict[str, asyncio.Future[bool]] = {}
-        self._results = asyncio.Event()
+        self._storing: dict[bytes, asyncio.Future[JobResult]] = {}
         self._moved = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._is_due = False  # a look at what has ended
+        self._faults = Tally()
+        self._is_broken = self._is_closing = False
+        self._closing: asyncio.Task[None] | None = None
+        self._released: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
     async def open(
@@ -83,10 +104,12 @@ class OffloadManager:
         objects, nearest first. Raises ``ConfigError``, ``LayoutError`` and
         ``TierUnavailableError``, and lets go of what it had set up, tiers included, if it does.
         """
-        async with contextlib.AsyncExitStack() as undo:
-            manager = await cls._open(undo, kv_cache_config, kv_caches, config, tiers)
-            undo.pop_all()
-        return manager
+        undo = contextlib.AsyncExitStack()
+        try:
+            return await cls._open(undo, kv_cache_config, kv_caches, config, tiers)
+        except BaseException:
+            await settled(asyncio.ensure_future(undo.aclose()))
+            raise
 
     @classmethod
     async def _open(
@@ -109,9 +132,9 @@ class OffloadManager:
         slots = slot_counts(settings, slot_bytes, 1).slots
         staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
         device = registration.tensors[0].device
-        slab = _make_slab(slot_bytes, slots, device, settings.cpu.pin)
+        slab = make_slab(slot_bytes, slots, device, settings.cpu.pin)
         undo.callback(slab.close)
-        engine = _make_engine(registration, slab, device)
+        engine = make_engine(registration, slab, device)
         undo.callback(engine.close)
         groups = group_infos(kv_cache_config, registration, settings, tiers)
         cpu = TierIndex(
@@ -121,30 +144,17 @@ class OffloadManager:
         )
         opened = []
         for number, tier in enumerate(tiers):
-            undo.push_async_callback(tier.aclose)
+            undo.push_async_callback(close_tier, tier, CLOSE_TIMEOUT_S)
             opened.append(await open_tier(tier, number, groups))
-        lower = [index for index, _ in opened]
-        limits = _limits(settings)
+        limits = ExecutorLimits(
+            settings.load_timeout_s, settings.fence_timeout_s, settings.tier_timeout_s
+        )
         executor = Executor(
             slab, engine, registration.groups, tiers, staging=range(staging), limits=limits
         )
-        planner = Planner(
-            groups,
-            cpu,
-            lower,
-            max_store_chunks=slots,  # callers wait, which is bound enough, here and below
-            step_chunks=1 << 30,
-            gates=Gates(
-                [index.name for index in lower],
-                GateLimits(settings.breaker_failures, break_even=False),  # callers decide
-            ),
-            admission=_admission(settings),
-            shared=[number for number, (_, is_shared) in enumerate(opened) if is_shared],
-            shared_limits=SharedLimits(settings.lookup_timeout_s, settings.remember_s),
-        )
+        planner = make_planner(settings, groups, cpu, opened, slots)
         manager = cls(planner, executor, slab, registration)
-        executor.start(manager._results.set)
-        manager._task = asyncio.create_task(manager._run())
+        executor.start(manager._notice)
         return manager
 
     async def __aenter__(self) -> OffloadManager:
@@ -158,42 +168,45 @@ class OffloadManager:
     def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
         """How many of ``keys``, from the first on without a gap, some tier is known to give now.
         ``restore`` also asks shared tiers what nobody here knows."""
-        suffix = group_suffix(group)
-        present = self.planner.present
-        for count, key in enumerate(keys):
-            if not present(key + suffix):
-                return count
-        return len(keys)
+        self._check_open()
+        return self._held(keys, group)
 
     async def offload(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
         """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
 
         ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, from the first
         on, are held by a tier now; the rest found no room. The blocks may be reused afterwards,
-        also when the call was cancelled: it ends only when nothing reads them any more.
+        also when the call was cancelled: it ends only when nothing reads them any more. Raises
+        ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
-        settled = self.planner.plan_store(run)
-        self._pump()
-        await _finish(self._filled(run.keys[:settled]))
-        return self.lookup(keys[:settled], group)
-
-    async def _filled(self, keys: Sequence[bytes]) -> None:
-        """Wait until no job, ours or another's, is writing these chunks any more."""
-        while any(self.planner.cpu.is_filling(key) for key in keys):
-            self._moved.clear()
-            await self._moved.wait()
+        filling = self.planner.cpu.filling_among(run.keys)
+        end = self.planner.plan_store(run)
+        own = [self._jobs[store.job] for store in self._pump().stores]
+        self._storing = {key: job for key, job in self._storing.items() if not job.done()}
+        for job in own:
+            fresh = self.planner.cpu.filling_among(run.keys) - filling
+            self._storing |= dict.fromkeys(fresh, job)
+        stored = {*own, *(self._storing[key] for key in run.keys[:end] if key in self._storing)}
+        await settled(asyncio.gather(*own, return_exceptions=True))
+        if stored:  # also by others, who read other blocks
+            await asyncio.wait(stored)
+        for job in stored:
+            job.result()
+        return self._held(keys[:end], group)
 
     async def restore(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
         """Fill blocks with the longest prefix of ``keys`` that is held, and wait for that.
 
         Returns how many chunks, from the first on, are restored whole and verified; the content
-        of the blocks after them is undefined.
+        of the blocks after them is undefined. The blocks may be reused afterwards, also when the
+        call was cancelled: it ends only when nothing writes into them any more. Raises
+        ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         if self.planner.shared.tiers:
             await self._ask(run.keys)
-        hit = self.lookup(keys, group)
+        hit = self._held(keys, group)
         if not hit:
             self._pump()  # time passes: a tier that is shut out may be due for a probe
             return 0
@@ -202,11 +215,13 @@ class OffloadManager:
         run = run.part(0, hit)
         self.planner.plan_load(request, [run])
         self.planner.touch(run.keys)
-        ended = self._loads[request] = asyncio.get_running_loop().create_future()
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
-        if await _finish(ended):
+        ended = self._loads[request] = self._loop.create_future()
+        # A read that hangs fills slots, not blocks: who cancels does not wait for it.
+        if await settled(ended, lambda: self._executor.leave(request)):
             return hit
+        self._check_open()
         bad = result.result().bad if result.done() else frozenset()
         if not result.done() or result.result().failed or NOBODY.key in bad:
             return 0
@@ -214,7 +229,7 @@ class OffloadManager:
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
         """Let shared tiers say which of these they hold, for at most ``lookup_timeout_s``."""
-        shared, loop = self.planner.shared, asyncio.get_running_loop()
+        shared, loop = self.planner.shared, self._loop
         self.planner.tick(loop.time())
         wait = shared.ask([k for k in keys if not self.planner.present(k)], None, loop.time())
         self._pump()
@@ -223,134 +238,163 @@ class OffloadManager:
                 while shared.is_waiting(wait, loop.time()):
                     self._moved.clear()
                     await self._moved.wait()
+        self._check_open()
 
     async def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until everything accepted so far has reached, or failed to reach, every tier.
 
-        Raises ``TimeoutError`` if a tier takes longer; what it has accepted goes on.
+        Raises ``TimeoutError`` if a tier takes longer; what it has accepted goes on. Raises
+        ``ManagerClosedError``.
         """
-        async with asyncio.timeout(timeout_s):
-            self._pump()
-            while self.planner.busy:
-                self._moved.clear()
-                await self._moved.wait()
-            await self._executor.settle()
+        self._check_open()
+        if not await self._ends(self._flushed(), timeout_s):
+            raise TimeoutError(f"kvtiers: a tier has not done its work within {timeout_s:g} s")
 
     async def reset(self, timeout_s: float = 60.0) -> None:
         """Forget everything at once, in every tier, durably: the weights have changed.
 
-        Raises ``TierUnavailableError`` if a tier could not make it durable within ``timeout_s``.
+        Raises ``TierUnavailableError`` if a tier could not make it durable within ``timeout_s``,
+        and ``ManagerClosedError``.
         """
+        self._check_open()
         self._epoch += 1
         errors = self._executor.stats.tier_errors
         shared = self.planner.shared.tiers
         tiers = range(len(self.planner.lower))
         self.planner.reset({n: draw_epoch() if n in shared else self._epoch for n in tiers})
         self._pump()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._executor.settle(), timeout_s)
-            if self._executor.stats.tier_errors == errors:
-                return
-        raise TierUnavailableError(
-            "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
-            "this process, but delete its folder before it is opened again."
-        )
+        is_durable = await self._ends(self._executor.settle(), timeout_s)
+        if not is_durable or self._executor.stats.tier_errors != errors:
+            raise TierUnavailableError(
+                "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
+                "this process, but delete its folder before it is opened again."
+            )
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """Flush within ``timeout_s`` seconds, then release tiers, threads and memory."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        # What is not written in time is not there after a restart, nothing else.
-        with contextlib.suppress(TimeoutError):
-            await self.flush(timeout_s)
-        task.cancel()
-        await self._executor.aclose(timeout_s)
-        self._slab.close()
+        """Flush within ``timeout_s`` seconds, then release tiers, threads and memory.
+
+        From the first moment on calls raise ``ManagerClosedError``, and so does in the end what is
+        under way and has not ended by itself. An ``aclose`` that is cancelled flushes no more, but
+        releases everything all the same before it raises. Several may call it, again and again.
+        """
+        self._is_closing = True
+        flush_s = closes_s = timeout_s
+        cancelled: asyncio.CancelledError | None = None
+        while not self._released.done():
+            if self._closing is None or self._closing.done():
+                self._closing = asyncio.ensure_future(self._close(flush_s, closes_s))
+            try:
+                await asyncio.wait([self._closing])
+            except asyncio.CancelledError as error:
+                cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, CLOSE_TIMEOUT_S)
+                self._closing.cancel()  # it begins anew, and hurries
+        if cancelled is not None:
+            raise cancelled
 
     # -- inside ------------------------------------------------------------------------------
 
     def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> Run:
-        if group not in self._blocks:
-            raise ValueError(f"there is no group {group}: groups are {sorted(self._blocks)}")
-        size = self._blocks[group]
-        if len(block_ids) != len(keys) * size:
-            raise ValueError(
-                f"{len(keys)} keys need {len(keys) * size} block ids ({size} each), "
-                f"got {len(block_ids)}"
-            )
-        bad = [b for b in block_ids if not 0 <= b < self._registration.num_blocks]
-        if bad:
-            raise ValueError(
-                f"block ids {bad[:5]} are not in 0..{self._registration.num_blocks - 1}"
-            )
-        suffix = group_suffix(group)
-        depths = range(1, len(keys) + 1)
-        return Run([key + suffix for key in keys], group, tuple(block_ids), depths)
+        self._check_open()
+        return wanted_run(keys, block_ids, group, self._blocks, self._registration.num_blocks)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise ManagerClosedError("kvtiers: this OffloadManager is closed, or being closed")
+
+    def _held(self, keys: Sequence[bytes], group: int) -> int:
+        present, suffix = self.planner.present, group_suffix(group)
+        missing = (n for n, key in enumerate(keys) if not present(key + suffix))
+        return next(missing, len(keys))
 
     def _pump(self) -> StepPlan:
         """Send what is planned to the executor."""
-        loop = asyncio.get_running_loop()
-        self.planner.tick(loop.time())
-        plan = self.planner.step()
-        for job in [*(s.job for s in plan.stores), *(load.job for load in plan.loads)]:
-            self._jobs[job] = loop.create_future()
+        plan = None
+        for _ in range(0 if self._is_broken else STEP_ATTEMPTS):
+            self.planner.tick(self._loop.time())
+            try:
+                plan = self.planner.step()
+                break
+            except Exception as error:  # of operations that have ended: go on with the others
+                self._note_fault(error)
+        if plan is None:  # nor is it sent later: its blocks are those of calls that raise this
+            self._is_broken = True
+            raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
+        for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:
+            self._jobs[job] = self._loop.create_future()
         self._executor.post(plan)
         return plan
 
-    async def _run(self) -> None:
+    def _notice(self) -> None:
+        """Something has ended: look what. No task does, because a loop that is about to end cancels
+        all tasks, and whoever waits for a copy must hear of its end all the same."""
+        if not self._is_due:
+            self._is_due = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._take_in)
+
+    def _take_in(self) -> None:
         """Feed what ended back to the planner, and to whoever waits."""
-        while True:
-            await self._results.wait()
-            self._results.clear()
-            drained = self._executor.drain()
-            self.planner.tick(asyncio.get_running_loop().time())
+        self._is_due = False
+        drained = self._executor.drain()
+        try:
+            self.planner.tick(self._loop.time())
             self.planner.complete(drained.report)
-            for job, result in drained.report.results.items():
-                future = self._jobs.pop(job, None)
-                if future is not None and not future.done():
-                    future.set_result(result)
-            for request in drained.finished:
-                ended = self._loads.pop(request, None)
-                if ended is not None and not ended.done():
-                    ended.set_result(request not in drained.failed)
-            self._pump()
-            self._moved.set()
+        except Exception as error:  # of one operation: the others must hear how they ended
+            self._note_fault(error)
+        for job, result in drained.report.results.items():
+            future = self._jobs.pop(job, None)
+            if future is not None and not future.done():
+                future.set_result(result)
+        for request in drained.finished:
+            ended = self._loads.pop(request, None)
+            if ended is not None and not ended.done():
+                ended.set_result(request not in drained.failed)
+        if not self._released.done():
+            with contextlib.suppress(Exception):  # noted, and tried again with the next that ends
+                self._pump()
+        self._moved.set()
 
+    def _note_fault(self, error: Exception) -> None:
+        if count := self._faults.add(type(error).__name__):
+            what = "kvtiers: the planner has failed %d times like this; what it did is lost"
+            logger.error(what, count, exc_info=error)
 
-async def _finish(work: Awaitable[T]) -> T:
-    """Await ``work`` to its end even if the caller is cancelled, and only then pass that on."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    async def _flushed(self) -> None:
+        self._pump()
+        while self.planner.busy:
+            self._moved.clear()
+            await self._moved.wait()
+        await self._executor.settle()
 
+    async def _ends(self, work: Coroutine[Any, Any, None], timeout_s: float) -> bool:
+        """Whether this ends within ``timeout_s``. Raises ``ManagerClosedError`` if that cannot be,
+        because the manager was closed."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[None]] = {task, self._released}
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_over = task.done()
+            task.cancel()
+        if is_over:
+            task.result()
+        elif self._released.done():
+            self._check_open()
+        return is_over
 
-def _admission(config: OffloadConfig) -> AdmissionPolicy | None:
-    chosen = config.cpu.admission
-    return None if chosen.name == "all" else make_admission(chosen.spec)
-
-
-def _limits(config: OffloadConfig) -> ExecutorLimits:
-    return ExecutorLimits(config.load_timeout_s, config.fence_timeout_s, config.tier_timeout_s)
-
-
-def _make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
-    if device.type != "cuda" or pin == "off":
-        return HostSlab(slot_bytes, slots)
-    from tiers.cuda_copy import gpu_node
-
-    node = gpu_node(device.index)
-    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=node)
-
-
-def _make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:
-    if device.type == "cuda":
-        from tiers.cuda_copy import CudaCopyEngine
-
-        return CudaCopyEngine(
-            registration.groups, slab, device=device.index, num_blocks=registration.num_blocks
-        )
-    return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
+    async def _close(self, flush_s: float, timeout_s: float) -> None:
+        """Release everything; can be called again if it was cancelled."""
+        try:  # what is not written in time is not there after a restart, nothing else
+            if flush_s:
+                await self._ends(self._flushed(), flush_s)
+            await self._executor.aclose(timeout_s)
+            self._slab.close()
+        except Exception as error:  # whatever does not close, nobody may wait for ever
+            self._note_fault(error)
+        self._released.set_result(None)
+        self._take_in()
+        waited_for: list[asyncio.Future[Any]] = [*self._jobs.values(), *self._loads.values()]
+        for future in waited_for:
+            future.set_exception(ManagerClosedError("kvtiers: the OffloadManager was closed"))
+            future.exception()  # perhaps nobody waits for it
+        self._moved.set()

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.chunks import GroupInfo
+import torch
+
+from offload.chunks import GroupInfo, Run
 from offload.config import OffloadConfig, parse_config
 from offload.errors import ConfigError, Problem, TierUnavailableError
+from offload.gates import GateLimits, Gates
 from offload.index import TierIndex
+from offload.keys import GROUP_BYTES, group_suffix
 from offload.kv_config import KvCacheConfig, page_bytes
 from offload.load_task import io_bytes
+from offload.planner import Planner
 from offload.recovery import recover
 from offload.registry import GroupCaches, LayerTensors, Registration
-from offload.shared import KNOWN_MOST
+from offload.shared import KNOWN_MOST, SharedLimits
 from offload.space import ByteSpace
 from policies.base import EntryInfo
-from policies.registry import make_policy
-from tiers.base import Tier, TierError
+from policies.registry import make_admission, make_policy
+from tiers.base import Tier
+from tiers.copy import CopyEngine
+from tiers.host_copy import HostCopyEngine
+from tiers.record import KEY_BYTES_MAX
+from tiers.slab import HostSlab
+
+KEY_MOST = KEY_BYTES_MAX - GROUP_BYTES
+SHOWN_MOST = 5
+"""Keys or block ids that one message names."""
 
 
 def group_caches(
@@ -68,11 +83,18 @@ def in_process_settings(config: Mapping[str, Any] | OffloadConfig | None) -> Off
 async def open_tier(
     tier: Tier, number: int, groups: Mapping[int, GroupInfo]
 ) -> tuple[TierIndex, bool]:
-    """Open a tier and enter what it holds, unless it is shared, which is said beside."""
+    """Open a tier and enter what it holds, unless it is shared, which is said beside. Raises
+    ``TierUnavailableError``, whatever the tier raises: it may be somebody else's code."""
     try:
-        info = await tier.open()
-    except TierError as error:
+        return await _opened(tier, number, groups)
+    except Exception as error:  # of a tier that may be somebody else's
         raise TierUnavailableError(f"kvtiers: tier {number}: {error}") from error
+
+
+async def _opened(
+    tier: Tier, number: int, groups: Mapping[int, GroupInfo]
+) -> tuple[TierIndex, bool]:
+    info = await tier.open()
     capacity = info.capacity_bytes
     if info.shared:  # what is known of it; it keeps its capacity itself
         capacity = KNOWN_MOST * max(group.footprints[number] for group in groups.values())
@@ -87,3 +109,116 @@ async def open_tier(
     columns = [batch.column async for batch in batches]
     await tier.delete(recover(index, columns, infos))
     return index, False
+
+
+def wanted_run(
+    keys: Sequence[bytes],
+    block_ids: Sequence[int],
+    group: int,
+    chunk_blocks: Mapping[int, int],
+    num_blocks: int,
+) -> Run:
+    """The chunks that a call is about; ``chunk_blocks`` are the blocks of a chunk by group. Raises
+    ``ValueError`` that names everything wrong with the call."""
+    if group not in chunk_blocks:
+        raise ValueError(f"there is no group {group!r}: groups are {sorted(chunk_blocks)}")
+    problems = _key_problems(keys)
+    wanted = len(keys) * chunk_blocks[group]
+    if len(block_ids) != wanted:
+        each = chunk_blocks[group]
+        problems.append(
+            f"{len(keys)} keys need {wanted} block ids ({each} each), got {len(block_ids)}"
+        )
+    blocks, of_blocks = _blocks(block_ids, num_blocks)
+    problems += of_blocks
+    if problems:
+        raise ValueError("; ".join(problems))
+    suffix = group_suffix(group)
+    return Run([key + suffix for key in keys], group, blocks, range(1, len(keys) + 1))
+
+
+def _key_problems(keys: Sequence[bytes]) -> list[str]:
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        return [f"keys must be a sequence of bytes objects, one per chunk, got {type(keys)}"]
+    problems = []
+    others = [key for key in keys if not isinstance(key, bytes)]
+    if others:
+        problems.append(f"keys must be bytes, got {others[:SHOWN_MOST]}")
+        return problems
+    sizes = [len(key) for key in keys if not 0 < len(key) <= KEY_MOST]
+    if sizes:
+        problems.append(f"a key has 1 to {KEY_MOST} bytes, got some of {sizes[:SHOWN_MOST]}")
+    if twice := _repeated(keys):
+        named = [key.hex()[:16] for key in twice]
+        problems.append(f"keys must differ within a call, these are there twice: {named}")
+    return problems
+
+
+def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...], list[str]]:
+    """Block ids as integers, whatever kind of integers they are; and what is wrong with them."""
+    found: list[int] = []
+    others = []
+    for block in block_ids:
+        try:
+            found.append(operator.index(block))
+        except TypeError:
+            others.append(block)
+    problems = []
+    if others:
+        problems.append(f"block ids must be integers, got {others[:SHOWN_MOST]}")
+    if outside := [b for b in found if not 0 <= b < num_blocks]:
+        problems.append(f"block ids {outside[:SHOWN_MOST]} are not in 0..{num_blocks - 1}")
+    if twice := _repeated(found):
+        problems.append(f"block ids must differ within a call, these are there twice: {twice}")
+    return tuple(found), problems
+
+
+def _repeated(values: Sequence[Any]) -> list[Any]:
+    if len(set(values)) == len(values):
+        return []
+    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_MOST]
+
+
+def make_planner(
+    settings: OffloadConfig,
+    groups: Mapping[int, GroupInfo],
+    cpu: TierIndex,
+    opened: Sequence[tuple[TierIndex, bool]],
+    slots: int,
+) -> Planner:
+    """``opened`` is what ``open_tier`` has returned for each lower tier."""
+    admission = settings.cpu.admission
+    lower = [index for index, _ in opened]
+    return Planner(
+        groups,
+        cpu,
+        lower,
+        max_store_chunks=slots,  # callers wait, which is bound enough, here and below
+        step_chunks=1 << 30,
+        gates=Gates(
+            [index.name for index in lower],
+            GateLimits(settings.breaker_failures, break_even=False),  # callers decide
+        ),
+        admission=None if admission.name == "all" else make_admission(admission.spec),
+        shared=[number for number, (_, is_shared) in enumerate(opened) if is_shared],
+        shared_limits=SharedLimits(settings.lookup_timeout_s, settings.remember_s),
+    )
+
+
+def make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
+    if device.type != "cuda" or pin == "off":
+        return HostSlab(slot_bytes, slots)
+    from tiers.cuda_copy import gpu_node
+
+    node = gpu_node(device.index)
+    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=node)
+
+
+def make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:
+    if device.type == "cuda":
+        from tiers.cuda_copy import CudaCopyEngine
+
+        return CudaCopyEngine(
+            registration.groups, slab, device=device.index, num_blocks=registration.num_blocks
+        )
+    return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)

@@ -1,12 +1,26 @@
-"""What a rank still owes: an end to every load that a request waits for, and answers to the jobs
-of a plan."""
+"""What a rank still owes, and by when: an end to every load that a request waits for, and answers
+to the jobs of a plan. And what it has answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from offload.plans import LoadJob, StepPlan
+from offload.plans import LoadJob, StepPlan, StepReport
 from tiers.copy import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
+    that a fence may hold up a step (seconds), after how long an operation of a lower tier is
+    late (seconds), the most chunks in one read, and the most reads of one tier at a time."""
+
+    load_timeout_s: float = 10.0
+    fence_timeout_s: float = 2.0
+    tier_timeout_s: float = 5.0
+    read_batch: int = 16
+    reads_in_flight: int = 4
 
 
 class _Copy:
@@ -135,3 +149,13 @@ class Unanswered:
             *(demote.job for demote in plan.demotes),
             *(load.job for load in plan.loads if not load.part),
         ]
+
+
+@dataclass(slots=True)
+class Drained:
+    """What ended since the last ``drain``: requests whose load is done, the failed ones among
+    them, and the jobs' results. A request may end before its job does (a read that hangs)."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    report: StepReport = field(default_factory=StepReport)

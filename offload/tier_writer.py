@@ -165,7 +165,8 @@ class TierWriter:
         started = time.perf_counter()
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
-            outcomes = await self._watch.write(self._tier.write(job.keys, views))
+            writing = self._tier.write(job.keys, views)
+            outcomes = await self._watch.write(writing, len(job.keys))
             bad = frozenset(
                 key
                 for key, outcome in zip(job.keys, outcomes, strict=True)

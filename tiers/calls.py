@@ -13,20 +13,22 @@ T = TypeVar("T")
 Waiters = list[tuple["Call", int]]
 
 
-async def settled(future: asyncio.Future[T]) -> T:
-    """The result of ``future``. When cancelled, wait for its end first and then say so."""
+async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
+    """The result of ``future``. When cancelled, however often, call ``on_cancel``, wait for the end
+    all the same, and say so then."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error
+            on_cancel()
     if cancelled is not None:
         raise cancelled
     return future.result()
 
 
-def from_threads(function: Callable[[T], None]) -> Callable[[T], None]:
+def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
     """``function`` of the running loop as other threads may call it; lost if the loop is gone."""
     loop = asyncio.get_running_loop()
 

@@ -7,8 +7,9 @@ the order of the group's regions.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,28 @@ class Ticket(ABC):
     async def completed(self) -> None:
         """Wait for the end; raises ``TransferError`` if the copy failed. Cancelling the wait
         does not cancel the copy."""
+
+    @abstractmethod
+    def on_done(self, call: Callable[[TransferError | None], object]) -> None:
+        """Have ``call`` called on the running loop after the end, with the reason if it failed. No
+        task is needed for that, so no cancellation can prevent it."""
+
+    async def ended(self) -> None:
+        """``completed`` for whoever owns the memory: a cancelled wait goes on until nobody copies
+        any more, however often it is cancelled, and only then raises ``CancelledError``."""
+        cancelled: asyncio.CancelledError | None = None
+        while True:
+            try:
+                await self.completed()
+            except asyncio.CancelledError as error:
+                cancelled = error
+                continue
+            except TransferError:
+                if cancelled is None:
+                    raise
+            break
+        if cancelled is not None:
+            raise cancelled
 
 
 class CopyEngine(ABC):

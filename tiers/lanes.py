@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
+from tiers.calls import from_threads
 from tiers.copy import Ticket, TransferError
 from tiers.failures import Failures, Work
 
@@ -31,6 +33,15 @@ class FutureTicket(Ticket):
 
     async def completed(self) -> None:
         await asyncio.wrap_future(self._future)
+
+    def on_done(self, call: Callable[[TransferError | None], object]) -> None:
+        post = from_threads(call)
+
+        def tell(future: Future[None]) -> None:
+            error = future.exception()
+            post(error if isinstance(error, TransferError) else None)
+
+        self._future.add_done_callback(tell)
 
     def finish(self, error: TransferError | None) -> None:
         """End the ticket, once, from the worker thread."""

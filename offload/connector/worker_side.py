@@ -19,11 +19,12 @@ from offload.config import OffloadConfig, slot_counts
 from offload.connector.cpus import threads_unbound
 from offload.connector.messages import OffloadHandshake, TierState
 from offload.errors import CapacityError, ConfigError, Problem, TierUnavailableError
-from offload.executor import Drained, Executor, ExecutorLimits
+from offload.executor import Executor
 from offload.keys import GROUP_BYTES, groups_of, joined
 from offload.load_task import io_bytes
 from offload.loop import OffloadLoop
 from offload.namespace import Namespace
+from offload.owed import Drained, ExecutorLimits
 from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size

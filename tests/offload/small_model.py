@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+import offload.manager
 from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
 from tiers.base import Tier
+from tiers.simulated_copy import SimulatedCopyEngine
 
 BLOCKS = 64
 PAGES = {"layers.0": 3000, "layers.1": 3000, "draft.0": 5000}
@@ -74,3 +77,18 @@ async def open_manager(
     """A manager whose CPU tier has ``slots`` slots (staging included)."""
     settings: dict[str, Any] = {"cpu": {"capacity": slots * 8192}, "staging": 2 * 8192} | config
     return await OffloadManager.open(kv_config(), caches, settings, tiers=tiers)
+
+
+def simulated_engines(
+    monkeypatch: pytest.MonkeyPatch, *, automatic: bool
+) -> list[SimulatedCopyEngine]:
+    """Managers that are opened from now on copy without threads; the engines that were made."""
+    made: list[SimulatedCopyEngine] = []
+
+    def make(registration: Any, slab: Any, _device: torch.device) -> SimulatedCopyEngine:
+        groups = registration.groups
+        made.append(SimulatedCopyEngine(groups, slab, num_blocks=BLOCKS, automatic=automatic))
+        return made[-1]
+
+    monkeypatch.setattr(offload.manager, "make_engine", make)
+    return made

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from offload.executor import Drained, Executor, ExecutorLimits
+from offload.executor import Executor
+from offload.owed import Drained, ExecutorLimits
 from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.registry import GroupCaches, register_kv_caches
 from offload.staging import Staging

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import offload.executor
-from offload.executor import Drained, Executor
+from offload.executor import Executor
 from offload.health import PAUSE_S
 from offload.load_planner import NOBODY
-from offload.owed import OpenLoads
+from offload.owed import Drained, OpenLoads
 from offload.plans import DemoteJob, LoadItem, LoadJob, StepPlan
 from tests.offload.small_model import BLOCKS, compute, keys, wrong_blocks
 from tests.offload.test_executor import KEYS, Rank, fill, load, rank_with, store

@@ -194,9 +194,12 @@ def one_job_per_slot(wait: bool) -> Program:
 class Hasty(Executor):
     """Answers stores and loads when they are submitted; a slot is free before its copy ended."""
 
-    async def _await_store(self, job: int, ticket: Ticket, *rest: Any) -> None:
-        self._answer(job, JobResult())
-        await ticket.completed()
+    def _accept_store(self, store: Any, *rest: Any) -> None:
+        super()._accept_store(store, *rest)
+        self._answer(store.job, JobResult())
+
+    def _stored(self, *_arguments: Any) -> None:
+        """It has said so before."""
 
     async def _run_load(self, task: Any) -> None:
         self._answer(task.job, JobResult())

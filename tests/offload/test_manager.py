@@ -51,7 +51,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
             blocks = registration.num_blocks
             return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=seed)
 
-        monkeypatch.setattr(offload.manager, "_make_engine", make)
+        monkeypatch.setattr(offload.manager, "make_engine", make)
     return name
 
 
@@ -288,7 +288,7 @@ async def test_a_cancelled_offload_ends_only_when_its_blocks_are_free(
         engines.append(SimulatedCopyEngine(registration.groups, slab, automatic=False))
         return engines[0]
 
-    monkeypatch.setattr(offload.manager, "_make_engine", make)
+    monkeypatch.setattr(offload.manager, "make_engine", make)
     caches = kv_caches()
     async with await open_manager(caches) as manager:
         compute(caches, keys(1), [1])
@@ -347,9 +347,9 @@ def test_the_gpu_is_that_of_the_caches_not_the_current_one(monkeypatch: pytest.M
 
     monkeypatch.setattr(tiers.cuda_copy, "CudaCopyEngine", remember)
     monkeypatch.setattr(tiers.cuda_copy, "gpu_node", remember)
-    monkeypatch.setattr(offload.manager, "HostSlab", lambda *_, **__: None)
+    monkeypatch.setattr(offload.manager_setup, "HostSlab", lambda *_, **__: None)
     registration: Any = SimpleNamespace(groups=(), num_blocks=3)
     device = torch.device("cuda", 1)
-    slab = offload.manager._make_slab(4096, 2, device, "prefer")
-    offload.manager._make_engine(registration, slab, device)
+    slab = offload.manager.make_slab(4096, 2, device, "prefer")
+    offload.manager.make_engine(registration, slab, device)
     assert asked == [1, 1]

@@ -51,7 +51,7 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = registration.num_blocks
         return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=1)
 
-    monkeypatch.setattr(offload.manager, "_make_engine", make)
+    monkeypatch.setattr(offload.manager, "make_engine", make)
 
 
 class Trouble:

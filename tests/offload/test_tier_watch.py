@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ async def fail(after_s: float = 0.0) -> None:
 )
 def test_reads(outcomes: list[ReadOutcome], expected: Observed) -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.read(answer(outcomes))) == outcomes
+    assert run_virtually(watched.watch.read(answer(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected
 
 
@@ -77,30 +78,50 @@ def test_reads(outcomes: list[ReadOutcome], expected: Observed) -> None:
 )
 def test_writes(outcomes: list[WriteOutcome], expected: Observed) -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.write(written(outcomes))) == outcomes
+    assert run_virtually(watched.watch.write(written(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected
 
 
 @pytest.mark.parametrize("after_s", [0.0, 2.5])
 def test_a_failure_is_counted_and_passed_on(after_s: float) -> None:
-    for method, expected in (
-        ("read", Observed(reads_failed=1 + int(after_s))),
-        ("write", Observed(writes_failed=1 + int(after_s))),
+    for method, expected, *counts in (
+        ("read", Observed(reads_failed=1 + int(after_s)), 1),
+        ("write", Observed(writes_failed=1 + int(after_s)), 1),
         ("change", Observed(writes_failed=1 + int(after_s))),
     ):
         watched = Watched()
         operation: Awaitable[None] = fail(after_s)
         with pytest.raises(TierIoError):
-            run_virtually(getattr(watched.watch, method)(operation))
+            run_virtually(getattr(watched.watch, method)(operation, *counts))
         assert watched.total == expected, method
+
+
+@pytest.mark.parametrize(
+    "outcomes", [[], [OK], [OK] * 3, [OK, "ok"], [OK, GOOD], None, iter([OK, OK])]
+)
+def test_an_answer_that_does_not_fit_the_keys_is_a_failure(outcomes: Any) -> None:
+    watched = Watched()
+    with pytest.raises(TierIoError, match="asked about 2 keys"):
+        run_virtually(watched.watch.read(answer(outcomes), 2))
+    assert watched.total == Observed(reads_failed=1)
+
+
+def test_a_tier_that_cancels_a_call_itself_does_not_cancel_the_caller() -> None:
+    async def cancelled() -> list[WriteOutcome]:
+        raise asyncio.CancelledError
+
+    watched = Watched()
+    with pytest.raises(TierIoError, match="cancelled a call itself"):
+        run_virtually(watched.watch.write(cancelled(), 1))
+    assert watched.total == Observed(writes_failed=1)
 
 
 def test_every_late_period_is_a_failure_and_the_late_end_is_no_success() -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.read(answer([OK], 3.5))) == [OK]
+    assert run_virtually(watched.watch.read(answer([OK], 3.5), 1)) == [OK]
     assert watched.total == Observed(reads_failed=3)
     watched = Watched()
-    assert run_virtually(watched.watch.write(written([GOOD], 3.5))) == [GOOD]
+    assert run_virtually(watched.watch.write(written([GOOD], 3.5), 1)) == [GOOD]
     assert watched.total == Observed(writes_failed=3)
 
 
@@ -114,7 +135,7 @@ def test_what_hangs_for_ever_falls_silent() -> None:
     watched = Watched()
 
     async def hang() -> None:
-        reading = asyncio.ensure_future(watched.watch.read(answer([OK], 1e6)))
+        reading = asyncio.ensure_future(watched.watch.read(answer([OK], 1e6), 1))
         await asyncio.sleep(1000.0)
         assert not reading.done(), "it may still use its buffers"
         reading.cancel()
@@ -136,7 +157,7 @@ def test_cancelling_the_watch_cancels_the_operation() -> None:
         return [OK]
 
     async def cancel() -> None:
-        reading = asyncio.ensure_future(Watched().watch.read(operation()))
+        reading = asyncio.ensure_future(Watched().watch.read(operation(), 1))
         await asyncio.sleep(0.5)
         reading.cancel()
         await asyncio.wait({reading})

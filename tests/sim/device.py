@@ -148,7 +148,8 @@ class Device(CopyEngine):
         return not (self._kernels or self._lanes["store"] or self._lanes["load"])
 
     def close(self) -> None:
-        """Nothing flies any more: what was queued is forgotten with the process."""
+        """Nothing flies any more: what was queued ends with the process."""
         self._kernels.clear()
         for queue in self._lanes.values():
-            queue.clear()
+            while queue:
+                queue.popleft().ticket.finish(TransferError("the process has ended"))

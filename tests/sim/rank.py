@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offload.executor import Drained, Executor, ExecutorLimits
+from offload.executor import Executor
+from offload.owed import Drained, ExecutorLimits
 from offload.plans import StepPlan
 from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
 from tests.sim.device import Device

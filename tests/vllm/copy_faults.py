@@ -57,8 +57,8 @@ class _Undone:
     def done(self) -> bool:
         return bool(self._ticket.done())
 
-    async def completed(self) -> None:
+    async def ended(self) -> None:
         try:
-            await self._ticket.completed()
+            await self._ticket.ended()
         finally:
             self._undo()
