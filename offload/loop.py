@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+END_S = 0.2
+"""The longest that tasks may take to end when the loop stops."""
+
 
 class OffloadLoop:
     """Starts a daemon thread that runs a loop until ``stop``."""
@@ -23,8 +26,17 @@ class OffloadLoop:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            self._end_tasks()
         finally:
             self.loop.close()
+
+    def _end_tasks(self) -> None:
+        """Cancel what is left, so that it lets go of what it holds, and wait a little for that."""
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=END_S))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop and do not wait."""

@@ -141,8 +141,8 @@ class Served(World):
             self.check()
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+@contextmanager
+def opened(folder: Path, **more: Any) -> Iterator[Served]:
     """Two disk tiers and all that is optional and writes files."""
     make = oracle_world.make_config
 
@@ -150,17 +150,24 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         config, kv_cache_config = make(*arguments)
         extra = config.kv_transfer_config.kv_connector_extra_config
         extra["tiers"] = [
-            {"type": kind, "path": str(tmp_path / kind), "capacity": size, "reserve": 0}
+            {"type": kind, "path": str(folder / kind), "capacity": size, "reserve": 0, **more}
             for kind, size in (("file", "1MiB"), ("lmdb", "16MiB"))
         ]
         extra["load_timeout_s"] = 1
-        extra["record_requests"] = str(tmp_path / "requests.jsonl")
-        extra["record_trace"] = str(tmp_path / "trace.jsonl")
+        extra["record_requests"] = str(folder / "requests.jsonl")
+        extra["record_trace"] = str(folder / "trace.jsonl")
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         return config, kv_cache_config
 
-    monkeypatch.setattr(oracle_world, "make_config", with_all)
-    with Served(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle_world, "make_config", with_all)
+        with Served(MODELS["full"], Conditions(slots=100), folder, 2) as made:
+            yield made
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Served]:
+    with opened(tmp_path) as made:
         yield made
 
 
@@ -252,6 +259,25 @@ def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> No
     owed: Any = world.connector._epochs
     world.until(lambda: not owed._owed)
     assert all(not queue.closed for queue in world.planner._demotions.queues)
+
+
+def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
+    """What they hold is asked, what is written to them hangs, a reset needs none of them."""
+    with opened(tmp_path, shared=True) as world:
+        world.serve("first", PROMPT)
+        world.until(lambda: not world.planner.busy)
+        world.forget_locally()
+        world.planner.cpu.drop(list(world.planner.cpu.resident))
+        world.planner.shared.forget_all()
+
+        def work() -> None:
+            world.serve("asks", PROMPT)
+            assert world.planner.totals()["loaded_tokens:file"] == 0, "the disk is dead"
+            world.serve("stores", [3, *PROMPT])
+            assert world.connector.reset_cache() is True
+            world.serve("after the reset", PROMPT)
+
+        while_the_disks_are_dead(world, work)
 
 
 def test_the_end_of_a_server_waits_for_no_file_system(

@@ -1,0 +1,45 @@
+"""The loop in a thread: what it leaves behind when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from offload.loop import OffloadLoop
+
+PATIENCE_S = 60.0
+
+
+async def hang(begun: threading.Event, ended: threading.Event) -> None:
+    begun.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
+
+
+def test_tasks_let_go_when_the_loop_stops() -> None:
+    begun, ended = threading.Event(), threading.Event()
+    loop = OffloadLoop()
+    loop.start(hang(begun, ended))
+    assert begun.wait(PATIENCE_S)
+    assert loop.stop(PATIENCE_S)
+    assert ended.is_set()
+    assert loop.loop.is_closed()
+
+
+def test_a_task_that_will_not_end_does_not_keep_the_loop() -> None:
+    begun = threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    loop = OffloadLoop()
+    loop.start(stubborn())
+    assert begun.wait(PATIENCE_S)
+    assert loop.stop(PATIENCE_S)
