@@ -5,15 +5,24 @@
 Pure. Controls stand beside the hints (``offload.hints``) in the same object; unlike those they are
 obeyed. Nothing a client sends here may raise: what cannot be read is left out and described, and
 the answer's ``kv_transfer_params`` carry that back.
+
+What may have been meant to keep a prompt off the tiers, and was not understood, keeps it off them:
+an unknown name in the object, an object that is none, and what looks like ours elsewhere in the
+parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from offload.ledger import CPU
+from policies import hints
 
 FIELD = "kvtiers"
 """Under this name in ``kv_transfer_params``, which other connectors use as well."""
@@ -27,10 +36,18 @@ MAX_LOAD_TOKENS = "max_load_tokens"
 TIERS = "tiers"
 PIN_S = "pin_s"
 CONTROL_NAMES = (NO_STORE, NO_LOAD, MAX_LOAD_TOKENS, TIERS, PIN_S)
+KNOWN_NAMES = (*hints.NAMES, *CONTROL_NAMES)
+"""All that may stand in the object."""
+_PRIVACY = (NO_STORE, TIERS)
+"""Controls that keep a prompt off tiers."""
 
 PIN_MOST_S = 86_400.0
 NAMES_MOST = 64
 """Names in one request's object that are looked at."""
+NAME_MOST = 40
+"""Characters of a parameter's name that may be meant for ours."""
+NEAR = 0.85
+"""From this similarity on a name is taken for another one."""
 WRONG_MOST = 8
 """Problems that are described; a request with more has no use for the others."""
 
@@ -39,7 +56,8 @@ WRONG_MOST = 8
 class Controls:
     """What one request orders. ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU
     tier), ``None`` for all; only lower tiers count in ``write``, since every chunk passes the CPU
-    tier. ``max_load_tokens`` bounds what is loaded, ``pin_s`` is how long to keep its chunks."""
+    tier. ``max_load_tokens`` bounds what is loaded, ``pin_s`` is how long to keep its chunks.
+    ``doubted``: it is not stored because something was not understood."""
 
     no_store: bool = False
     no_load: bool = False
@@ -47,6 +65,7 @@ class Controls:
     read: frozenset[int] | None = None
     write: frozenset[int] | None = None
     pin_s: float = 0.0
+    doubted: bool = False
 
 
 NO_CONTROLS = Controls()
@@ -58,12 +77,20 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
     ``tiers`` are the names of the lower tiers. ``tiers`` of the request is a list of names that
     may be read and written, or ``{"read": [...], "write": [...]}``.
     """
-    told = params.get(FIELD) if isinstance(params, Mapping) else None
-    if not isinstance(told, Mapping) or not any(name in told for name in CONTROL_NAMES):
+    if not isinstance(params, Mapping):
         return NO_CONTROLS, []
+    told = params.get(FIELD)
     wrong: list[str] = []
+    doubted = _look_around(params, wrong) or not _is_understood(told)
+    controls = NO_CONTROLS
+    if isinstance(told, Mapping) and any(name in told for name in CONTROL_NAMES):
+        controls = _read(told, tiers, wrong)
+    return replace(controls, no_store=True, doubted=True) if doubted else controls, wrong
+
+
+def _read(told: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
     read, write = _tiers(told.get(TIERS), tiers, wrong)
-    controls = Controls(
+    return Controls(
         no_store=_flag(told, NO_STORE, wrong, unreadable=True) or write == frozenset(),
         no_load=_flag(told, NO_LOAD, wrong) or read == frozenset(),
         max_load_tokens=_tokens(told, wrong),
@@ -71,7 +98,74 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
         write=write,
         pin_s=_seconds(told, wrong),
     )
-    return controls, wrong
+
+
+def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
+    """The known name that a client may have meant, if there is one."""
+    matcher = SequenceMatcher(b=_plain(name))
+    best, most = None, NEAR
+    for one in known:
+        matcher.set_seq1(_plain(one))
+        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # the costly last
+        if all(ratio() >= most for ratio in bounds):
+            best, most = one, matcher.ratio()
+    return best
+
+
+def _is_understood(told: object) -> bool:
+    """Whether nothing in our object can be a control of privacy that is not known."""
+    if told is None:
+        return True
+    return (
+        isinstance(told, Mapping)
+        and len(told) <= len(KNOWN_NAMES)
+        and all(name in KNOWN_NAMES for name in told)
+    )
+
+
+def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
+    """Describe what looks like ours beside our object; whether it may be meant to keep the prompt
+    off the tiers."""
+    doubted = False
+    for name, value in islice(params.items(), NAMES_MOST):
+        meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+        if meant is None:
+            continue
+        if meant == FIELD:
+            wrong.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
+            doubted = doubted or not _is_harmless(value)
+        else:
+            wrong.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
+            doubted = doubted or (meant in _PRIVACY and not _says_no(value))
+    return doubted
+
+
+def _is_harmless(value: object) -> bool:
+    """Whether an object under a name like ours orders no privacy."""
+    if not _is_understood(value):
+        return False
+    told = value if isinstance(value, Mapping) else {}
+    return all(_says_no(told.get(name)) for name in _PRIVACY)
+
+
+def _says_no(value: object) -> bool:
+    return value is None or value is False
+
+
+@lru_cache(maxsize=256)
+def _meant(name: str) -> str | None:
+    """Our field or the control that a parameter's name stands for, by exact or similar letters."""
+    if name in (FIELD, REPORT):
+        return None
+    plain = _plain(name)
+    exact = next((one for one in CONTROL_NAMES if _plain(one) == plain), None)
+    if exact is not None:
+        return exact
+    return nearest(name, (FIELD, NO_STORE, NO_LOAD, MAX_LOAD_TOKENS))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def show(value: object) -> str:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from offload.controls import CONTROL_NAMES, FIELD, NAMES_MOST, WRONG_MOST, show
+from offload.controls import (
+    CONTROL_NAMES,
+    FIELD,
+    KNOWN_NAMES,
+    NAME_MOST,
+    NAMES_MOST,
+    WRONG_MOST,
+    nearest,
+    show,
+)
 from policies import hints as names
 
 SESSION_MOST = 256
@@ -61,16 +70,22 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         expected = _EXPECTED.get(name) if isinstance(name, str) else None
         if name in CONTROL_NAMES:
             continue
-        if expected is None:
-            known = ", ".join((*names.NAMES, *CONTROL_NAMES))
-            wrong.append(f"there is no hint {show(name)} (known: {known})")
-        elif _is_valid(name, value):
+        if expected is not None and _is_valid(name, value):
             good[name] = value
+        elif len(wrong) >= WRONG_MOST:
+            continue  # a nearest name is looked for in what is told only
+        elif expected is None:
+            wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
             wrong.append(f"{name} must be {expected} (got {show(value)})")
     if len(told) > NAMES_MOST:
         wrong.append(f"{len(told)} names, of which {NAMES_MOST} were read")
     return _sorted_out(good), wrong[:WRONG_MOST]
+
+
+def _advice(name: object) -> str:
+    near = nearest(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+    return f'did you mean "{near}"?' if near else f"known: {', '.join(KNOWN_NAMES)}"
 
 
 _EXPECTED = {

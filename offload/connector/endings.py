@@ -38,6 +38,9 @@ class _Use:
     hints: Mapping[str, Any]
 
 
+NOT_STORED = "what was ignored may have been meant to keep this request from being stored"
+
+
 class Endings:
     """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
 
@@ -107,6 +110,8 @@ class Endings:
             report["pinned_tokens"] = tracker.pinned_tokens
         if tracker.wrong:
             report["ignored"] = list(tracker.wrong)
+        if tracker.origin.controls.doubted:
+            report["not_stored"] = NOT_STORED
         return {REPORT: report}
 
     def loaded(self, tracker: RequestTracker) -> dict[str, int]:

@@ -68,8 +68,9 @@ class Intake:
         params = getattr(request, "kv_transfer_params", None)
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
-        tracker.told = isinstance(params, Mapping) and params.get(FIELD) is not None
         tracker.wrong = [*wrong, *wrong_hints][:WRONG_MOST]
+        has_ours = isinstance(params, Mapping) and params.get(FIELD) is not None
+        tracker.told = has_ours or bool(tracker.wrong)
         tracker.no_load = tracker.no_load or controls.no_load
         tracker.no_store = tracker.no_store or controls.no_store
         self.wrong_values += len(tracker.wrong)

@@ -33,7 +33,14 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 def serve(world: World, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
     """Serve one request alone; the report that its client gets."""
-    request = _request(world, name, prompt, {"kvtiers": told} if told else None)
+    params = serve_params(world, name, prompt, {"kvtiers": told} if told else None)
+    assert bool(params) == bool(told), "a client is told something if it said something"
+    return dict(params["kvtiers_report"]) if params else {}
+
+
+def serve_params(world: World, name: str, prompt: list[int], sent: Any) -> dict[str, Any]:
+    """Serve one request alone with these ``kv_transfer_params``; those of its answer."""
+    request = _request(world, name, prompt, sent)
     outputs: list[Any] = []
     update = world.scheduler.update_from_output
 
@@ -48,9 +55,7 @@ def serve(world: World, name: str, prompt: list[int], **told: Any) -> dict[str, 
     world.check()
     world.scheduler.update_from_output = update
     last = [output for output in outputs if output.finish_reason is not None]
-    params = last[0].kv_transfer_params
-    assert bool(params) == bool(told), "a client is told something if it said something"
-    return dict(params["kvtiers_report"]) if params else {}
+    return dict(last[0].kv_transfer_params or {})
 
 
 def loaded(world: World) -> float:
@@ -224,6 +229,29 @@ def test_wrong_values_are_told_and_counted(world: World) -> None:
     report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
     assert len(report["ignored"]) == 3
     assert world.connector._scheduler.intake.wrong_values == 3
+    assert world.connector.faults.by_hook == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvtier": {"no_store": True}},
+        {"no_store": True},
+        {"kvtiers": {"no_stor": True}},
+        {"kvtiers": "no_store"},
+    ],
+)
+def test_a_control_that_was_not_understood_stores_nothing(
+    world: World, params: dict[str, Any]
+) -> None:
+    """The client is told so, and told what it may have meant."""
+    report = serve_params(world, "a", PROMPT, params)["kvtiers_report"]
+    assert len(world.planner.cpu) == len(world.planner.lower[0]) == 0
+    assert len(report["ignored"]) == 1
+    assert "meant to keep this request from being stored" in report["not_stored"]
+    assert world.connector._scheduler.intake.wrong_values == 1
+    assert serve_params(world, "b", PROMPT, {"do_remote_prefill": False}) == {}
+    assert len(world.planner.cpu) > 0
     assert world.connector.faults.by_hook == {}
 
 

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload import controls as controls_module
+from offload import hints as hints_module
 from offload.chunks import UNKNOWN, GroupInfo, Origin, Run
-from offload.controls import CONTROL_NAMES, NO_CONTROLS, WRONG_MOST, Controls, parse_controls
+from offload.controls import (
+    CONTROL_NAMES,
+    NAMES_MOST,
+    NO_CONTROLS,
+    WRONG_MOST,
+    Controls,
+    parse_controls,
+)
 from offload.demotion import DemotionQueue
 from offload.hints import parse_hints
 from offload.index import TierIndex
@@ -55,11 +64,106 @@ def test_no_tier_means_neither_stored_nor_loaded() -> None:
     assert not controls.no_load
 
 
+OF_OTHERS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "e",
+    "remote_block_ids": [1, 2],
+    "remote_host": "h",
+    "remote_port": 1,
+    "tp_size": 8,
+    "lmcache.skip_save": True,
+    "priority": 3,
+    "session": "s",
+    "kvtiers_report": {"ignored": ["no_store"]},
+    "kv_transfer_id": 1,
+    "store": True,
+    "cache": {"no_store": True},
+}
+"""What other connectors and routers put beside our object, and our own answer sent on."""
+
+
 @pytest.mark.parametrize(
-    "params", [None, {}, {"kvtiers": None}, {"kvtiers": {}}, 3, {"kvtiers": 3}]
+    "params", [None, {}, {"kvtiers": None}, {"kvtiers": {}}, 3, [], OF_OTHERS, {3: True, "": 1}]
 )
 def test_no_controls(params: object) -> None:
     assert parse_controls(params, TIERS) == (NO_CONTROLS, [])
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"kvtier": {"no_store": True}}, "'kvtier' is not read: did you mean \"kvtiers\"?"),
+        ({"kv_tiers": {"tiers": ["cpu"]}}, "'kv_tiers' is not read: did you mean \"kvtiers\"?"),
+        ({"KVTIERS": {"no_stor": True}}, "'KVTIERS' is not read"),
+        ({"kvtires": "no_store"}, "'kvtires' is not read"),
+        (
+            {"no_store": True},
+            '\'no_store\' is not read there: write {"kvtiers": {"no_store": ...}}',
+        ),
+        ({"no-store": "yes"}, "'no-store' is not read there"),
+        ({"noStore": 1}, "'noStore' is not read there"),
+        ({"no_stores": []}, "'no_stores' is not read there"),
+        ({"tiers": ["cpu"]}, "'tiers' is not read there"),
+        ({"kvtiers": {"session": "s"}, "no_store": True}, "'no_store' is not read there"),
+    ],
+)
+def test_what_looks_like_ours_keeps_the_prompt_off_the_tiers(
+    params: dict[str, Any], said: str
+) -> None:
+    controls, [wrong] = parse_controls({**OF_OTHERS, **params}, TIERS)
+    assert said in wrong
+    assert controls == Controls(no_store=True, doubted=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvtier": {"session": "s", "no_load": True}},
+        {"kvtier": None},
+        {"kvtier": {"no_store": False}},
+        {"no_store": False},
+        {"tiers": None},
+        {"no_load": True},
+        {"max_load_token": 4},
+    ],
+)
+def test_what_looks_like_ours_and_keeps_nothing_off_is_only_told(params: dict[str, Any]) -> None:
+    controls, wrong = parse_controls(params, TIERS)
+    assert (controls, len(wrong)) == (NO_CONTROLS, 1)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"no_stor": True}, {"foo": False}, {"pin_s": 3, "x": 1}, {3: 1}, 3, "no_store", [], True],
+)
+def test_a_name_that_is_not_known_in_our_object_stores_nothing(told: Any) -> None:
+    """It may have been meant to."""
+    controls, wrong = parse_controls({"kvtiers": told}, TIERS)
+    assert controls.no_store
+    assert controls.doubted
+    assert controls.pin_s == (3 if isinstance(told, dict) and "pin_s" in told else 0)
+    assert wrong == [], "the hints' reader describes it"
+    assert len(parse_hints({"kvtiers": told})[1]) == 1
+
+
+def test_the_nearest_name_is_told() -> None:
+    for name, meant in (("no_stor", "no_store"), ("tier", "tiers"), ("sesion", "session")):
+        assert f'did you mean "{meant}"?' in parse_hints({"kvtiers": {name: True}})[1][0]
+    [text] = parse_hints({"kvtiers": {"colour": 1}})[1]
+    assert "known: session, " in text
+    assert "no_store" in text
+
+
+def test_many_names_of_a_client_are_looked_at_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On vLLM's scheduler thread: so many comparisons, whatever is sent."""
+    asked: list[str] = []
+    monkeypatch.setattr(controls_module, "nearest", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(hints_module, "nearest", lambda name, *_: asked.append(name))
+    many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}
+    assert parse_controls({**many, "kvtiers": many}, TIERS)[0].doubted
+    parse_hints({"kvtiers": many})
+    assert len(asked) <= NAMES_MOST + WRONG_MOST
 
 
 @pytest.mark.parametrize(
