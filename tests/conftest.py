@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import processor
+from tests import order, processor
 
 processor.pretend()
 
@@ -20,6 +20,11 @@ with contextlib.suppress(ImportError):
     # No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
     hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("kvtiers")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order.longest_first(items)
 
 
 def pytest_collection_finish() -> None:
