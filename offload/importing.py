@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from offload.errors import NamespaceError
 from offload.exporting import FORMAT
-from offload.namespace import Namespace
+from offload.namespace import Namespace, dump_manifest
 from offload.namespace_folders import (
     OnDamage,
     open_namespace,
@@ -37,6 +37,8 @@ from tiers.portable import Frame, PortableError, Record, read_frames
 from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
 
 KINDS = ("lmdb", "file")
+REPLICAS_MAX = 1_000_000
+"""Folders of more are not looked for."""
 LEAVE_AS_IS = OnDamage(is_strict=True)
 _RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
 RECORD_BYTES = 64 << 10
@@ -98,7 +100,8 @@ class Import:
             raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
         try:
             self.namespace = Namespace.of(about["fields"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            dump_manifest(self.namespace)  # it must fit
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise NamespaceError(f"its namespace is not readable: {error!r}") from error
         if self.namespace.name != about.get("namespace"):
             raise NamespaceError("its namespace does not fit its fields")
@@ -174,6 +177,7 @@ def _is_store(about: dict[str, Any] | None) -> bool:
     records_of = about.get("records_of")
     return (
         all(type(number) is int and 0 <= number < 1 << 48 for number in numbers)
+        and about["replica"] < REPLICAS_MAX
         and about["rank"] < 1 << 16
         and about.get("kind") in KINDS
         and isinstance(records_of, str)

@@ -98,6 +98,11 @@ def write_manifest(folder: str | Path, namespace: Namespace) -> None:
 
     Raises ``OSError`` from the file system and ``ValueError`` if the fields do not fit.
     """
+    write_durably(Path(folder) / MANIFEST_NAME, dump_manifest(namespace))
+
+
+def dump_manifest(namespace: Namespace) -> bytes:
+    """The content of a manifest. Raises ``ValueError`` if the fields do not fit."""
     document = {"format": FORMAT_VERSION, "namespace": namespace.name, "fields": namespace.fields}
     text = json.dumps(document, indent=1, sort_keys=True).encode("ascii") + b"\n"
     if len(text) > MANIFEST_BYTES_MAX:
@@ -105,7 +110,7 @@ def write_manifest(folder: str | Path, namespace: Namespace) -> None:
             f"the manifest has {len(text)} bytes, more than {MANIFEST_BYTES_MAX}: "
             "put a digest of the large field into the namespace instead"
         )
-    write_durably(Path(folder) / MANIFEST_NAME, text)
+    return text
 
 
 def read_manifest(folder: str | Path) -> Namespace | None:

@@ -34,6 +34,8 @@ from tiers.base import Buffer, Key
 
 MAGIC = b"KVTEXP01"
 BODY_BYTES_MAX = (1 << 30) + (1 << 16)
+ABOUT_BYTES_MAX = 1 << 20
+"""More than any JSON of ours has."""
 _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")
@@ -135,13 +137,21 @@ def _fill(file: IO[bytes], body: Buffer) -> int:
 
 
 def _with_content(frame: Frame, body: Buffer) -> Frame:
+    """The frame with what its body says. Checksums fit what somebody made by hand, too: a body that
+    cannot be what it says is as damaged as any other."""
     if frame.kind == "R":
+        if body.nbytes < _RECORD.size:
+            return frame
         key_bytes, use_ns = _RECORD.unpack_from(body.data)
         start = _RECORD.size + key_bytes
+        if start > body.nbytes:
+            return frame
         key = body[_RECORD.size : start].tobytes()
         return frame._replace(record=Record(key, use_ns, body[start:]))
+    if body.nbytes > ABOUT_BYTES_MAX:
+        return frame
     try:
         about = json.loads(body.tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return frame
     return frame._replace(about=about if isinstance(about, dict) else None)
