@@ -1,6 +1,7 @@
 """Who uses a folder on a file system that several machines see: no locks, only small files.
 
-    engines/<engine>    its own epoch (0 if it has none), decimal; touched from time to time
+    engines/<engine>    its own epoch (0 if it has none), the capacity it was given, in bytes, and
+                        when it joined, in ns; decimal, in one line. Touched from time to time
 
 An engine's name is that of its machine, pid, start time and a random part. One of this machine is
 alive while its process is; one of another machine while it has touched its file lately, by the
@@ -17,12 +18,22 @@ import re
 import secrets
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = "engines"
 TOUCH_S = 60.0
 SILENT_NS = 15 * 60 * 10**9
 """After so long without a touch an engine of another machine counts as dead."""
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
+
+
+class Announced(NamedTuple):
+    """What an engine says of itself. ``capacity_bytes`` and ``joined_ns`` (by the clock of the file
+    server) are 0 if it did not say so."""
+
+    own_epoch: int
+    capacity_bytes: int = 0
+    joined_ns: int = 0
 
 
 def engine_name() -> str:
@@ -41,10 +52,10 @@ def machine() -> str:
 
 def start_time(pid: int) -> int:
     """When a process began, in clock ticks since boot; 0 if there is none. Together with its pid
-    it is not given out twice."""
+    it is not given out twice. Raises ``OSError`` if that cannot be found out now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     return int(text.rpartition(")")[2].split()[19])
 
@@ -52,9 +63,10 @@ def start_time(pid: int) -> int:
 class LiveEngines:
     """The engines of one folder, one of them this process. Blocks; any thread."""
 
-    def __init__(self, folder_fd: int, name: str) -> None:
+    def __init__(self, folder_fd: int, name: str, capacity_bytes: int = 0) -> None:
         """Raises ``OSError``."""
         self.name = name
+        self.announced = Announced(0, capacity_bytes)
         with contextlib.suppress(FileExistsError):
             os.mkdir(FOLDER, 0o700, dir_fd=folder_fd)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -65,17 +77,21 @@ class LiveEngines:
 
     def announce(self, own_epoch: int) -> None:
         """Say that this engine lives, and under which epoch of its own. Raises ``OSError``."""
-        self._own_epoch = own_epoch
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.name, flags, 0o600, dir_fd=self._fd)
         try:
-            os.write(fd, f"{own_epoch}\n".encode())
-            os.ftruncate(fd, len(f"{own_epoch}\n"))
             os.utime(fd)  # by the server's clock
-            os.fsync(fd)
             self.now_ns = os.fstat(fd).st_mtime_ns
+            joined_ns = self.announced.joined_ns or self.now_ns
+            said = Announced(own_epoch, self.announced.capacity_bytes, joined_ns)
+            text = f"{' '.join(map(str, said))}\n".encode()
+            os.write(fd, text)
+            os.ftruncate(fd, len(text))
+            os.utime(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
+        self.announced = said
 
     def all(self) -> dict[str, bool]:
         """Every engine that has a file, and whether it is alive. Raises ``OSError``."""
@@ -89,36 +105,43 @@ class LiveEngines:
             os.utime(self.name, dir_fd=self._fd, follow_symlinks=False)
             found = os.stat(self.name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:  # it was silent for so long that others took it for dead
-            self.announce(self._own_epoch)
+            self.announce(self.announced.own_epoch)
         else:
             self.now_ns = found.st_mtime_ns
 
     def is_alive(self, name: str) -> bool:
-        """Whether an engine lives, as far as can be told; what has no such name does not."""
+        """Whether an engine lives, as far as can be told; what has no such name does not. One that
+        cannot be looked at now is not taken for dead."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False
-        if match[1] == self._machine:
-            return start_time(int(match[2])) == int(match[3])
         try:
-            touched = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns
-        except OSError:
+            if match[1] == self._machine:
+                return start_time(int(match[2])) == int(match[3])
+            return self.silent_ns(name) < SILENT_NS
+        except FileNotFoundError:
             return False
-        return self.now_ns - touched < SILENT_NS
-
-    def own_epoch(self, name: str) -> int:
-        """The epoch of its own that an engine announced; 0 if it is not known."""
-        try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(name, flags, dir_fd=self._fd)
         except OSError:
-            return 0
+            return True
+
+    def silent_ns(self, name: str) -> int:
+        """How long ago an engine touched its file last. Raises ``OSError``."""
+        touched = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns
+        return self.now_ns - touched
+
+    def said_by(self, name: str) -> Announced | None:
+        """What an engine says of itself; ``None`` if that cannot be read now, because it is being
+        written, say. That must not pass for an engine without an epoch of its own."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            return int(os.read(fd, 32))
-        except (OSError, ValueError):
-            return 0
-        finally:
-            os.close(fd)
+            fd = os.open(name, flags, dir_fd=self._fd)
+            try:
+                raw = os.read(fd, 128)
+            finally:
+                os.close(fd)
+            return Announced(*map(int, raw.split()[:3])) if raw.endswith(b"\n") else None
+        except (OSError, ValueError, TypeError):
+            return None
 
     def forget(self, name: str) -> None:
         """Remove an engine's file."""

@@ -92,7 +92,7 @@ class RecordFiles:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            self._publish(temporary, path)
+            self._publish_record(temporary, path, epoch)
             self._sync(f"{PREFIX}{epoch}")
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -102,6 +102,11 @@ class RecordFiles:
             self.check()
             return WriteOutcome.FAILED
         return WriteOutcome.OK
+
+    def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
+        """Give a whole record of this epoch its name. Raises ``OSError``."""
+        del epoch  # of the only tier that has the folder
+        self._publish(temporary, path)
 
     def read(self, key: Key, epoch: int, into: Buffer) -> bool:
         """Fill ``into``; whether the record is whole and this one."""

@@ -82,6 +82,7 @@ class ReopeningTier(Tier):
         self._epoch = 0  # of the open tier, or of the one that failed
         self._wanted_epoch = 0  # a later one while a reset is due
         self._reset_due: int | None = None
+        self._is_shared = False
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
         self._begun_empty = 0
@@ -95,7 +96,7 @@ class ReopeningTier(Tier):
             await self._tier.aclose()
             raise
         self._medium, self._epoch = info.medium, info.epoch
-        self._wanted_epoch = info.epoch
+        self._wanted_epoch, self._is_shared = info.epoch, info.shared
         return info
 
     async def _begin_noted(self, info: TierInfo) -> TierInfo:
@@ -228,13 +229,16 @@ class ReopeningTier(Tier):
         closing.result()
 
     async def _open_again(self) -> None:
-        tier = await in_thread(self._make, self._wanted_epoch)
+        # Where others share the medium, what was stored under the epoch that a reset leaves is gone
+        # for them only when a tier that works under that epoch is told of the reset.
+        is_due = self._is_shared and self._epoch < self._wanted_epoch
+        tier = await in_thread(self._make, self._epoch if is_due else self._wanted_epoch)
         if self._closed:
             return
         self._tier = tier
         info = await tier.open()
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
-        epoch = info.epoch
+        epoch = self._wanted_epoch if is_due else info.epoch
         if not is_same and info.record_count and not info.shared:
             # Of other weights, for all that is known: a key does not tell them apart. Those who
             # share a medium are told apart by the tier itself.

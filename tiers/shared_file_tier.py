@@ -74,7 +74,7 @@ class SharedFileTier(FolderTier[SharedFolder]):
         folder = await self._open_in_thread(SharedFolder, *arguments)
         used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
         medium = (folder.medium, epoch, epoch)
-        return TierInfo("file", self._capacity_bytes, used, count, True, *medium, shared=True)
+        return TierInfo("file", folder.capacity_bytes, used, count, True, *medium, shared=True)
 
     def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
         self._resets = Resets()

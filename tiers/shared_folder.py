@@ -11,31 +11,37 @@ Records are as in ``record_files``; the name of one that is being written ends w
 ``.tmp``. There are no locks, no maps of memory and no process at the centre: whatever two engines
 do at once, each name leads to one whole file or to none.
 
-**The cap.** An engine may write ``grant_bytes`` before it looks again at what everybody has stored
-(``scan``). It looks for more than ``capacity - 2 * engines * grant`` and removes what was used
-least recently. So all together stay below the capacity, while scans of different engines take
-about as long; each engine that has joined since another's last scan may add two grants to that.
+**The cap.** The capacity is that which the first of the living engines was given. An engine may
+write ``grant_bytes`` before it looks again at what everybody has stored (``scan``). It looks for
+more than ``capacity - 2 * engines * grant`` and removes what was used least recently. So all
+together stay below the capacity, while scans of different engines take about as long; each engine
+that has joined since another's last scan may add two grants to that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
 from tiers.direct_io import pages_for
 from tiers.folder import LOCK_NAME, FolderError, prepare
-from tiers.live_engines import LiveEngines, engine_name
+from tiers.live_engines import Announced, LiveEngines, engine_name
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 from tiers.record_files import PREFIX, READ, Entry, RecordFiles, by_use
 from tiers.record_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
+
+logger = logging.getLogger(__name__)
 
 COMMON = 0
 GRANT_SHARE = 128
@@ -63,28 +69,32 @@ class Stored:
 
 
 class SharedFolder(RecordFiles):
-    """See the module. ``epoch`` is 0 or this engine's own. ``found_bytes`` and ``found_count`` are
-    what everybody had stored at the start, ``last_use_ns`` is the latest use of that."""
+    """See the module. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is what counts now.
+    ``found_bytes`` and ``found_count`` are what everybody had stored at the start, ``last_use_ns``
+    is the latest use of that."""
 
     def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
         """Raises ``TierIoError`` and ``OSError``."""
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = self._configured_bytes = capacity_bytes
         self._granted = 0
         self._lock = threading.Lock()
+        self._publishing = 0
+        self._turn = threading.Condition()  # guards the epoch and ``_publishing``
+        self._left: set[int] = set()  # epochs whose records this engine has still to take away
         with contextlib.ExitStack() as undo:
             prepare(path, allow_network=True)
             super().__init__(path, identity)
             undo.callback(super().close)
             self._take_over()
             self.medium = self._stored_medium()
-            self.engines = LiveEngines(self._fd, engine_name())
+            self.engines = LiveEngines(self._fd, engine_name(), capacity_bytes)
             undo.callback(self.engines.close)
             self.epoch = COMMON
             self.engines.announce(COMMON)
             if is_own:
                 self.begin_own(forgets=False)
-            self.note_capacity(capacity_bytes)
             stored, _alive = self.scan()
+            self.note_capacity(self.capacity_bytes)
             self.found_bytes, self.found_count = sum(s.size_bytes for s in stored), len(stored)
             self.last_use_ns = max((one.use_ns for one in stored), default=0)
             undo.pop_all()
@@ -125,6 +135,8 @@ class SharedFolder(RecordFiles):
 
     def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
         """Write a record if there is none and there is room. Raises ``TierIoError``."""
+        if epoch != self.epoch:  # a reset came between: it is of weights that are gone
+            return WriteOutcome.FAILED
         if self._is_there(key, epoch):
             return WriteOutcome.OK
         try:
@@ -150,6 +162,19 @@ class SharedFolder(RecordFiles):
     def _make_epoch(self, epoch: int) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(f"{PREFIX}{epoch}", 0o700, dir_fd=self._fd)
+
+    def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
+        """Not after a reset: another engine may have made the folder anew, for its own records."""
+        with self._turn:
+            if epoch != self.epoch:
+                raise OSError(errno.ESTALE, "a reset came between")
+            self._publishing += 1
+        try:
+            self._publish(temporary, path)
+        finally:
+            with self._turn:
+                self._publishing -= 1
+                self._turn.notify_all()
 
     def fetch(self, key: Key, epoch: int, into: Buffer) -> ReadOutcome:
         """Fill ``into``. A damaged record is removed. Raises ``TierIoError``."""
@@ -230,13 +255,13 @@ class SharedFolder(RecordFiles):
         """Have a grant's room, at least so much, for every engine that lives; take the grant."""
         stored, alive = self.scan()
         share = max(GRANT_SHARE, GRANTS_EACH * alive)
-        grant = max(self._capacity_bytes // share, size_bytes)
-        limit = self._capacity_bytes - 2 * alive * grant
+        grant = max(self.capacity_bytes // share, size_bytes)
+        limit = self.capacity_bytes - 2 * alive * grant
         if limit < 0:
             return False
         used = sum(one.size_bytes for one in stored)
         if used > limit:
-            wanted = max(0, limit - int(self._capacity_bytes * EVICT_SHARE))
+            wanted = max(0, limit - int(self.capacity_bytes * EVICT_SHARE))
             for one in sorted(stored, key=lambda one: one.use_ns):
                 if used <= wanted:
                     break
@@ -253,17 +278,44 @@ class SharedFolder(RecordFiles):
         engines = self.engines.all()
         for name in [name for name, alive in engines.items() if not alive]:
             self._bury(name)
-        claimed = {self.engines.own_epoch(name) for name, alive in engines.items() if alive}
+        alive = [name for name, alive in engines.items() if alive]
+        said = {name: self.engines.said_by(name) for name in alive}
+        self._agree_on_capacity(said)
+        claimed = {one.own_epoch for one in said.values() if one is not None}
         stored: list[Stored] = []
         for folder in os.listdir(self._fd):
             match = _FOLDER.fullmatch(folder)
             if match or folder.startswith("gone-"):
                 found, newest = self._scan_folder(folder)
                 stored += found
-                is_claimed = match is not None and int(match[1]) in {COMMON, self.epoch, *claimed}
+                is_claimed = match is not None and (
+                    None in said.values() or int(match[1]) in {COMMON, self.epoch, *claimed}
+                )
                 if not is_claimed and self.engines.now_ns - newest > STRAY_NS:
                     self._retire(folder)
-        return stored, max(1, sum(engines.values()))
+        return stored, max(1, len(alive))
+
+    def _agree_on_capacity(self, said: Mapping[str, Announced | None]) -> None:
+        """The capacity that the first of the living engines was given counts for all of them."""
+        known = {name: one for name, one in said.items() if one is not None and one.capacity_bytes}
+        known[self.engines.name] = self.engines.announced
+        first = min(known, key=lambda name: (known[name].joined_ns, name))
+        capacity_bytes = known[first].capacity_bytes
+        if capacity_bytes == self.capacity_bytes:
+            return
+        self.capacity_bytes, self._granted = capacity_bytes, 0
+        if first == self.engines.name:
+            logger.warning(
+                "kvtiers: %s has a capacity of %d bytes from now on, as configured here: the "
+                "engines that were there before have left",
+                *(self._path, capacity_bytes),
+            )
+        else:
+            logger.warning(
+                "kvtiers: %s is shared with a capacity of %d bytes, which the engine that joined "
+                "first was given; %d were configured here and do not count while it is there",
+                *(self._path, capacity_bytes, self._configured_bytes),
+            )
 
     def _scan_folder(self, folder: str) -> tuple[list[Stored], int]:
         """The files of one folder, and when it changed last."""
@@ -298,23 +350,33 @@ class SharedFolder(RecordFiles):
         return is_here or self.engines.now_ns - changed_ns > STRAY_NS
 
     def _bury(self, engine: str) -> None:
-        """Remove what a dead engine had alone."""
-        own = self.engines.own_epoch(engine)
-        if own != COMMON:
-            self._retire(f"{PREFIX}{own}")
+        """Remove what a dead engine had alone. Raises ``OSError``."""
+        said = self.engines.said_by(engine)
+        with contextlib.suppress(FileNotFoundError):  # another engine was faster
+            if said is None and self.engines.silent_ns(engine) < STRAY_NS:
+                return  # what it had cannot be read now: a later scan will
+        if said is not None and said.own_epoch != COMMON:
+            self._retire(f"{PREFIX}{said.own_epoch}")
         self.engines.forget(engine)
 
     # -- epochs ----------------------------------------------------------------------------
 
     def begin_own(self, *, forgets: bool = True) -> None:
         """An epoch of this engine alone. If it ``forgets``, what was stored under the one it leaves
-        is gone for all: the name of its folder is taken away. Durable. Raises ``OSError``."""
-        before, own = self.epoch, secrets.randbits(62) | 1
-        self.engines.announce(own)
-        self.epoch = own
+        is gone for all: the name of its folder is taken away, as soon as no record can get there
+        any more. Durable. Raises ``OSError``; to be repeated then, and what the failed attempts
+        have left is taken away as well."""
+        own = secrets.randbits(62) | 1
         if forgets:
-            self._retire(f"{PREFIX}{before}", remove=False)
+            self._left.add(self.epoch)
+        self.engines.announce(own)
+        with self._turn:
+            self.epoch = own
+            self._turn.wait_for(lambda: not self._publishing)
+        for epoch in self._left:
+            self._retire(f"{PREFIX}{epoch}", remove=False)
         os.fsync(self._fd)
+        self._left.clear()
 
     def _retire(self, folder: str, *, remove: bool = True) -> None:
         """Have a folder's records exist for nobody, and remove them."""

@@ -46,6 +46,7 @@ class SharedWrites:
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
+        self._unused: list[Runs] = []  # places to give back, for which the index had no room
 
     def end_epoch(self) -> None:
         """What is on its way belongs to an epoch that is over: it ends by itself, as a failure."""
@@ -112,8 +113,7 @@ class SharedWrites:
                 self._settle(left, WriteOutcome.FAILED)
                 return []
             if epochs_ended != self._epochs_ended:  # a reset overtook it
-                places = [runs for runs in found.places if runs is not None]
-                await self._asking.ask(partial(Changes.abandon, places=places))
+                self._abandon([runs for runs in found.places if runs is not None])
                 self._settle(left, WriteOutcome.FAILED)
                 return []
             left = self._send(left, found, own_epoch)
@@ -131,7 +131,11 @@ class SharedWrites:
     async def _make_room(self, pages: list[int]) -> bool:
         """Whether there may be room now for some of the records that need so many pages each."""
         store = self._store
+        has_unused = bool(self._unused)
+        self._abandon([])
         if await self._asking.ask(lambda changes: changes.roll_back(store.sharer.is_alive)):
+            return True
+        if has_unused and not self._unused:
             return True
         most = store.pages_max - 1
         ahead = most - int(most * self._low_watermark)
@@ -176,14 +180,26 @@ class SharedWrites:
 
         def end(is_published: bool) -> None:
             if not is_published:
-                asking.ask_then(lambda changes: changes.abandon(places))
+                self._abandon(places)
             self._end_write(puts, is_published)
 
         def fail(_puts: Sequence[Change]) -> None:
-            asking.ask_then(lambda changes: changes.abandon(places))
+            asking.post(self._abandon, places)
             asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
 
         self.threads.submit(WriteJob(puts, data, uses, store.codec, store.file, publish, fail))
+
+    def _abandon(self, places: Sequence[Runs]) -> None:
+        """Give back places that nothing was written to. Where the index has no room for that it is
+        tried again when a record finds none: until then they are nobody's."""
+        given, self._unused = [*self._unused, *places], []
+
+        def end(is_done: bool) -> None:
+            if not is_done:
+                self._unused += given
+
+        if given:
+            self._asking.ask_then(partial(Changes.abandon, places=given), end)
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:

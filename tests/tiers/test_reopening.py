@@ -14,6 +14,8 @@ from tiers import reopening
 from tiers.base import ReadOutcome, Tier, TierClosedError, TierIoError, WriteOutcome
 from tiers.lmdb_tier import LmdbTier
 from tiers.reopening import ReopeningTier
+from tiers.shared_file_tier import SharedFileTier
+from tiers.shared_folder import SharedFolder
 from tiers.testing import TierContract, all_keys, assert_holds, assert_misses, key_of, put
 
 
@@ -193,3 +195,65 @@ async def test_trouble_with_one_operation_only_is_passed_on(tmp_path: Path) -> N
             await tier.touch(KEYS)
     assert not made
     await tier.aclose()
+
+
+@pytest.fixture
+async def shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[ReopeningTier, Tier]]:
+    """A tier that is opened again when it fails, and one of another engine over the same folder."""
+    monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+
+    def make(epoch: int = 0) -> Tier:
+        return SharedFileTier(tmp_path / "tier", CAPACITY, epoch=epoch)
+
+    tier, other = ReopeningTier(make(), make), make()
+    await tier.open()
+    await other.open()
+    yield tier, other
+    await tier.aclose()
+    await other.aclose()
+
+
+async def fail_to_reset(tier: Tier, epoch: int, times: int) -> None:
+    """The medium fails as a whole each time, so that the next attempt opens the tier again."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError("planted")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SharedFolder, "_retire", fail)
+        for _ in range(times):
+            with pytest.raises(TierIoError):
+                await tier.reset(epoch)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_repeated_reset_takes_the_old_records_from_those_who_share_the_medium(
+    shared: tuple[ReopeningTier, Tier], times: int
+) -> None:
+    tier, other = shared
+    await put(tier, KEYS, SIZE)
+    await fail_to_reset(tier, 5, times)
+    await tier.reset(5)
+    assert tier.reopenings >= 1
+    for each in shared:
+        await assert_misses(each, KEYS, SIZE)
+        assert await each.present(KEYS) == [False] * len(KEYS)
+    assert await put(other, KEYS[:1], SIZE) == [WriteOutcome.OK]
+    await assert_misses(tier, KEYS, SIZE)
+    assert await put(tier, KEYS[1:], SIZE) == [WriteOutcome.OK] * len(KEYS[1:])
+    await assert_holds(tier, KEYS[1:], SIZE)
+    await assert_misses(other, KEYS[1:], SIZE)
+
+
+async def test_a_repeated_reset_of_one_that_was_reset_before_takes_nothing_from_others(
+    shared: tuple[ReopeningTier, Tier],
+) -> None:
+    tier, other = shared
+    await tier.reset(5)
+    await put(other, KEYS, SIZE)
+    await fail_to_reset(tier, 7, times=1)
+    await tier.reset(7)
+    await assert_misses(tier, KEYS, SIZE)
+    await assert_holds(other, KEYS, SIZE)

@@ -192,6 +192,127 @@ async def test_a_reset_that_failed_can_be_repeated(
     await tier.aclose()
 
 
+@pytest.mark.parametrize("at", ["announce", "rename", "fsync"])
+async def test_a_reset_that_is_repeated_takes_the_old_records_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    async with engines(tmp_path / "tier") as (one, two):
+        await put(one, [key_of(0)], SIZE)
+        with monkeypatch.context() as patched:
+            if at == "announce":
+                patched.setattr(LiveEngines, "announce", _fails)
+            else:
+                patched.setattr(f"tiers.shared_folder.os.{at}", _fails)
+            for _ in range(2):
+                with pytest.raises(TierIoError):
+                    await one.reset(1)
+        await one.reset(1)
+        await assert_misses(two, [key_of(0)], SIZE)
+        assert await two.present([key_of(0)]) == [False]
+        assert await put(two, [key_of(1)], SIZE) == [OK]
+        await one.reset(2)
+        await assert_holds(two, [key_of(1)], SIZE)
+
+
+async def test_writes_under_way_at_a_reset_are_read_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some wait for a thread, some are just written, and the others store meanwhile."""
+    gate, reached = threading.Event(), threading.Event()
+    real = record_files._write_all
+
+    def held(fd: int, data: Any) -> None:
+        if threading.current_thread().name.startswith("tier-file-store"):
+            reached.set()
+            gate.wait(60)
+        real(fd, data)
+
+    keys = [key_of(n) for n in range(60)]
+    async with engines(tmp_path / "tier") as (one, two):
+        with monkeypatch.context() as patched:
+            patched.setattr(record_files, "_write_all", held)
+            writing = asyncio.create_task(put(one, keys, SIZE))
+            assert await asyncio.to_thread(reached.wait, 60)
+            await one.reset(1)
+            patched.setattr(record_files, "_write_all", real)
+            assert await put(two, [key_of(99)], SIZE) == [OK]  # the common folder is there again
+            gate.set()
+            assert await writing == [WriteOutcome.FAILED] * 60
+        assert await two.present(keys) == [False] * 60
+        await assert_misses(two, keys, SIZE)
+        await assert_holds(two, [key_of(99)], SIZE)
+        assert not list((tmp_path / "tier").glob("epoch-*/*.tmp"))
+
+
+async def test_the_capacity_of_the_first_engine_counts_for_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "tier"
+    small, large = SharedFileTier(folder, 8 << 20), SharedFileTier(folder, 64 << 20)
+    await small.open()
+    assert (await large.open()).capacity_bytes == 8 << 20
+    assert "8388608 bytes" in caplog.text
+    assert "67108864 were configured here" in caplog.text
+    keys = [key_of(n) for n in range(200)]
+    size = 100_000
+    for start in range(0, 200, 20):
+        assert await put(large, keys[start : start + 20], size) == [OK] * 20
+        held = sum(path.stat().st_size for path in folder.glob("epoch-*/*"))
+        assert held <= 8 << 20
+    assert await put(small, [key_of(1000)], size) == [OK]
+    held = sum(path.stat().st_size for path in folder.glob("epoch-*/*"))
+    assert held > 7 << 20, "the other engine finds no reason to throw anything out"
+    await small.aclose()
+    caplog.clear()
+    for start in range(1000, 1200, 20):
+        assert await put(large, [key_of(n) for n in range(start, start + 20)], size) == [OK] * 20
+    await assert_holds(large, [key_of(n) for n in range(1100, 1200)], size)
+    assert "have left" in caplog.text
+    assert caplog.text.count("have left") == 1
+    await large.aclose()
+
+
+@pytest.mark.parametrize("what", ["announced", "touched", "process"])
+async def test_an_engine_that_cannot_be_looked_at_now_keeps_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its records would be gone for good, for an error that passes."""
+    folder = tmp_path / "tier"
+    async with engines(folder) as (one, two):
+        await one.reset(1)
+        await put(one, [key_of(0)], SIZE)
+        [own] = [path for path in folder.glob("epoch-*") if path.name != "epoch-0"]
+        long_ago = time.time() - 7200
+        os.utime(own, (long_ago, long_ago))
+        assert one._store is not None
+        name = one._store.engines.name
+        with monkeypatch.context() as patched:
+            if what == "announced":
+                _fail_for(patched, "open", name)
+            elif what == "touched":
+                other = f"{'a' * 12}-1-1-{'b' * 8}"
+                (folder / "engines" / name).rename(folder / "engines" / other)
+                _fail_for(patched, "stat", other)
+            else:
+                patched.setattr(Path, "read_text", _fails)
+            assert two._store is not None
+            await asyncio.to_thread(two._store.scan)
+        assert own.exists()
+        await assert_holds(one, [key_of(0)], SIZE)
+
+
+def _fail_for(patched: pytest.MonkeyPatch, call: str, name: str) -> None:
+    """A call of the operating system fails for this name."""
+    real = getattr(os, call)
+
+    def failing(path: Any, *rest: Any, **options: Any) -> Any:
+        if path == name:
+            raise OSError(errno.EIO, "planted")
+        return real(path, *rest, **options)
+
+    patched.setattr(f"tiers.live_engines.os.{call}", failing)
+
+
 def _fails(*_arguments: object, **_options: object) -> None:
     raise OSError(errno.EIO, "planted")
 

@@ -89,6 +89,33 @@ async def test_a_write_that_fails_leaves_nothing(
     await tier.aclose()
 
 
+async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is full just then; they would be nobody's until the process ends."""
+
+    def full(_changes: object, places: object) -> None:
+        raise lmdb.MapFullError(f"planted for {places}")
+
+    io = FailingIo("pwritev", errno.EIO)
+    tier = await opened(tmp_path / "tier", io)
+    assert tier._store is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "abandon", full)
+        assert await put(tier, KEYS, SIZE) == [WriteOutcome.FAILED] * 6
+        await tier.delete([])
+        assert tier._store.index.state().reserved == 6
+        io.error = 0
+        many = [key_of(n) for n in range(100, 400)]  # more than there is room for
+        assert await put(tier, many[:150], SIZE) == [WriteOutcome.OK] * 150
+        assert tier._store.index.state().reserved == 6, "it was tried again, and failed again"
+    assert await put(tier, many[150:], SIZE) == [WriteOutcome.OK] * 150
+    assert tier._store.index.state().reserved == 0
+    await assert_holds(tier, many[-20:], SIZE)
+    tier.check()
+    await tier.aclose()
+
+
 async def test_a_read_that_fails_is_no_wrong_answer(tmp_path: Path) -> None:
     io = FailingIo("preadv", 0)
     tier = await opened(tmp_path / "tier", io)

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from tests.tiers.shared_world import make_tier
+from tiers import reopening
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.codec import Codec
 from tiers.direct_io import DiskIo
 from tiers.lmdb_tier import LmdbTier
+from tiers.reopening import ReopeningTier
+from tiers.shared_changes import Changes
 from tiers.shared_index import WRITING_NAME
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
@@ -147,6 +150,45 @@ async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
     await tier.aclose()
     tier = await opened(folder)
     assert await tier.present([key_of(1), key_of(2)]) == [True, False]
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_repeated_reset_takes_the_old_records_from_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Its transaction fails, and the tier with it, which is opened again for the next attempt."""
+    monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+    folder = tmp_path / "tier"
+
+    def make(epoch: int = 0) -> SharedLmdbTier:
+        return SharedLmdbTier(folder, CAPACITY, reserve_bytes=0, epoch=epoch)
+
+    def fail(*_arguments: object) -> int:
+        raise OSError("planted")
+
+    tier, keys = ReopeningTier(make(), make), [key_of(1), key_of(2)]
+    await tier.open()
+    await put(tier, keys, SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "begin_epoch", fail)
+        for _ in range(times):
+            with pytest.raises(TierIoError):
+                await tier.reset(5)
+    await tier.reset(5)
+    assert tier.reopenings >= 1
+    await assert_misses(tier, keys, SIZE)
+    look = "print(await tier.present([key_of(n) for n in range(1, 5)]))"
+    assert "True" not in elsewhere(folder, look)
+    elsewhere(folder, f"await put(tier, [key_of(3)], {SIZE})")
+    assert await put(tier, [key_of(4)], SIZE) == [OK]
+    assert elsewhere(folder, look).strip() == "[False, False, True, False]"
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "begin_epoch", fail)
+        with pytest.raises(TierIoError):
+            await tier.reset(7)
+    await tier.reset(7)
+    assert "[False, False, True, False]" in elsewhere(folder, look), "it takes its own only"
     await tier.aclose()
 
 
