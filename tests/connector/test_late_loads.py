@@ -4,10 +4,12 @@ and with the requests."""
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from tiers.base import ReadOutcome
 
 OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
 """Prompts without a common prefix: together they need all blocks of the GPU."""
+
+
+A_STORE_READS_ON = re.compile(r"store job \d+ and load job \d+ share blocks")
 
 
 class Clock:
@@ -220,6 +225,64 @@ def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
     world.check()
     assert failed == ["same"]
     assert world.planner.totals()["late_answers"] == 0
+
+
+@contextmanager
+def stalled(world: World, clock: Clock) -> Iterator[None]:
+    """The loop stands still for longer than any load may take. Copies go on, or do not."""
+    world._loop.turn(world.random.randrange(6))
+    usual, limits, fence = world._conditions, world.executor.limits, world.executor.fence
+    world.executor.limits = dataclasses.replace(limits, fence_timeout_s=0.0)
+    world.executor.fence = world._fence  # which does not turn the loop
+    world._turn = lambda: world.engine.advance(world.random.choice([0, 0, 3]))
+    if world.random.random() < 0.8:
+        pass_deadlines(world, clock)
+    with copies_hang(world) if world.random.random() < 0.6 else nullcontext():
+        yield
+    del world._turn
+    world.executor.fence, world.executor.limits = fence, limits
+    world._conditions = usual
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2"))))
+@pytest.mark.parametrize("name", ["full", "mamba_full_ngram"])
+def test_every_byte_is_right_while_loops_stand_still_now_and_then(
+    name: str, seed: int, tmp_path: Path, clock: Clock
+) -> None:
+    conditions = Conditions(slots=60, fault_rate=0.05, late=3, asynchronous=seed % 2 == 1)
+    if MODELS[name].drafts:
+        conditions = dataclasses.replace(conditions, asynchronous=False)
+    with World(MODELS[name], conditions, tmp_path, seed) as world:
+        gave_up = 0
+        for _ in range(25):
+            for _ in range(world.random.randrange(1, 7)):
+                live_a_step(world)
+            with stalled(world, clock):
+                for _ in range(world.random.randrange(1, 12)):
+                    live_a_step(world)
+                    gave_up += bool(world.executor.degraded)
+        world.drain()
+        world.check_idle()
+        assert gave_up
+        assert world.finished > 5
+        assert sum(world.loaded().values()) > 0
+
+
+def live_a_step(world: World) -> None:
+    chance = world.random.random()
+    if chance < 0.4 and len(world.scheduler.requests) < 8:
+        world.add()
+    elif chance < 0.43:
+        world.abort()
+    elif chance < 0.55:
+        world.forget_locally()
+    elif chance < 0.56:
+        world.change_weights()
+    world.step()
+    # A store that a step could not wait for reads what is not its own any more, and is failed.
+    reads_on = [hazard for hazard in world.engine.hazards if A_STORE_READS_ON.match(hazard)]
+    world.engine.hazards = [hazard for hazard in world.engine.hazards if hazard not in reads_on]
+    world.check()
 
 
 def test_a_request_whose_load_failed_computes_although_others_keep_loading(
