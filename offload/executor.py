@@ -233,6 +233,9 @@ class Executor:
             self._accept(plan, sources, loads, after, unanswered)
         except Exception as error:  # every job must be answered, whatever went wrong
             self._degrade(f"a plan could not be carried out: {error!r}")
+            for job in unanswered.jobs:
+                if job in sources:
+                    _reads_nothing(sources[job])
             self._refuse(unanswered)
             self._lane.refuse(unanswered.loads)
 
@@ -270,7 +273,11 @@ class Executor:
             unanswered.loads.remove(load)
 
     def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
-        if self.degraded or not source.set_running_or_notify_cancel():
+        if self.degraded:
+            _reads_nothing(source)
+            self._answer(store.job, JobResult(failed=True))
+            return
+        if not source.set_running_or_notify_cancel():
             self._answer(store.job, JobResult(failed=True))
             return
         try:
@@ -431,3 +438,9 @@ class Executor:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         if self._verifier is not None:
             self._verifier.stop()
+
+
+def _reads_nothing(source: Future[None]) -> None:
+    """A store that does not begin: no fence has to wait for it."""
+    if source.set_running_or_notify_cancel():
+        source.set_result(None)

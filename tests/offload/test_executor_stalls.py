@@ -345,6 +345,24 @@ async def test_a_store_that_is_poisoned_is_not_waited_for_again() -> None:
         assert results[2].failed
 
 
+async def test_a_store_that_does_not_begin_is_not_waited_for(clock: Clock) -> None:
+    """The loop has refused it, and the step that fences it comes before its answer is seen."""
+    async with rank_with(fence_timeout_s=3600.0) as rank:
+        broken = DemoteJob(2, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
+        unread: Any = StepPlan(deletes=7, stores=(store(1, [1], [0]),))
+        rank.executor.post(unread)
+        rank.executor.post(StepPlan(demotes=(broken,)))
+        rank.executor.post(StepPlan(stores=(store(3, [2], [1]),)))
+        for _ in range(20):
+            rank.engine.run_all()
+            await asyncio.sleep(0)
+        assert rank.executor.degraded
+        assert await asyncio.to_thread(fence_returns, rank.executor, [1, 3])
+        assert rank.executor.stats.fence_timeouts == 0
+        results = (await rank.turn()).report.results
+        assert all(results[job].failed for job in (1, 2, 3))
+
+
 async def test_a_copy_that_hangs_costs_one_wait_however_many_wait_behind_it() -> None:
     async with rank_with(fence_timeout_s=3600.0) as rank:
         stores = tuple(store(job, [job], [job]) for job in range(1, 6))
