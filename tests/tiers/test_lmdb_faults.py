@@ -12,14 +12,17 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.direct_io import DiskIo
+from tiers.lmdb_index import Changes, LmdbIndex
 from tiers.lmdb_tier import LmdbTier
 from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put
 
@@ -201,6 +204,116 @@ async def test_the_device_has_as_many_requests_as_configured_and_no_more(tmp_pat
     reads = [tier.read(KEYS, [aligned(size) for _ in KEYS]) for _ in range(3)]
     assert await asyncio.gather(*reads) == [[ReadOutcome.OK] * len(KEYS)] * 3
     assert io.most == 3
+    await tier.aclose()
+
+
+class NotedIo(DiskIo):
+    """Notes writes and flushes of the payload file, in their order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        found = super().pwritev(fd, views, offset)
+        self.done.append("write")
+        return found
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self.done.append("flush")
+
+
+async def test_payloads_are_flushed_before_the_index_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves records whose bytes were never there."""
+    io = NotedIo()
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
+    await tier.open()
+    apply = LmdbIndex.apply
+
+    def noted(self: LmdbIndex, changes: Changes) -> None:
+        if any(value is not None for value in changes.edits.values()):
+            io.done.append("name")
+        apply(self, changes)
+
+    monkeypatch.setattr(LmdbIndex, "apply", noted)
+    for key in KEYS:
+        assert await put(tier, [key], SIZE) == [WriteOutcome.OK]
+    assert io.done.count("name") == len(KEYS)
+    last = {"write": -1, "flush": -1}
+    for at, what in enumerate(io.done):
+        assert what != "name" or last["flush"] > last["write"], io.done
+        last[what] = at
+    await tier.aclose()
+
+
+async def test_an_index_that_could_not_be_written_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what of the failed transaction is on the disk, before it is opened again."""
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.OK]
+
+    def failing(self: LmdbIndex, changes: Changes) -> None:
+        monkeypatch.undo()
+        raise lmdb.DiskError("the disk")
+
+    monkeypatch.setattr(LmdbIndex, "apply", failing)
+    assert await put(tier, KEYS[1:2], SIZE) == [WriteOutcome.FAILED]
+    with pytest.raises(TierIoError, match="cannot be written any more"):
+        await put(tier, KEYS[2:3], SIZE)
+    await tier.aclose()
+    tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    await assert_holds(tier, KEYS[:1], SIZE)
+    assert await put(tier, KEYS[2:3], SIZE) == [WriteOutcome.OK]
+    await tier.aclose()
+
+
+async def test_a_read_that_a_reset_has_overtaken_finds_nothing(tmp_path: Path) -> None:
+    """What it has read is of the old weights."""
+    io = GatedIo()
+    tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, io=io)
+    await tier.open()
+    assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.OK]
+    io.reads.clear()
+    io.waiting.clear()
+    reading = asyncio.create_task(fetch(tier, KEYS[0], SIZE))
+    await asyncio.to_thread(io.waiting.wait)
+    await tier.reset(5)
+    io.reads.set()
+    assert (await reading)[0] is ReadOutcome.MISS
+    tier.check()
+    await tier.aclose()
+
+
+def await_commit(tier: LmdbTier, before: int) -> None:
+    """Until something was committed; the event loop does not turn meanwhile."""
+    give_up = time.monotonic() + 60.0
+    while tier.stats()["commits"] == before:
+        assert time.monotonic() < give_up, "nothing was committed"
+        time.sleep(0.001)
+
+
+async def test_a_write_that_was_committed_when_a_reset_began_is_forgotten(tmp_path: Path) -> None:
+    """The event loop hears of the commit after the reset; the number of the epoch was used
+    before."""
+    tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0)
+    await tier.open()
+    assert await put(tier, KEYS[1:2], SIZE) == [WriteOutcome.OK]  # the file has room now
+    before, commits = tier.epoch, tier.stats()["commits"]
+    writing = asyncio.create_task(put(tier, KEYS[:1], SIZE))
+    await asyncio.sleep(0)
+    resetting = asyncio.create_task(tier.reset(before))
+    await_commit(tier, commits)
+    await resetting
+    assert tier.epoch > before
+    assert await writing == [WriteOutcome.FAILED]
+    assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.MISS
+    assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.OK]
+    tier.check()
     await tier.aclose()
 
 

@@ -130,6 +130,10 @@ async def test_records_beyond_the_end_are_forgotten_and_the_others_kept(tmp_path
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 10
     assert tier.stats()["dropped_at_open"] == 20
+    await tier.aclose()
+    tier = tier_at(tmp_path)
+    assert (await tier.open()).record_count == 10
+    assert tier.stats()["dropped_at_open"] == 0, "they have left the index"
     await assert_holds(tier, KEYS[:10], SIZE)
     await assert_misses(tier, KEYS[10:], SIZE)
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)

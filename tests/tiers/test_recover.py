@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,42 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
     assert found.free == gaps(PAGES, used)
     assert dict(found.records.items()) == {key: values[key] for key in by_use}
     found.records.check()
+
+
+KEY_ID, OTHER_KEY_ID = b"mine", b"lost"
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_good"),
+    [
+        ({}, True),
+        ({"identity": Identity(bytes(16), 1)}, False),
+        ({"identity": Identity(b"another namespac")}, False),
+        ({"epoch": 2}, False),
+        ({"epoch": 4}, False),
+        ({"flags": ENCRYPTED, "key_id": KEY_ID}, False),
+    ],
+)
+@pytest.mark.parametrize("key_ids", [frozenset(), frozenset([KEY_ID])])
+def test_only_our_own_records_are_believed(
+    changed: dict[str, Any], is_good: bool, key_ids: frozenset[bytes]
+) -> None:
+    """Where records must be encrypted, only those by a key at hand, and nowhere others."""
+    told = {"identity": Identity(), "epoch": 3, "payload_bytes": 4096, **changed}
+    if key_ids:
+        told |= {"flags": ENCRYPTED, "key_id": KEY_ID}
+        is_good = is_good or "key_id" in changed
+    value = pack_value(1, prefix(key=b"key", **told) + bytes(16), (Run(1, 1),))
+    found = recover(tables_of([(b"key", value)]), Expected(Identity(), 3, PAGES, key_ids))
+    assert (len(found.records), found.bad) == ((1, []) if is_good else (0, [b"key"]))
+
+
+@pytest.mark.parametrize("told", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
+def test_records_that_no_key_at_hand_opens_are_not_believed(told: dict[str, Any]) -> None:
+    """They would be found, and each load of them would fail."""
+    value = pack_value(1, prefix(Identity(), b"key", 3, 4096, **told) + bytes(16), (Run(1, 1),))
+    expected = Expected(Identity(), 3, PAGES, frozenset([KEY_ID]))
+    assert recover(tables_of([(b"key", value)]), expected).bad == [b"key"]
 
 
 @pytest.mark.parametrize("flags", [0, COMPRESSED, ENCRYPTED, COMPRESSED | ENCRYPTED])
