@@ -28,6 +28,10 @@ BASE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
+    # Exact repeats. With several threads vLLM's CPU attention gives other last bits as soon as any
+    # connector is configured (seen with vLLM's own ExampleConnector, on AVX-512).
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 Metrics = dict[str, float]

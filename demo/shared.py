@@ -18,7 +18,7 @@ from typing import Any
 from demo.mooncake import Master
 from demo.server import VllmServer
 from demo.sources import STORED, wait_until_on_disk
-from demo.talk import FLAGS, Reference, Row, ask_all
+from demo.talk import FLAGS, Reference, Row, ask_all, warm_up
 
 BACK_S = 90.0
 HASH = "--prefix-caching-hash-algo=sha256_cbor"
@@ -40,8 +40,8 @@ def connector_config(master: Master) -> dict[str, Any]:
     }
 
 
-def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Row], list[str]]:
-    """The conversation on two servers, and what went wrong."""
+def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Row], list[str], str]:
+    """The conversation on two servers, what went wrong, and one sentence on what was shown."""
     rows: list[Row] = []
     with Master(folder / "master.log") as master:
         connector = connector_config(master)
@@ -52,7 +52,7 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
 
         with server(1) as one, server(2) as two:
             for each in (one, two):
-                each.nudge()
+                warm_up(each, reference.requests)
             rows += ask_all(one, "first server", reference, reference.talk, False, "mooncake")
             wait_until_on_disk(one, "mooncake")
             rows += ask_all(two, "second server", reference, reference.warm, True, "mooncake")
@@ -60,7 +60,17 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
             rows += ask_all(two, "master killed", reference, reference.warm, True, "mooncake")
             master.start()
             problems = [] if _is_used_again(one) else ["the new master's store was not used"]
-    return rows, problems + verdict(rows)
+    return rows, problems + verdict(rows), conclusion(rows)
+
+
+def conclusion(rows: list[Row]) -> str:
+    """One sentence that says what was shown."""
+    found = sum(row.sources.disk for row in rows if row.phase == "second server")
+    return (
+        f"Shown: a second server restored {found:,} prompt tokens that only the first had "
+        "computed, both answered while the store's master was dead, and every answer has the "
+        "tokens of vLLM without offloading."
+    )
 
 
 def _is_used_again(server: VllmServer) -> bool:

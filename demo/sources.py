@@ -53,6 +53,31 @@ def read_sources(
         server.nudge()
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Restored chunks, here of one block each, by what ``verify`` found: equal to what was
+    computed, different, or not comparable."""
+
+    equal: int
+    different: int
+    unknown: int
+
+    def __add__(self, other: Compared) -> Compared:
+        return Compared(
+            self.equal + other.equal,
+            self.different + other.different,
+            self.unknown + other.unknown,
+        )
+
+
+def read_compared(server: VllmServer) -> Compared:
+    """What a server has compared since its start."""
+    server.nudge()
+    metrics = server.metrics()
+    names = ("verified", "differing", "unverified")
+    return Compared(*(int(metrics.get(f"vllm:kvtiers_{name}_chunks_total", 0)) for name in names))
+
+
 def wait_until_on_disk(server: VllmServer, lower: str = "lmdb") -> None:
     """Wait until every chunk that reached the CPU tier has reached the disk tier too."""
     end = time.monotonic() + SETTLE_DEADLINE_S

@@ -31,15 +31,11 @@ FLAGS = (
     "--prefix-caching-hash-algo=sha256_cbor",
     "--enable-prompt-tokens-details",
 )
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""With several threads vLLM's CPU attention gives other last bits as soon as any connector is
-configured (seen with vLLM's own ExampleConnector on a processor with AVX-512)."""
 ASKED = prompts(3)
 
 
 def start(model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None) -> VllmServer:
-    log = tmp_path / f"{name}.log"
-    return VllmServer(model, log=log, connector=connector, flags=FLAGS, env=ONE_THREAD)
+    return VllmServer(model, log=tmp_path / f"{name}.log", connector=connector, flags=FLAGS)
 
 
 Answers = dict[tuple[int, int], tuple[Any, Any]]
