@@ -35,7 +35,7 @@ def wrong_bit(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
         return submit()
     slot = slab.slot(int(batches[-1].slots[-1]))
     slot[7] ^= 1
-    return _Undone(submit(), lambda: slot.__setitem__(7, slot[7] ^ 1))
+    return Undone(submit(), lambda: slot.__setitem__(7, slot[7] ^ 1))
 
 
 def swapped_chunks(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
@@ -47,7 +47,7 @@ def swapped_chunks(submit: Callable[[], Any], batches: list[Any], slab: Any) -> 
     return submit()
 
 
-class _Undone:
+class Undone:
     """A ticket that undoes something when its copy has ended."""
 
     def __init__(self, ticket: Any, undo: Callable[[], None]) -> None:
@@ -56,6 +56,13 @@ class _Undone:
 
     def done(self) -> bool:
         return bool(self._ticket.done())
+
+    def on_done(self, call: Callable[[Any], object]) -> None:
+        def undone(error: Any) -> None:
+            self._undo()
+            call(error)
+
+        self._ticket.on_done(undone)
 
     async def ended(self) -> None:
         try:

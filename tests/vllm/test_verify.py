@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +71,12 @@ def overwrite_while_read(worker: Any) -> None:
         group, blocks = batches[0].group, batches[0].blocks[0].tolist()
         kept = worker.kvtest_read({group: blocks})
         worker.kvtest_fill({group: blocks}, 7)
-        return _Restored(
+        return copy_faults.Undone(
             submit(engine, batches, after),
             lambda: worker.kvtest_write({group: dict(zip(blocks, kept[group], strict=True))}),
         )
 
     engine.submit_store = late
-
-
-class _Restored:
-    """A ticket that gives the model its blocks back when they were read."""
-
-    def __init__(self, ticket: Any, undo: Callable[[], None]) -> None:
-        self._ticket = ticket
-        self._undo = undo
-
-    async def completed(self) -> None:
-        await self._ticket.completed()
-        self._undo()
 
 
 def test_a_block_that_is_overwritten_while_it_is_stored_is_seen(
