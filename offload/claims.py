@@ -1,7 +1,8 @@
 """Who uses a folder now: claims and short locks, both ``flock`` of the kernel.
 
 A claim ends with its process, however that ends; its file stays and says only who held it last, for
-messages. The tiers' own ``owner.lock`` files count as claims too.
+messages. The tiers' own ``owner.lock`` files count as claims too, and so do the files by which
+engines that share a folder without locks say that they live (``tiers.live_engines``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from offload.errors import NamespaceError, TierUnavailableError
 from tiers.folder import LOCK_NAME as TIER_LOCK_NAME
+from tiers.live_engines import FOLDER as ENGINES
+from tiers.live_engines import engine_files, seen_alive
 
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
@@ -159,6 +162,8 @@ def _write_owner(fd: int, engine: str) -> None:
 
 def holder(claim: Path) -> Owner | None:
     """Who holds this claim now, found out by trying to take it; ``None`` if nobody does."""
+    if claim.parent.name == ENGINES:
+        return _engine(claim)
     try:
         fd = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -174,6 +179,19 @@ def holder(claim: Path) -> Owner | None:
     finally:
         os.close(fd)
     return None
+
+
+def engines(folder: Path) -> list[Owner]:
+    """Who lives among the engines that share a tier's folder without locks."""
+    return [owner for file in engine_files(folder) if (owner := _engine(file)) is not None]
+
+
+def _engine(file: Path) -> Owner | None:
+    seen = seen_alive(file)
+    if seen is None:
+        return None
+    place = "" if seen.is_here else "on another machine"
+    return Owner(str(file.parent.parent), seen.pid, place, shares=True)
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:
@@ -211,6 +229,7 @@ def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
         folder = folders.pop()
         if os.path.lexists(folder / TIER_LOCK_NAME):
             yield folder / TIER_LOCK_NAME
+        yield from engine_files(folder)
         if folder.name.startswith("rank-"):
             continue  # payload, perhaps a million files
         for name in entries(folder):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.claims import Owner, entries, holder, sharers
+from offload.claims import Owner, engines, entries, holder, sharers
 from offload.errors import NamespaceError
 from offload.geometry import GEOMETRY_BYTES_MAX, Geometry
 from offload.namespace import NAME, Namespace, NewerFormatError, read_manifest, read_small_file
@@ -107,7 +107,8 @@ class Store:
         """The processes that share it now."""
         claims = sharers(self.claim) if self.namespace else []
         locks = sorted(self.folder.glob("sharer-*.lock"))
-        return claims or [owner for lock in locks if (owner := holder(lock)) is not None]
+        held = [owner for lock in locks if (owner := holder(lock)) is not None]
+        return claims or held or engines(self.folder)
 
     def aside(self) -> list[Path]:
         """Folders of files that its tier moved aside, because they could not be trusted."""

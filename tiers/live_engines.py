@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ FOLDER = "engines"
 TOUCH_S = 60.0
 SILENT_NS = 15 * 60 * 10**9
 """After so long without a touch an engine of another machine counts as dead."""
+CLOCKS_NS = 15 * 60 * 10**9
+"""How much the clock of a machine may differ from that of the file server."""
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
 
 
@@ -58,6 +61,40 @@ def start_time(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return int(text.rpartition(")")[2].split()[19])
+
+
+class Seen(NamedTuple):
+    """A living engine as somebody sees it who is none: its process, of this machine or another."""
+
+    pid: int
+    is_here: bool
+
+
+def engine_files(folder: Path) -> list[Path]:
+    """The files of all engines of a tier's folder, living or not; none if it has no engines."""
+    try:
+        names = sorted(os.listdir(folder / FOLDER))
+    except OSError:
+        return []
+    return [folder / FOLDER / name for name in names if _NAME.fullmatch(name)]
+
+
+def seen_alive(file: Path) -> Seen | None:
+    """The engine that a file stands for, if it lives; for somebody who writes nothing. Engines of
+    other machines are judged by the clock of this one, so they count as living for longer."""
+    match = _NAME.fullmatch(file.name)
+    if match is None:
+        return None
+    pid, is_here = int(match[2]), match[1] == machine()
+    try:
+        if is_here:
+            return Seen(pid, is_here) if start_time(pid) == int(match[3]) else None
+        silent_ns = time.time_ns() - os.lstat(file).st_mtime_ns
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return Seen(pid, is_here)  # it cannot be looked at now
+    return Seen(pid, is_here) if silent_ns < SILENT_NS + CLOCKS_NS else None
 
 
 class LiveEngines:
