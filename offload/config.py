@@ -252,7 +252,9 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
     tier = TierConfig(type=tier_type.name if tier_type else "", **found, options=options)
     if tier.shared and isinstance(raw, Mapping):
         for name in sorted(_NOT_SHARED & set(raw) & {field.name for field in fields}):
-            what = "does not apply to a shared tier, which evicts by itself"
+            what = "does not apply to a shared tier"
+            if not name.startswith("scrub"):
+                what += ", which evicts by itself"
             problems.append(Problem(f"{where}.{name}", what, "Leave it out."))
     if tier.low_watermark >= tier.high_watermark:
         what = f"must be below high_watermark {tier.high_watermark:g} (got {tier.low_watermark:g})"
@@ -261,8 +263,9 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
 
 
 _TIER_NAMES = {field.name for field in TIER_FIELDS}
-_NOT_SHARED = {"policy", "high_watermark"}
-"""Options that a shared tier does not heed: it keeps its capacity itself, for all its engines."""
+_NOT_SHARED = {"policy", "high_watermark", "scrub", "scrub_rate", "scrub_period_s"}
+"""Options that a shared tier does not heed: it keeps its capacity itself, for all its engines, and
+none of them scrubs it for the others."""
 
 
 def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None:

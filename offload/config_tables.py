@@ -328,6 +328,26 @@ register_tier_type(
                 "Bypass the page cache where the file system can, or never.",
             ),
             Field(
+                "scrub",
+                choice("idle", "off"),
+                "idle",
+                "Verify records that nobody asks for, while nothing is asked of the tier, and "
+                "remove what is damaged; or never. Not for shared tiers.",
+            ),
+            Field(
+                "scrub_rate",
+                size(),
+                8 << 20,
+                "Most bytes per second that are read for that, per server.",
+                "`8MiB`",
+            ),
+            Field(
+                "scrub_period_s",
+                number(60, 31_536_000, " s"),
+                604_800.0,
+                "How often each record has its turn.",
+            ),
+            Field(
                 "shared",
                 flag(),
                 False,

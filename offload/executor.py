@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ import numpy as np
 from offload.asker import Asker
 from offload.fences import Fences
 from offload.health import Health
+from offload.idle_scrub import IdleScrub, ScrubLimits
 from offload.load_task import LoadLane, LoadTask
 from offload.owed import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
 from offload.plans import (
@@ -40,7 +41,7 @@ from offload.plans import (
 from offload.stats import WorkerStats
 from offload.tier_watch import TierWatch, close_tier
 from offload.tier_writer import TierWriter
-from tiers.base import Tier
+from tiers.base import Scrubbed, Tier
 from tiers.copy import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab import HostSlab
 
@@ -58,7 +59,7 @@ class Executor:
     """Runs plans with a copy engine and tiers over one slab.
 
     ``staging`` are slots of the slab that the planner does not know; chunks that find no slot
-    pass through them.
+    pass through them. ``scrubs`` are the tiers that verify their records while they are idle.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Executor:
         limits: ExecutorLimits | None = None,
         rank: int = 0,
         verifier: Verifier | None = None,
+        scrubs: Mapping[int, ScrubLimits] | None = None,
     ) -> None:
         self.rank = rank
         self.limits = limits or ExecutorLimits()
@@ -101,6 +103,10 @@ class Executor:
         self._writers = [
             TierWriter(tier, watch, slab, self._groups, self.stats)
             for tier, watch in zip(self._tiers, watches, strict=True)
+        ]
+        self._scrubs = [
+            IdleScrub(self._tiers[n], watches[n], bounds, partial(self._take_scrubbed, n))
+            for n, bounds in (scrubs or {}).items()
         ]
         self._asker = Asker(self._tiers, self._writers, self._see)
         self._answers: deque[tuple[int, Answer]] = deque()
@@ -219,6 +225,8 @@ class Executor:
             self._on_result = on_result
         for writer in self._writers:
             writer.start(self._answer)
+        for scrub in self._scrubs:
+            scrub.start()
 
     def accept(
         self,
@@ -385,6 +393,13 @@ class Executor:
         self._seen.append((tier, seen))
         self._on_result()
 
+    def _take_scrubbed(self, tier: int, found: Scrubbed) -> None:
+        self.stats.scrubbed(tier, found.records, found.payload_bytes, len(found.damaged))
+        if found.damaged:
+            text = "kvtiers: tier %d: %d damaged records were found and removed"
+            logger.warning(text, tier, len(found.damaged))
+            self._see(tier, Observed(damaged=frozenset(found.damaged)))
+
     def _lose(self, tier: int) -> None:
         self.stats.lost(tier)
         self._see(tier, Observed(losses=1))
@@ -420,6 +435,8 @@ class Executor:
     async def aclose(self, timeout_s: float = 2.0) -> None:
         """Give what flies ``timeout_s`` seconds, then let go of tiers and engine. Nothing is copied
         any more when it returns. If it was cancelled, call it again."""
+        for scrub in self._scrubs:
+            scrub.stop()
         finishing = [asyncio.ensure_future(writer.finish()) for writer in self._writers]
         try:
             if pending := {*self._tasks, *finishing}:

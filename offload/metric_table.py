@@ -127,6 +127,9 @@ HEALTH = {
     "unverified_chunks": Metric(
         "Loaded chunks that could not be compared (verify): their digests were not known."
     ),
+    "scrubbed_records": _lower("Records that were verified while nobody asked for anything."),
+    "scrubbed_bytes": _lower("Bytes of these records."),
+    "scrub_damaged": _lower("Damaged records found that way; corrupt_records has them too."),
     "set_aside": _lower(
         "Times that a lower tier began empty because what lay there could not be trusted: damaged "
         "files, another disk, an older copy."

@@ -265,6 +265,8 @@ class Planner:
             self.gates.tiers[tier].observe(rank, seen, self._now)
             if seen.losses:  # a chunk is there on every rank or not at all
                 self._lost(tier)
+            elif bad := seen.damaged:
+                self._backlog.add(len(bad), partial(self._drop, tier, list(bad), bad))
         self.shared.answered(report.answers, self._now)
         errors: list[Exception] = []
         demoted: list[Job] = []

@@ -301,13 +301,15 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class Observed:
     """How operations of one lower tier went: those that did their work in time, and those that
-    failed or were late; and how often the tier has lost all its records."""
+    failed or were late; how often the tier has lost all its records; and the keys of records that
+    it has found damaged without anybody having asked for them."""
 
     reads_good: int = 0
     reads_failed: int = 0
     writes_good: int = 0
     writes_failed: int = 0
     losses: int = 0
+    damaged: frozenset[bytes] = frozenset()
 
     def merge(self, other: Observed) -> Observed:
         """The sum of two reports."""
@@ -317,6 +319,7 @@ class Observed:
             self.writes_good + other.writes_good,
             self.writes_failed + other.writes_failed,
             self.losses + other.losses,
+            self.damaged | other.damaged,
         )
 
 

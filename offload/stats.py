@@ -178,6 +178,9 @@ class WorkerStats:
     differing_chunks: int = 0
     unverified_chunks: int = 0
     corrupt_records: dict[int, int] = field(default_factory=dict)
+    scrubbed_records: dict[int, int] = field(default_factory=dict)
+    scrubbed_bytes: dict[int, int] = field(default_factory=dict)
+    scrub_damaged: dict[int, int] = field(default_factory=dict)
     set_aside: dict[int, int] = field(default_factory=dict)
     refused_records: dict[int, int] = field(default_factory=dict)
     read_bytes: dict[int, int] = field(default_factory=dict)
@@ -188,6 +191,16 @@ class WorkerStats:
     def corrupt(self, tier: int) -> None:
         """A record that failed verification."""
         self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
+
+    def scrubbed(self, tier: int, records: int, nbytes: int, damaged: int) -> None:
+        """Records that nobody asked for were verified."""
+        for counter, count in (
+            (self.scrubbed_records, records),
+            (self.scrubbed_bytes, nbytes),
+            (self.scrub_damaged, damaged),
+            (self.corrupt_records, damaged),
+        ):
+            counter[tier] = counter.get(tier, 0) + count
 
     def opened(self, tier: int, counts: Mapping[str, int], set_aside: int) -> None:
         """A tier was opened; ``counts`` are what it says of itself, ``set_aside`` how much was

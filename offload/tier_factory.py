@@ -8,6 +8,7 @@ from pathlib import Path
 
 from offload.config import OffloadConfig, TierConfig, at_least, check_cpu_capacity
 from offload.errors import Problem
+from offload.idle_scrub import ScrubLimits
 from offload.sizes import KIB, format_size
 from tiers import lmdb_store, shared_store
 from tiers.base import ALIGNMENT, Tier
@@ -96,6 +97,16 @@ def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
         per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SMALL_FILES_BYTES
     least = least_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
     return least + SMALL_FILES_BYTES
+
+
+def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
+    """The tiers that verify their records while they are idle, by number, with the part of the rate
+    that one of ``shares`` workers has."""
+    return {
+        number: ScrubLimits(tier.options["scrub_rate"] / shares, tier.options["scrub_period_s"])
+        for number, tier in enumerate(config.tiers)
+        if tier.options.get("scrub") == "idle" and not tier.shared
+    }
 
 
 def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:

@@ -34,6 +34,15 @@ class TierWatch:
     def __init__(self, timeout_s: float, report: Callable[[Observed], None]) -> None:
         self._timeout_s = timeout_s
         self._report = report
+        self._under_way = 0
+        self._ended_at = 0.0
+
+    def seconds_until_quiet(self, quiet_s: float) -> float:
+        """How long until nothing will have been asked of the tier for ``quiet_s`` seconds, if
+        nothing is asked from now on."""
+        if self._under_way:
+            return quiet_s
+        return self._ended_at + quiet_s - asyncio.get_running_loop().time()
 
     async def read(
         self, operation: Awaitable[Sequence[ReadOutcome]], count: int
@@ -76,6 +85,14 @@ class TierWatch:
 
     async def _finish(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
         """Wait for the end, however late; whether it was late."""
+        self._under_way += 1
+        try:
+            return await self._wait(operation, failure)
+        finally:
+            self._under_way -= 1
+            self._ended_at = asyncio.get_running_loop().time()
+
+    async def _wait(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
         task = asyncio.ensure_future(operation)
         late = 0
         try:

@@ -49,7 +49,8 @@ TORCH_IN = (
 )
 ASYNCIO_IN = (
     "offload/executor.py",
-    "offload/asker.py",  # these five run inside the executor's loop
+    "offload/asker.py",  # these six run inside the executor's loop
+    "offload/idle_scrub.py",
     "offload/load_task.py",
     "offload/staging.py",
     "offload/tier_watch.py",

@@ -126,6 +126,16 @@ def stored_keys(found: Iterable[tuple[Key, int]]) -> Iterator[StoredKeys]:
             yield StoredKeys(column, np.array(sizes, np.int64))
 
 
+class Scrubbed(NamedTuple):
+    """What one ``scrub`` has read and verified: ``records`` with so many bytes of payload. The
+    ``damaged`` ones are forgotten. ``trouble`` says why nothing could be read."""
+
+    records: int = 0
+    payload_bytes: int = 0
+    damaged: tuple[Key, ...] = ()
+    trouble: str = ""
+
+
 class Tier(ABC):
     """A medium that keeps records under keys. All methods raise ``TierClosedError`` when closed
     and ``TierIoError`` when the medium as a whole has failed; nothing else."""
@@ -179,6 +189,13 @@ class Tier(ABC):
         """Which of these keys a ``read`` would find now. Only of shared tiers; a record may be
         gone, or there, a moment later."""
         raise NotImplementedError("only a shared tier is asked what it holds")
+
+    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        """Read and verify the next few records, about ``most_bytes`` and one at least, so that each
+        has its turn once in ``period_s``; no use of them. ``None``: no turn has come, or the tier
+        does not do this."""
+        del most_bytes, period_s
+        return None
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Have ``call`` called, on the loop, whenever records that the tier had vouched for are

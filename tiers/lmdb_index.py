@@ -16,8 +16,8 @@ all of its pages (LMDB dies by SIGBUS on a truncated file and of garbled pages) 
 records along. What the walk refuses is put before LMDB's own, slow verifier. Whatever is wrong is
 an ``IndexUnusableError``; what to do about it is decided above.
 
-Ownership: one thread at a time; a transaction never leaves the method that began it, and nothing
-that LMDB owns outlives its transaction.
+Ownership: one thread at a time, but for ``keys_after``; a transaction never leaves the method that
+began it, and nothing that LMDB owns outlives its transaction.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,15 @@ class LmdbIndex:
             return found
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
             return tables_of(cursor.iternext())
+
+    def keys_after(self, key: Key | None, count: int) -> list[Key]:
+        """The next ``count`` keys in their order behind one that may be gone, or from the first on.
+        May be called beside everything but ``close``: it is a transaction of its own."""
+        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+            found = cursor.first() if key is None else cursor.set_range(key)
+            if found and cursor.key() == key:
+                found = cursor.next()
+            return list(islice(cursor.iternext(values=False), count)) if found else []
 
     def apply(self, changes: Changes) -> None:
         """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing

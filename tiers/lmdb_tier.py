@@ -26,11 +26,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lmdb
+
 from tiers.base import (
     ALIGNMENT,
     Buffer,
     Key,
     ReadOutcome,
+    Scrubbed,
     StoredKeys,
     TierInfo,
     WriteOutcome,
@@ -42,6 +45,7 @@ from tiers.folder_tier import Ending, FolderTier
 from tiers.io_threads import IoThreads
 from tiers.lmdb_contents import LmdbContents
 from tiers.lmdb_reads import LmdbReads
+from tiers.lmdb_scrub import LmdbScrub
 from tiers.lmdb_store import LmdbOptions, LmdbStore
 from tiers.lmdb_writes import LmdbWrites
 from tiers.record import Identity, check_identity, check_records
@@ -51,6 +55,7 @@ SPARE_THREADS = 2
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
     *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
+    *("scrubbed", "scrub_damaged"),
 )
 
 
@@ -98,6 +103,7 @@ class LmdbTier(FolderTier[LmdbStore]):
         self._reads = LmdbReads(*common, self._read_threads)
         ended = from_threads(self._on_commit)
         self._writes = LmdbWrites(*common, self._write_threads, ended)
+        self._scrub = LmdbScrub(self._folder, store, contents, counts, self._read_threads)
         self._committer = CommitThread(store.index, store.file, self._write_threads.busy, ended)
         contents.committer = self._committer
 
@@ -175,6 +181,13 @@ class LmdbTier(FolderTier[LmdbStore]):
     async def touch(self, keys: Sequence[Key]) -> None:
         self._open_store()
         self._contents.touch(keys)
+
+    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        with self._working():
+            try:
+                return await self._scrub.step(most_bytes, period_s)
+            except (OSError, lmdb.Error) as error:
+                return Scrubbed(trouble=str(error))
 
     async def reset(self, epoch: int) -> None:
         with self._working():

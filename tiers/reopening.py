@@ -30,6 +30,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    Scrubbed,
     StoredKeys,
     Tier,
     TierClosedError,
@@ -144,6 +145,12 @@ class ReopeningTier(Tier):
             self._wanted_epoch = max(epoch, self._wanted_epoch + 1)
         await self._try(self._begin_epoch)
         self._reset_due = None
+
+    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        """As for every tier; no reason to open one again that has failed."""
+        if self._failure is not None:
+            return None
+        return await self._try(lambda tier: tier.scrub(most_bytes, period_s))
 
     def keys(self) -> AsyncIterator[StoredKeys]:
         return self._tier.keys()

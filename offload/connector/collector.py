@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 GAUGE_PERIOD_S = 1.0
 _BY_TIER = (
     *("corrupt_records", "set_aside", "refused_records"),
+    *("scrubbed_records", "scrubbed_bytes", "scrub_damaged"),
     *("read_bytes", "read_seconds", "write_bytes", "write_seconds"),
 )
 """Worker counters by tier number that become metrics with the tier's name."""

@@ -29,7 +29,7 @@ from offload.plans import StepPlan
 from offload.registry import Registration
 from offload.sizes import format_size
 from offload.stats import WorkerStats
-from offload.tier_factory import TierSpec, check_capacity, make_tier
+from offload.tier_factory import TierSpec, check_capacity, make_tier, scrub_limits
 from tiers.base import KeyColumn, StoredKeys, Tier, TierError
 from tiers.copy import CopyEngine, GroupRegions
 from tiers.host_copy import HostCopyEngine
@@ -172,6 +172,7 @@ class WorkerSide:
             limits=limits,
             rank=self._rank,
             verifier=self._verifier,
+            scrubs=scrub_limits(self._config, self._shares),
         )
         for number, (tier, spec) in enumerate(zip(tiers, specs, strict=True)):
             self._executor.stats.opened(number, tier.stats(), spec.set_aside)

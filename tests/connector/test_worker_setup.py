@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offload import idle_scrub
 from offload.config import TierConfig, parse_config
 from offload.connector import worker_side
 from offload.connector.worker_side import WorkerSide
 from offload.errors import ConfigError, TierUnavailableError
 from offload.namespace import Namespace
 from offload.registry import GroupCaches, Registration, register_kv_caches
-from offload.tier_factory import TierSpec
+from offload.tier_factory import TierSpec, scrub_limits
+from tests.cli.world import flip
 from tests.offload.small_model import BLOCKS, kv_caches
+from tiers.base import ALIGNMENT, WriteOutcome
+from tiers.lmdb_index import runs_of
+from tiers.lmdb_store import PAYLOAD_NAME
+from tiers.lmdb_tier import LmdbTier
 from tiers.slab import HostSlab, SlabError
+from tiers.testing import put
 
 NAMESPACE = b"n" * 16
 
@@ -118,3 +126,56 @@ def test_what_could_be_set_up_stays(tmp_path: Path, slabs: list[HostSlab]) -> No
     assert one.handshake() is not None
     one.shutdown()
     assert_released(slabs, threads)
+
+
+def filled(path: Path, keys: list[bytes], size: int) -> list[int]:
+    """A closed LMDB tier with these records; where their payloads begin in its file."""
+
+    async def fill() -> list[int]:
+        tier = LmdbTier(path, 1 << 24, namespace=NAMESPACE, record_bytes=size, reserve_bytes=0)
+        await tier.open()
+        assert set(await put(tier, keys, size)) == {WriteOutcome.OK}
+        values = [tier._contents.records.get(key) or b"" for key in keys]
+        await tier.aclose()
+        return [runs_of(value)[0].start * ALIGNMENT for value in values]
+
+    return asyncio.run(fill())
+
+
+@pytest.mark.parametrize("scrub", ["idle", "off"])
+def test_an_idle_worker_finds_damage_and_reports_it(
+    tmp_path: Path, scrub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked for the record."""
+    monkeypatch.setattr(idle_scrub, "QUIET_S", 0.01)
+    folder, size = tmp_path / "rank-0", 8192
+    keys = [bytes([n]) * 32 + bytes(4) for n in range(20)]
+    places = filled(folder, keys, size)
+    flip(folder / PAYLOAD_NAME, places[7] + 99)
+    table = {"type": "lmdb", "path": str(tmp_path), "capacity": "16MiB", "scrub_rate": "1GiB"}
+    config = parse_config({"cpu": {"capacity": "1MiB"}, "tiers": [table | {"scrub": scrub}]})
+    spec = TierSpec("$.tiers[0]", "lmdb", config.tiers[0], folder, 1 << 24, NAMESPACE, 0, 0)
+    one = WorkerSide(config, 0, 1, NAMESPACE.hex())
+    one.register(registration(), "cpu", [spec])
+    damaged: frozenset[bytes] = frozenset()
+    counted: dict[str, float] = {}
+    while scrub == "idle" and counted.get("scrubbed_records:0", 0) < len(keys):
+        for seen in one.drain(idle=True).report.tiers.values():
+            damaged |= seen.damaged
+        for name, value in one.counters({}).items():
+            counted[name] = counted.get(name, 0) + value
+    one.shutdown()
+    if scrub == "off":
+        assert scrub_limits(config, 1) == {}
+        return
+    assert damaged == {keys[7]}
+    assert counted["scrubbed_bytes:0"] == len(keys) * size
+    assert counted["scrub_damaged:0"] == counted["corrupt_records:0"] == 1
+
+    async def count() -> int:
+        tier = LmdbTier(folder, 1 << 24, namespace=NAMESPACE, record_bytes=size, reserve_bytes=0)
+        found = (await tier.open()).record_count
+        await tier.aclose()
+        return found
+
+    assert asyncio.run(count()) == len(keys) - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from offload.breaker import Circuit
 from offload.chunks import GroupInfo, Run
 from offload.gates import GateLimits, Gates, TierGate
@@ -40,7 +42,7 @@ def wanted(*numbers: int, block: int = 1) -> Run:
     return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
-def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: int) -> None:
+def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
     report = StepReport()
     report.see(tier, rank, Observed(**seen))
     planner.complete(report)

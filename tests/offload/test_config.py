@@ -173,7 +173,13 @@ def test_the_contract_is_read() -> None:
     (disk,) = config.tiers
     assert (disk.type, disk.path, disk.capacity) == ("lmdb", "/var/cache/kv", 200 * GIB)
     assert disk.policy.spec == "lru"
-    assert disk.options == {"direct_io": "auto", "shared": False}
+    assert disk.options == {
+        "direct_io": "auto",
+        "scrub": "idle",
+        "scrub_rate": 8 * MIB,
+        "scrub_period_s": 604_800.0,
+        "shared": False,
+    }
 
 
 def test_the_cpu_tier_adapts_and_lower_tiers_are_lru_by_default() -> None:
@@ -387,5 +393,9 @@ def test_a_shared_tier_takes_no_policy(table: dict[str, Any]) -> None:
     texts = {problem.where: str(problem) for problem in caught.value.problems}
     assert texts.keys() == {"$.tiers[0].policy", "$.tiers[0].high_watermark"}
     assert "does not apply to a shared tier" in texts["$.tiers[0].policy"]
+    if table.get("type") == "lmdb":
+        scrubbed = table | {"scrub": "idle", "scrub_rate": "1MiB", "scrub_period_s": 3600}
+        with pytest.raises(ConfigError, match="3 problems"):
+            parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [scrubbed]})
     if "shared" in table:
         parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [given | {"shared": False}]})

@@ -48,6 +48,9 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "resets_total": "done on request",
         "unverified_chunks_total": "for whoever looks into a fault",
         "verified_chunks_total": "for whoever looks into a fault",
+        "scrub_damaged_total": "corrupt_records has them",
+        "scrubbed_bytes_total": "for whoever looks into a disk",
+        "scrubbed_records_total": "for whoever looks into a disk",
         "set_aside_total": "an alert goes by the time of the last one",
     }
     assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}

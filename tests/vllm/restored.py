@@ -57,8 +57,10 @@ def by_hit(answers: list[Generation], count: int) -> dict[tuple[int, int], Gener
 
 
 def config(path: Path | None, cpu: str = "64MiB", **others: Any) -> dict[str, Any]:
-    """The connector's configuration: a CPU tier, and an LMDB tier at ``path``."""
-    tiers = [{"type": "lmdb", "path": str(path), "capacity": "256MiB", "reserve": 0}]
+    """The connector's configuration: a CPU tier, and an LMDB tier at ``path``, which is read by
+    requests alone: a scrub would find damage before them."""
+    tier = {"type": "lmdb", "path": str(path), "capacity": "256MiB", "reserve": 0, "scrub": "off"}
+    tiers = [tier]
     return transfer_config({"cpu": {"capacity": cpu}, "tiers": tiers if path else []} | others)
 
 
