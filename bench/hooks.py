@@ -93,6 +93,7 @@ class Bed:
 
     def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
         from offload.chunks import GroupInfo
+        from offload.connector.adapters import AdapterBook
         from offload.connector.guard import Faults
         from offload.connector.scheduler_side import SchedulerSide
         from offload.index import TierIndex
@@ -105,7 +106,7 @@ class Bed:
 
         group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
         layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
-        self.side = SchedulerSide(layout, lambda _request: b"", Faults(), tiers=["lmdb"])
+        self.side = SchedulerSide(layout, AdapterBook(), Faults(), tiers=["lmdb"])
         cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteSpace(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])

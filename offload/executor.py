@@ -121,8 +121,9 @@ class Executor:
 
     # -- the driver's thread -----------------------------------------------------------------
 
-    def post(self, plan: StepPlan) -> None:
-        """Hand over a plan; call after the step's forward pass was submitted. Never waits."""
+    def post(self, plan: StepPlan, *, refused: str = "") -> None:
+        """Hand over a plan; call after the step's forward pass was submitted. Never waits.
+        ``refused``: why its stores and loads must fail, if so."""
         if plan.empty or self._loop is None:
             return
         if self._verifier is not None:
@@ -132,6 +133,9 @@ class Executor:
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), questions=())
+        elif refused:
+            self._refuse_unposted(plan, plan.stores, refused)
+            plan = replace(plan, loads=(), stores=())
         elif plan.loads and self._open.are_stuck:
             self._refuse_unposted(plan, (), "copies of earlier loads hang")
             plan = replace(plan, loads=())

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.config import draft_config
+from offload.connector.adapters import AdapterBook, AdapterWatch
 from offload.connector.attach import agreed_namespace, make_planner, unit_bytes
 from offload.connector.collector import StatsCollector
 from offload.connector.guard import Faults, guarded
@@ -75,11 +76,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
         self._events: KvEvents | None = None
+        self._watch: AdapterWatch | None = None
         if not is_worker:
             self._setup.announce()
             self._scheduler = SchedulerSide(
                 self._setup.layout,
-                self._setup.identity_of,
+                AdapterBook(),
                 self.faults,
                 require_salt=self._setup.config.require_salt,
                 recorder=self._setup.recorder(),
@@ -97,6 +99,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._setup.namespace,
                 fence_is_late=self._setup.fence_is_late,
             )
+            if vllm_config.lora_config is not None:
+                self._watch = AdapterWatch(vllm_config.lora_config)
+                self._watch.begin()
 
     # -- what vLLM asks of the class -----------------------------------------------------------
 
@@ -172,7 +177,16 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.post(_plan_of(self._connector_metadata))
+            self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
+
+    def _distrust(self) -> str:
+        """Why nothing that a plan tells may be copied, if so."""
+        meta = self._connector_metadata
+        if not isinstance(meta, OffloadMetadata) or not meta.adapters:
+            return ""
+        if self._watch is not None and self._watch.agrees(meta.adapters):
+            return ""
+        return "a LoRA adapter was loaded again with other content"
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._drained_meta: OffloadWorkerMetadata | None = None
@@ -187,8 +201,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return None
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
         counters = self._worker.counters(self.faults.times())
-        if not drained.report.empty or counters:
-            self._drained_meta = OffloadWorkerMetadata(drained.report, counters)
+        adapters = self._watch.take() if self._watch is not None else {}
+        if not drained.report.empty or counters or adapters:
+            self._drained_meta = OffloadWorkerMetadata(drained.report, counters, adapters)
         return KVConnectorTransferResults(
             finished_recving=drained.finished, failed_recving=drained.failed
         )
@@ -212,6 +227,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()
+            self._scheduler.adapters.ranks = len(ranks)
             self._epochs = OwedEpochs(len(self._setup.config.lower), epochs.begin)
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
@@ -247,7 +263,9 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return {source: tokens for source, tokens in counts.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return OffloadMetadata(self._build_plan(scheduler_output))
+        plan = self._build_plan(scheduler_output)
+        assert self._scheduler is not None
+        return OffloadMetadata(plan, self._scheduler.adapters.assumed)
 
     @guarded(StepPlan)
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
@@ -262,6 +280,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         meta = connector_output.kv_connector_worker_meta
         known = isinstance(meta, OffloadWorkerMetadata)
+        if known and meta.adapters:  # before anything that was stored meanwhile is committed
+            self._scheduler.adapters_loaded(meta.adapters)
         self._scheduler.update(
             meta.report if known else None,
             connector_output.finished_recving or (),

@@ -6,10 +6,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.chunks import Origin
+from offload.connector.adapters import AdapterBook
 from offload.controls import FIELD, WRONG_MOST, parse_controls
 from offload.hints import parse_hints
 from offload.layout import ModelLayout, recorded_group
@@ -29,7 +30,7 @@ class Intake:
     def __init__(
         self,
         layout: ModelLayout,
-        identity_of: Callable[[Request], bytes],
+        adapters: AdapterBook,
         *,
         require_salt: bool = False,
         recorder: TraceRecorder | None = None,
@@ -38,18 +39,25 @@ class Intake:
         self.wrong_values = 0
         self._tiers = tuple(tiers)
         self._layout = layout
-        self._identity_of = identity_of
+        self._adapters = adapters
         self._require_salt = require_salt
         self._recorder = recorder
         self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
         self._warned = False
 
-    def admit(self, request: Request) -> RequestTracker:
-        """The tracker of a request that was not seen before."""
-        identity = self._identity_of(request)
-        tracker = RequestTracker(request.request_id, self._layout, identity)
-        tracker.no_load = tracker.no_store = self._require_salt and not request.cache_salt
-        tracker.filtered_by = "require_salt" if tracker.no_load else "no_load"
+    def admit(self, request: Request) -> RequestTracker | None:
+        """The tracker of a request that was not seen before; ``None``: ask again in the next step,
+        because what its adapter holds may be known by then. Where that stays unknown the request
+        stays outside."""
+        identity = self._adapters.identity_of(request)
+        if identity is None and self._adapters.may_come(request):
+            return None
+        tracker = RequestTracker(request.request_id, self._layout, identity or b"")
+        self._adapters.begin(request, identity or b"")
+        has_no_salt = self._require_salt and not request.cache_salt
+        tracker.no_load = tracker.no_store = has_no_salt or identity is None
+        why = "require_salt" if has_no_salt else "no_load"
+        tracker.filtered_by = "adapter" if identity is None else why
         self._listen(tracker, request)
         if not (tracker.no_load and tracker.no_store):
             tracker.extend(request.block_hashes)

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from offload.connector.adapters import AdapterName, Loaded, joined
 from offload.namespace import Namespace
 from offload.plans import StepPlan, StepReport
 from tiers.base import KeyColumn
@@ -18,24 +19,28 @@ from tiers.base import KeyColumn
 
 @dataclass
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """One step's plan, from the scheduler to every worker."""
+    """One step's plan, from the scheduler to every worker, and what it takes the adapters for."""
 
     plan: StepPlan
+    adapters: Mapping[AdapterName, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """What one rank (after aggregation: all ranks) finished, and its counters."""
+    """What one rank (after aggregation: all ranks) finished, its counters, and the LoRA adapters
+    that it has loaded."""
 
     report: StepReport
     counters: dict[str, float] = field(default_factory=dict)
+    adapters: Loaded = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         assert isinstance(other, OffloadWorkerMetadata)
         counters = dict(self.counters)
         for name, value in other.counters.items():
             counters[name] = counters.get(name, 0) + value
-        return OffloadWorkerMetadata(self.report.merge(other.report), counters)
+        adapters = joined(self.adapters, other.adapters)
+        return OffloadWorkerMetadata(self.report.merge(other.report), counters, adapters)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from offload.connector.adapters import AdapterBook, Loaded
 from offload.connector.block_tables import BlockTables
 from offload.connector.digests import ChunkDigests
 from offload.connector.endings import Endings
@@ -51,7 +52,7 @@ class SchedulerSide:
     def __init__(
         self,
         layout: ModelLayout,
-        identity_of: Callable[[Request], bytes],
+        adapters: AdapterBook,
         faults: Faults,
         *,
         require_salt: bool = False,
@@ -63,9 +64,10 @@ class SchedulerSide:
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
+        self.adapters = adapters
         self._faults = faults
         self.intake = Intake(
-            layout, identity_of, require_salt=require_salt, recorder=recorder, tiers=tiers
+            layout, adapters, require_salt=require_salt, recorder=recorder, tiers=tiers
         )
         self.log = log or RequestLog()
         self.lookups: Lookups | None = None
@@ -95,7 +97,10 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request was added (also called again for a resumed session)."""
         if request.request_id not in self._trackers:
-            tracker = self._trackers[request.request_id] = self.intake.admit(request)
+            tracker = self.intake.admit(request)
+            if tracker is None:  # its lookup asks again
+                return
+            self._trackers[request.request_id] = tracker
             tracker.ready_at = self._ready_at(tracker)
             tracker.mark = self.planner.removals.count if self.planner is not None else 0
             self._requests[request.request_id] = request
@@ -114,7 +119,10 @@ class SchedulerSide:
         looking at the requests behind this one, which hold the blocks of ended loads: these go
         first.
         """
-        tracker = self._tracker(request)
+        self.on_new_request(request)
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            return None
         self._unseen.seen(request.request_id)
         if tracker.failures:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
@@ -167,6 +175,7 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._unseen.forget(request.request_id)
+        self.adapters.end(request.request_id)
         self._clock.ended(request, time.monotonic())
         if tracker is None or not (self.planner and self.lookups and self._endings):
             return None
@@ -370,6 +379,16 @@ class SchedulerSide:
                         self._digests.state(tracker, index, chunk - 1, run)
                     self.planner.plan_store(run)
 
+    def adapters_loaded(self, loaded: Loaded) -> None:
+        """The workers have loaded adapters. Where that has changed what an adapter holds, its
+        requests leave, and what is being stored may be of either."""
+        users = self.adapters.take(loaded)
+        if users and self.planner is not None:
+            self.planner.distrust_stores()
+        for tracker in filter(None, map(self._trackers.get, users)):
+            tracker.no_load = tracker.no_store = True
+            tracker.filtered_by = "adapter"
+
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
@@ -418,6 +437,7 @@ class SchedulerSide:
     def forget(self) -> None:
         """The weights changed: nothing stored so far may be hit again, and nothing is written to
         lower tiers before ``begin_epochs``."""
+        self.adapters.forget()
         if self.planner is not None:
             self.planner.forget_all()
         if self._endings is not None:

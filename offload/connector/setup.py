@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config import OffloadConfig, parse_config
 from offload.config_checks import load_config
-from offload.connector.adapters import adapter_digest
 from offload.connector.identity import geometry_fields, hash_fields, namespace_fields
 from offload.connector.startup_checks import (
     check_vllm_config,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -262,11 +260,6 @@ class Setup:
         ]
         folders = [tier.path for tier in empty if tier.path]
         return [line for path in folders for line in describe_neighbours(path, self.namespace)]
-
-    def identity_of(self, request: Request) -> bytes:
-        """What vLLM's block hashes do not know of a request: its adapter's content."""
-        lora = request.lora_request
-        return adapter_digest(lora) if lora is not None else b""
 
 
 def _form_of(

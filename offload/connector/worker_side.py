@@ -239,10 +239,11 @@ class WorkerSide:
             if self._fence_is_late:
                 self._executor.poison(plan.fence)
 
-    def post(self, plan: StepPlan) -> None:
-        """After the step's forward pass was submitted: start the step's jobs."""
+    def post(self, plan: StepPlan, *, refused: str = "") -> None:
+        """After the step's forward pass was submitted: start the step's jobs. ``refused``: why its
+        stores and loads must not be."""
         if self._executor is not None:
-            self._executor.post(plan)
+            self._executor.post(plan, refused=refused)
 
     def drain(self, idle: bool) -> Drained:
         """What ended since the last step."""

@@ -156,6 +156,14 @@ def test_code_of_models_that_names_a_setting_is_found_to_read_it(word: str) -> N
     assert checked > 0
 
 
+def test_models_that_import_a_reader_read_too() -> None:
+    """AXK1 takes its attention from DeepSeek V2, whose code names the length."""
+    module = ModelRegistry.models["AXK1ForCausalLM"].module_name
+    own = model_code._names(model_code.ast.parse(texts()["model_executor/models/AXK1.py"]), "")
+    assert not own.found.may_read("max_model_len")
+    assert model_code._closure(module).may_read("max_model_len")
+
+
 PLAIN = (
     "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM MistralForCausalLM "
     "Gemma3ForCausalLM GptOssForCausalLM MixtralForCausalLM Phi3ForCausalLM"

@@ -109,9 +109,9 @@ def _no_fence(patch: pytest.MonkeyPatch) -> None:
 def _no_event(patch: pytest.MonkeyPatch) -> None:
     post = Executor.post
 
-    def without_event(self: Any, plan: Any) -> None:
+    def without_event(self: Any, plan: Any, **more: Any) -> None:
         self._engine.record_event = lambda: None
-        post(self, plan)
+        post(self, plan, **more)
 
     patch.setattr(Executor, "post", without_event)
 

@@ -226,6 +226,26 @@ async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
         assert inner.records == {}
 
 
+async def test_copies_that_are_refused_fail_and_the_rest_of_the_plan_is_carried_out() -> None:
+    inner = MemoryTier(1 << 20)
+    async with rank_with(inner) as rank:
+        compute(rank.caches, keys(2), [1, 2])
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        await rank.turn()
+        demote = DemoteJob(3, 0, 0, (KEYS[0],), (0,))
+        plan = StepPlan(stores=(store(2, [2], [1]),), demotes=(demote,), loads=(load(4, [0], [9]),))
+        rank.executor.post(plan, refused="for a reason")
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r4"}, {"r4"})
+        results = done.report.results
+        assert {job for job, result in results.items() if result.failed} == {2, 4}
+        assert inner.records.keys() == {KEYS[0]}
+        assert (rank.caches["layers.0"][9] == 0).all()
+        rank.executor.post(StepPlan(loads=(load(5, [0], [9]),)))
+        assert (await rank.turn()).failed == set()
+        assert wrong_blocks(rank.caches, keys(1), [9]) == []
+
+
 async def test_a_plan_that_cannot_be_carried_out_is_answered_as_failed() -> None:
     async with rank_with() as rank:
         broken: Any = StepPlan(

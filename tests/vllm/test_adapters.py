@@ -1,0 +1,114 @@
+"""LoRA adapters that are replaced under their path, on real engines: KV is found by what was loaded
+when it was computed, whatever lies at the path when a request comes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.lora.request import LoRARequest
+
+from demo.tiny_model import LlamaShape, save_bfloat16
+from tests.vllm.engine import Engine
+from tests.vllm.probes import totals
+from tests.vllm.protocol import Prompt
+from tests.vllm.restored import HASH, config, loaded_tokens, prompts, settle
+
+NAME = "adapter"
+RANK = 8
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """An adapter for every query, key and value projection, strong enough to change tokens."""
+    shape, draw = LlamaShape(), np.random.default_rng(seed)
+    sizes = {"q_proj": shape.heads, "k_proj": shape.kv_heads, "v_proj": shape.kv_heads}
+    weights = {}
+    for layer in range(shape.layers):
+        for name, heads in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            rows = heads * shape.head_dim
+            for part, size in (("A", (RANK, shape.hidden)), ("B", (rows, RANK))):
+                values = draw.normal(0.0, 0.3, size).astype(np.float32)
+                weights[f"{at}.lora_{part}.weight"] = values
+    folder.mkdir()
+    save_bfloat16(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*sizes]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def load(llm: Any, path: str, in_place: bool = False) -> None:
+    """As a server does for its adapters at its start, and when it is told to."""
+    llm.llm_engine.add_lora(LoRARequest(NAME, 1, path, load_inplace=in_place))
+
+
+def answer(llm: Any, path: str, prompt: Prompt) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities of a greedy answer with the adapter."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+    inputs = {"prompt_token_ids": prompt}
+    [found] = llm.generate(
+        [inputs], sampling, lora_request=LoRARequest(NAME, 1, path), use_tqdm=False
+    )
+    output = found.outputs[0]
+    return list(output.token_ids), [output.cumulative_logprob]
+
+
+def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> None:
+    first, second = (make_adapter(tmp_path / f"v{seed}", seed) for seed in (1, 2))
+    path = tmp_path / "adapter"
+    options: dict[str, Any] = HASH | {
+        "connector": config(tmp_path / "kv"),
+        "enable_lora": True,
+        "max_lora_rank": RANK,
+    }
+    [prompt] = prompts(1)
+
+    def put(version: Path) -> None:
+        """Replace what lies at the path, as a deployment does."""
+        link = tmp_path / "next"
+        link.symlink_to(version)
+        os.replace(link, path)
+
+    put(first)
+    with Engine(llama, log=tmp_path / "one", **options) as engine:
+        engine.call(load, str(path))
+        put(second)  # after it was loaded, before its first request
+        of_first = engine.call(answer, str(path), prompt)
+        settle(engine)
+        engine.reset_prefix_cache()
+        assert engine.call(answer, str(path), prompt) == of_first
+        assert loaded_tokens(engine, "cpu") == 576
+        settle(engine)
+
+    with Engine(llama, log=tmp_path / "two", **options) as engine:
+        engine.call(load, str(path))
+        of_second = engine.call(answer, str(path), prompt)
+        assert loaded_tokens(engine, "lmdb") == loaded_tokens(engine, "cpu") == 0
+        assert of_second != of_first
+        settle(engine)
+
+    put(first)
+    with Engine(llama, log=tmp_path / "three", **options) as engine:
+        engine.call(load, str(path))
+        assert engine.call(answer, str(path), prompt) == of_first
+        assert loaded_tokens(engine, "lmdb") == 576
+
+        put(second)  # and loaded again under the same name, which no hash can tell
+        engine.call(load, str(path), True)
+        engine.reset_prefix_cache()
+        assert engine.call(answer, str(path), prompt) == of_second
+        assert engine.call(totals)["load_failures"] == 1
+        assert "have changed since it was first loaded" in engine.log()
+        engine.reset_prefix_cache()
+        assert engine.call(answer, str(path), prompt) == of_second
+        assert engine.reset_prefix_cache(connector=True)
+        assert engine.call(answer, str(path), prompt) == of_second
+        engine.reset_prefix_cache()
+        before = loaded_tokens(engine, "cpu")
+        assert engine.call(answer, str(path), prompt) == of_second
+        assert loaded_tokens(engine, "cpu") == before + 576
