@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ async def submitted(rank: Rank) -> None:
     raise AssertionError("no copy was submitted")
 
 
+@contextmanager
+def copies_hang(rank: Rank) -> Iterator[None]:
+    """Copies into GPU blocks that were submitted run only afterwards."""
+    lane = rank.engine._load
+    hanging, lane.queue = lane.queue, deque()
+    try:
+        yield
+    finally:
+        lane.queue.extendleft(reversed(hanging))
+
+
 async def stored(rank: Rank) -> None:
     """Chunk 0 lies in slot 0."""
     compute(rank.caches, keys(1), [1])
@@ -96,16 +108,15 @@ async def test_copies_that_never_end_keep_their_own_request_alone(clock: Clock) 
         await stored(rank)
         rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
         await submitted(rank)
-        hanging, rank.engine._load.queue = rank.engine._load.queue, deque()
-        pass_deadlines(clock, rank)
-        assert not (await rank.turn()).finished
-        before = rank.caches["layers.0"][10].clone()
-        rank.executor.post(StepPlan(loads=(load(3, [0], [10]),)))
-        done = await rank.turn()
-        assert (done.finished, done.failed) == ({"r3"}, {"r3"})
-        assert done.report.results[3].failed
-        assert bool((rank.caches["layers.0"][10] == before).all())
-        rank.engine._load.queue.extend(hanging)
+        with copies_hang(rank):
+            pass_deadlines(clock, rank)
+            assert not (await rank.turn()).finished
+            before = rank.caches["layers.0"][10].clone()
+            rank.executor.post(StepPlan(loads=(load(3, [0], [10]),)))
+            done = await rank.turn()
+            assert (done.finished, done.failed) == ({"r3"}, {"r3"})
+            assert done.report.results[3].failed
+            assert bool((rank.caches["layers.0"][10] == before).all())
         assert (await rank.turn()).failed == {"r2"}
         rank.executor.post(StepPlan(loads=(load(4, [0], [11]),)))
         done = await rank.turn()
