@@ -21,7 +21,7 @@ from tests.vllm.restored import HASH, Reference, ask, config, loaded_tokens, pro
 KILLS = int(os.environ.get("KVTIERS_KILLS", "3"))
 SEED = int(os.environ.get("KVTIERS_SEED", "9"))
 CAP_BYTES = 8 << 20
-KNOWN_FILES = {"owner.lock", "data.mdb", "lock.mdb", "payload.data"}
+KNOWN_FILES = {"owner.lock", "data.mdb", "lock.mdb", "payload.data", "scrub", "scrub.new"}
 
 
 def bytes_below(folder: Path) -> int:
