@@ -37,11 +37,11 @@ def test_a_fault_can_be_planted(mutant: Mutant) -> None:
 
 
 def test_the_set_is_not_thinned_out() -> None:
-    """A ratchet: faults are kept. Raise the number with the set."""
+    """A ratchet: faults are kept. Raise the number now and then, not with each of them."""
     assert len(MUTANTS) >= LEAST
 
 
-LEAST = 239
+LEAST = 250
 
 
 def fault(**changes: str) -> Mutant:
