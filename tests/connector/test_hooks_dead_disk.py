@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from vllm.config.kv_events import KVEventsConfig
+from vllm.lora.request import LoRARequest
 
 from offload.connector import guard, worker_side
 from tests.connector import oracle_world
@@ -192,6 +193,10 @@ def live(world: Served, failed: list[str]) -> None:
     assert failed, "the disk is dead"
     for number in range(4):
         world.serve(f"stores {number}", [number, *PROMPT])
+    adapted = _request(world, "has an adapter", [6, *PROMPT], None)
+    adapted.lora_request = LoRARequest("adapter", 1, str(Path(__file__).parent))
+    world.scheduler.add_request(adapted)
+    world.until(lambda: adapted.request_id not in world.scheduler.requests)
     world.ask("is aborted", [7, *PROMPT])
     world.step()
     world.abort()
