@@ -172,11 +172,11 @@ def open_shared_place(
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
         home = _open_locked(base, namespace, on_damage) / "replica-0"
-        folder = home / f"rank-{rank}"
         home.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
         if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
             _write_epoch(home, 0)
+        folder = home / f"rank-{rank}"  # after that: ranks without an epoch file are damage
+        folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(home / f"rank-{rank}.claim", engine)
     return Place(folder, 0, fd)
 

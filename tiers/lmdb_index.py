@@ -197,6 +197,11 @@ class LmdbIndex:
                 raise _translated(error) from error
             undo.pop_all()
 
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self._file.path
+
     @staticmethod
     def _open_env(folder: Path, map_bytes: int) -> Any:
         try:

@@ -204,6 +204,22 @@ async def test_verify_and_inspect_say_what_a_start_would_throw_away(
     assert (info.record_count, set_aside) == (len(KEYS), 0)
 
 
+@pytest.mark.parametrize("name", ["an empty index", "no index", "no payloads"])
+async def test_the_same_of_a_store_that_was_shared(tmp_path: Path, name: str) -> None:
+    damage, words = LMDB[name]
+    await start(tmp_path, shared=True)
+    assert judged(tmp_path, "verify")[0] == judged(tmp_path, "inspect")[0] == 0
+    damage(tmp_path / NAMESPACE.name)
+    for command in ("inspect", "verify"):
+        code, problems = judged(tmp_path, command)
+        assert code == 1
+        assert any(words in problem for problem in problems)
+    with pytest.raises(TierIoError, match=words):
+        await start(tmp_path, shared=True, recovery="strict")
+    info, set_aside = await start(tmp_path, shared=True)
+    assert (info.record_count, set_aside) == (0, 1)
+
+
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 async def test_records_of_a_later_epoch_than_is_noted_are_damage(tmp_path: Path, kind: str) -> None:
     """A copy that was not made at one moment (``test_tier_places`` has the start)."""

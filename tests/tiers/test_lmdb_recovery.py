@@ -124,12 +124,15 @@ async def test_an_index_that_is_gone_is_damage(tmp_path: Path, is_empty: bool) -
 # -- the payload file --------------------------------------------------------------------------
 
 
-async def test_records_beyond_the_end_are_forgotten_and_the_others_kept(tmp_path: Path) -> None:
+async def test_records_beyond_the_end_are_forgotten_and_the_others_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = await filled(tmp_path)
     cut(folder / PAYLOAD_NAME, 4096 * (1 + 3 * 10 + 2))
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 10
     assert tier.stats()["dropped_at_open"] == 20
+    assert "20 records in " in caplog.text
     await tier.aclose()
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 10
