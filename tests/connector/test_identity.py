@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from offload.config import parse_config
+from offload.connector.cannot_change_kv import FIELDS
 from offload.connector.identity import namespace_fields
 from offload.connector.startup_checks import (
     check_vllm_config,
@@ -36,6 +37,7 @@ from tests.connector.identity_world import (
     make_model,
     namespace_of,
 )
+from tests.connector.test_identity_sweep import NAMED
 from tests.connector.vllm_configs import full
 
 DISK = {"tiers": [{"type": "lmdb", "path": "/kv", "capacity": "1GiB"}]}
@@ -87,18 +89,16 @@ def test_a_flag_that_changes_blocks_changes_the_namespace(
 
 
 def test_each_parallel_size_counts(model: Path) -> None:
+    """All that the sweep over vLLM's settings says are named (``test_every_field_is_decided``)."""
     plain = namespace_of(config_of(model))
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-        "cp_kv_cache_interleave_size",
-    ):
+    names = FIELDS["ParallelConfig"][NAMED].split()
+    assert len(names) >= 7
+    for name in names:
         config = config_of(model)
+        config.parallel_config.is_moe_model = None  # replicas of other models compute alone
         setattr(config.parallel_config, name, 2)
         assert len(differing_fields(plain, namespace_of(config))) == 1, name
-    config.parallel_config = config_of(model).parallel_config
+    config = config_of(model)
     config.parallel_config.data_parallel_index = 1
     assert namespace_of(config) == plain
 
@@ -225,6 +225,42 @@ def test_large_files_are_sampled_and_small_ones_read_whole(tmp_path: Path) -> No
         distinct = {p for p in (0, min(size, HEAD_BYTES) - 1, size - SAMPLE_BYTES, size - 1)
                     if 0 <= p < size}  # fmt: skip
         assert len(seen) >= len(distinct)
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_samples_lie_everywhere_in_a_large_file(part: int, tmp_path: Path) -> None:
+    """Whichever twelfth of the weights is another, it shows."""
+    file = tmp_path / "model.safetensors"
+    size = 12 * WEIGHT_BYTES
+    digests = []
+    for changed in (None, part):
+        with file.open("wb") as made:
+            made.truncate(size)
+            if changed is not None:
+                made.seek(changed * WEIGHT_BYTES)
+                made.write(b"\1" * WEIGHT_BYTES)
+        os.utime(file, ns=(1, 1))
+        digests.append(weights_identity(tmp_path)["digest"])
+    assert digests[0] != digests[1]
+
+
+def test_a_draft_model_counts_with_its_weights(model: Path, tmp_path: Path) -> None:
+    """Its KV lies in the same blocks."""
+    draft = make_model(tmp_path / "draft", num_hidden_layers=1)
+
+    def with_draft() -> Namespace:
+        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        return namespace_of(config_of(model, speculative_config=speculative))
+
+    plain, first = namespace_of(config_of(model)), with_draft()
+    assert differing(plain, first)
+    assert differing(first, with_draft()) == []
+    weights = draft / "model.safetensors"
+    found = weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"\xee")
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert differing(first, with_draft()) == ["draft.weights.digest"]
 
 
 def test_a_random_hash_seed_makes_every_start_a_namespace_of_its_own(
