@@ -153,23 +153,26 @@ async def test_reads_do_not_wait_for_a_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a million files on a slow server it takes minutes, and all who store wait for it."""
-    gate = threading.Event()
+    gate, reached = threading.Event(), threading.Event()
     tier = SharedFileTier(tmp_path / "tier", 4 << 20, depth=2)
     await tier.open()
     await put(tier, [key_of(0)], SIZE)
     real = SharedFolder.scan
 
     def scan(folder: SharedFolder) -> Any:
-        gate.wait(20)
+        reached.set()
+        assert gate.wait(60)
         return real(folder)
 
     monkeypatch.setattr(SharedFolder, "scan", scan)
     storing = asyncio.create_task(put(tier, [key_of(n) for n in range(1, 9)], SIZE))
-    await asyncio.sleep(0.05)
-    async with asyncio.timeout(10):
-        await assert_holds(tier, [key_of(0)], SIZE)
-    assert not storing.done()
+    assert await asyncio.to_thread(reached.wait, 60), "nobody scans the folder"
+    reading = asyncio.create_task(fetch(tier, key_of(0), SIZE))
+    await asyncio.wait({reading}, timeout=30)
+    is_read, is_stored = reading.done(), storing.done()
     gate.set()
+    assert (is_read, is_stored) == (True, False)
+    assert (await reading)[0] is ReadOutcome.OK
     assert await storing == [OK] * 8
     await tier.aclose()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from tiers.lmdb_index import pack_value
 from tiers.record import Identity, prefix
 from tiers.record_files import record_name
 from tiers.shared_changes import Changes, changing
+from tiers.shared_file_tier import SharedFileTier
 from tiers.shared_folder import COMMON, SharedFolder
 from tiers.shared_lmdb_tier import SharedLmdbTier
 from tiers.shared_store import SharedStore
 from tiers.sharers import Sharer
-from tiers.testing import assert_holds, key_of, payload_of, put
+from tiers.testing import assert_holds, fetch, key_of, payload_of, put
 
 SIZE = 10_000
 CAPACITY = 4 << 20
@@ -88,6 +91,31 @@ def test_a_record_of_old_weights_is_not_published_in_a_folder_made_anew(
     meanwhile(monkeypatch, SharedFolder, "_take_grant", reset)
     assert one.store(KEY, COMMON, DATA, 2, 2) is WriteOutcome.FAILED
     assert two.are_there([KEY, other], COMMON) == [False, True]
+
+
+async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has read is of the old weights."""
+    tier = SharedFileTier(tmp_path / "kv", CAPACITY)
+    await tier.open()
+    assert await put(tier, [KEY], SIZE) == [OK]
+    was_read, gate = threading.Event(), threading.Event()
+    read = SharedFolder.fetch
+
+    def slow(*arguments: Any) -> ReadOutcome:
+        outcome = read(*arguments)
+        was_read.set()
+        assert gate.wait(60)
+        return outcome
+
+    monkeypatch.setattr(SharedFolder, "fetch", slow)
+    reading = asyncio.create_task(fetch(tier, KEY, SIZE))
+    assert await asyncio.to_thread(was_read.wait, 60)
+    await tier.reset(1)
+    gate.set()
+    assert (await reading)[0] is ReadOutcome.MISS
+    await tier.aclose()
 
 
 def test_engines_that_write_at_the_same_time_stay_below_the_cap(
