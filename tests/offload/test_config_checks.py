@@ -203,6 +203,14 @@ def test_two_tiers_on_one_disk_are_added_up(tmp_path: Path) -> None:
     assert list(problems_of(one, two)) == ["$.tiers[1].capacity"]
 
 
+def test_three_tiers_on_one_disk_are_added_up(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    share = disk.f_bavail * disk.f_frsize * 4 // 10
+    tiers = [tier(tmp_path / name, capacity=share) for name in "abc"]
+    assert problems_of(*tiers[:2]) == {}
+    assert list(problems_of(*tiers)) == ["$.tiers[2].capacity"]
+
+
 def test_what_a_tier_holds_already_is_not_counted_against_it(tmp_path: Path) -> None:
     """A server that filled its disk up to the reserve can start again."""
     home = tmp_path / ("0" * 32)

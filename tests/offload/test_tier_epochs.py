@@ -19,7 +19,7 @@ from offload.errors import TierUnavailableError
 from offload.mounts import Spot
 from offload.namespace import Namespace
 from offload.namespace_folders import open_place, read_epoch, replica_folder
-from offload.tier_epochs import TierEpochs
+from offload.tier_epochs import TierEpochs, draw_epoch
 
 NAMESPACE = Namespace.of({"model": "a"})
 PATIENCE_S = 20.0
@@ -172,3 +172,15 @@ def test_a_mount_point_without_its_disk_gets_no_folders(
     with pytest.raises(TierUnavailableError, match="another file system"):
         epochs.begin(1)
     assert list(Path(paths[1]).iterdir()) == []
+
+
+def test_epochs_of_shared_tiers_are_nobody_elses_and_never_those_of_the_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd ones mean weights that no file holds."""
+    drawn = [draw_epoch() for _ in range(200)]
+    assert all(epoch % 2 == 1 for epoch in drawn)
+    assert len(set(drawn)) == len(drawn)
+    later = time.time() + 10.0
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert draw_epoch() > max(drawn)
