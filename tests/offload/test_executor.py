@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 from offload.executor import Executor
 from offload.owed import Drained, ExecutorLimits
 from offload.plans import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
-from offload.registry import GroupCaches, register_kv_caches
+from offload.registry import GroupCaches, Registration, register_kv_caches
 from offload.staging import Staging
+from offload.verify import Verifier
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tests.sim.virtual_time import run_virtually
 from tests.threads import no_thread_is_left
@@ -30,7 +31,13 @@ KEYS = [key + bytes(4) for key in keys(8)]
 class Rank:
     """An executor on simulated streams that move only when told to."""
 
-    def __init__(self, tier: Tier, staging: int = 1, **limits: float) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        staging: int = 1,
+        verifier: Callable[[Registration], Verifier] | None = None,
+        **limits: float,
+    ) -> None:
         self.caches = kv_caches()
         layers = {name: self.caches[name] for name in ("layers.0", "layers.1")}
         registration = register_kv_caches(BLOCKS, [GroupCaches(0, 1, layers)])
@@ -45,6 +52,7 @@ class Rank:
             [tier],
             staging=range(SLOTS - staging, SLOTS),
             limits=ExecutorLimits(**limits),  # type: ignore[arg-type]  # only the float fields
+            verifier=None if verifier is None else verifier(registration),
         )
 
     async def turn(self, times: int = 20) -> Drained:

@@ -17,7 +17,9 @@ import yaml
 from tests.dashboards import FOLDER, alert_rules, dashboard, queries
 
 PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus (Debian)"
+)
 
 RULES = FOLDER / "alerts.yaml"
 HOURS = 3

@@ -1,7 +1,9 @@
-"""Digests of KV blocks, and the table that keeps them."""
+"""Digests of KV blocks, the table that keeps them, and how long loaded blocks are kept for them."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,12 @@ import pytest
 import torch
 
 from offload.device_digest import BLOCKS_MAX, DeviceDigest
-from offload.registry import GroupCaches, register_kv_caches
-from offload.verify import DIGESTS_MAX, DigestTable
+from offload.plans import DigestJob, LoadItem, LoadJob, StepPlan
+from offload.registry import GroupCaches, Registration, register_kv_caches
+from offload.stats import WorkerStats
+from offload.verify import DIGESTS_MAX, DigestTable, Verifier
+from tests.offload.small_model import compute, keys
+from tests.offload.test_executor import KEYS, rank_with, store
 
 MASK = (1 << 64) - 1
 
@@ -135,3 +141,49 @@ def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) ->
     assert [d.tolist() for d in table.known(b"a")] == newest
     table.clear()
     assert table.known(b"a") == ()
+
+
+class HeldVerifier(Verifier):
+    """Compares a loaded chunk when a test lets it."""
+
+    def __init__(self, registration: Registration) -> None:
+        super().__init__(DeviceDigest(registration), WorkerStats(), None, "")
+        self.may_compare = {key: asyncio.Event() for key in KEYS}
+        self.compared = {key: asyncio.Event() for key in KEYS}
+
+    async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+        """What differs, as soon as the first of these may be compared."""
+        await self.may_compare[items[0].key].wait()
+        found = await super().wrong(items)
+        self.compared[items[0].key].set()
+        return found
+
+
+async def test_a_request_keeps_its_blocks_until_all_of_them_were_compared() -> None:
+    """Also if nobody wants the load any more: the next owner of a block would be compared."""
+    held: list[HeldVerifier] = []
+
+    def verifier(registration: Registration) -> Verifier:
+        held.append(HeldVerifier(registration))
+        return held[0]
+
+    async with asyncio.timeout(60.0), rank_with(verifier=verifier) as rank:
+        compute(rank.caches, keys(2), [1, 2])
+        digests = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
+        rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
+        while not (await rank.turn()).report.results:
+            pass
+        for part in range(2):
+            item = LoadItem(KEYS[part], 0, (9 + part,), part, -1)
+            load = LoadJob(2, "r2", [item], part, part == 1)
+            rank.executor.post(StepPlan(loads=(load,)))
+            await rank.turn()
+        rank.executor.leave("r2")
+        for key in KEYS[:2]:
+            assert not (await rank.turn()).finished, "its blocks are being compared"
+            held[0].may_compare[key].set()
+            await held[0].compared[key].wait()
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
+        stats = rank.executor.stats
+        assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)

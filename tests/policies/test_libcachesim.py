@@ -19,7 +19,9 @@ from policies.optimum import optimum_hits
 from policies.simulate import simulate
 from policies.trace import Request, Trace
 
-library: Any = pytest.importorskip("libcachesim")
+library: Any = pytest.importorskip(
+    "libcachesim", reason="libcachesim is not installed: pip install -e .[rivals]"
+)
 CAPACITIES = (10, 60, 150)
 
 

@@ -157,7 +157,10 @@ def test_the_master_is_killed_and_restarted_under_load(
             engine.call(check)
 
 
-@pytest.mark.skipif(not os.environ.get("KVTIERS_MOONCAKE_RANKS"), reason="takes minutes")
+@pytest.mark.skipif(
+    not os.environ.get("KVTIERS_MOONCAKE_RANKS"),
+    reason="set KVTIERS_MOONCAKE_RANKS=1 (takes minutes)",
+)
 async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
@@ -186,7 +189,10 @@ async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
         await memory.aclose()
 
 
-@pytest.mark.skipif(not os.environ.get("KVTIERS_MOONCAKE_RANKS"), reason="takes minutes")
+@pytest.mark.skipif(
+    not os.environ.get("KVTIERS_MOONCAKE_RANKS"),
+    reason="set KVTIERS_MOONCAKE_RANKS=1 (takes minutes)",
+)
 def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master: Master) -> None:
     """One rank and two, side by side, each way; what cannot be translated is refused. The memory is
     another process's, so that what an engine has stored outlives it."""
