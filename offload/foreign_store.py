@@ -82,7 +82,7 @@ class StoreView:
     def join(self) -> MooncakeClient:
         """A connection. Raises ``TierIoError``."""
         identity = Identity(self.now.records, self.now.rank)
-        return MooncakeClient(self.settings, identity, None, THREADS)
+        return MooncakeClient(self.settings, identity, None)
 
     def look(
         self, client: MooncakeClient, tell: Callable[[str], object]

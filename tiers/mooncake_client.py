@@ -1,8 +1,9 @@
 """Blocking calls to a Mooncake store: memory, keys and codes. Any thread may call, several at once.
 
 A record is one object of the store: our header (``record``), then the payload. The store takes both
-from where they lie and puts them back there (``..._multi_buffers``), so that the payload in a slot
-is never copied by us. Headers lie in a small memory of the client's own.
+from where they lie and puts them back there (``..._multi_buffers``), so that a payload in a slot is
+not copied when it is written. What is read, and every header, lies in ``Rooms``: a call that
+Mooncake has given up may go on moving bytes.
 
 The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 """
@@ -12,10 +13,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import queue
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,12 +22,13 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
-from tiers.mooncake_rooms import Rooms, portions
+from tiers.mooncake_rooms import ROOM_BYTES, Rooms, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
 BATCH = 64
 """Records in one call of the store."""
 HEADER_STEP = 128
+HEADERS_BYTES = BATCH * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
 """How long Mooncake waits for its master to answer; 30 s if nobody says so."""
@@ -42,6 +42,8 @@ MASTER_AWAY = (-900, -901)
 """It is not there; it is there and does not answer in time."""
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
+EXISTS = -705
+NOT_TAKEN = (NO_ROOM, EXISTS)
 DOCUMENT_BYTES_MAX = 2 << 20
 DOCUMENT_COPIES = 3
 
@@ -74,19 +76,16 @@ class MooncakeClient:
     written from; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""
 
     def __init__(
-        self, settings: MooncakeSettings, identity: Identity, memory: range | None, threads: int
+        self, settings: MooncakeSettings, identity: Identity, memory: range | None
     ) -> None:
         self._settings = settings
         self._identity = identity
         self._memory = memory or range(0)
         self._store = _joined(settings)
-        self._rooms = Rooms(settings.protocol, self._register, self._store.unregister_buffer)
-        self._headers = np.zeros((threads * BATCH, HEADER_STEP), np.uint8)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for first in range(0, threads * BATCH, BATCH):
-            self._free.put(first)
+        about = (settings.protocol, self._register, self._store.unregister_buffer)
+        self._rooms = Rooms(*about, ROOM_BYTES + HEADERS_BYTES)
+        self._header_rooms = Rooms(*about, HEADERS_BYTES)
         try:
-            self._register(self._headers.ctypes.data, self._headers.nbytes)
             if self._memory:
                 self._register(self._memory.start, len(self._memory))
         except BaseException:
@@ -130,16 +129,22 @@ class MooncakeClient:
         if not fresh:
             return outcomes
         buffers = [data[n] for n in fresh]
-        with self._lent_headers() as headers, self._reachable(buffers) as places:
-            for row, n in zip(headers, fresh, strict=False):
+        outside = [n for n, buffer in enumerate(buffers) if not self._is_known(buffer)]
+        with (
+            self._header_rooms.lend([HEADER_STEP] * len(fresh)) as headers,
+            self._rooms.lend([buffers[n].nbytes for n in outside]) as copies,
+        ):
+            for place, n in zip(headers.places, fresh, strict=True):
                 sealed = seal(self._identity, keys[n], epoch, data[n], data[n].nbytes)
-                row[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
-            for place, buffer in zip(places, buffers, strict=True):
-                if place is not buffer:
-                    np.copyto(place, buffer)
+                place[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
+            for place, n in zip(copies.places, outside, strict=True):
+                np.copyto(place, buffers[n])
+                buffers[n] = place
             codes = self._store.batch_put_from_multi_buffers(
-                [names[n] for n in fresh], *_parts(headers, places)
+                [names[n] for n in fresh], *_parts(headers.places, buffers)
             )
+            self._header_rooms.ended(headers, codes, NOT_TAKEN)
+            self._rooms.ended(copies, codes, NOT_TAKEN)
         for n, code in zip(fresh, _checked(codes), strict=True):
             if code != 0:
                 outcomes[n] = WriteOutcome.FULL if code == NO_ROOM else WriteOutcome.FAILED
@@ -170,16 +175,16 @@ class MooncakeClient:
         names = [self.name(key, epoch, of) for key in keys]
         sizes = [data.nbytes for data in into]
         outcomes = []
-        with self._lent_headers() as headers, self._rooms.lend(sizes) as lent:
-            parts = _parts(headers, lent.places)
-            codes = self._store.batch_get_into_multi_buffers(names, *parts)
+        with self._rooms.lend([*sizes, *[HEADER_STEP] * len(sizes)]) as lent:
+            payloads, headers = lent.places[: len(sizes)], lent.places[len(sizes) :]
+            codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, payloads))
             self._rooms.ended(lent, codes, ABSENT)
             for n, code in enumerate(_checked(codes)):
                 if code != HEADER_BYTES + sizes[n]:
                     outcomes.append(self._failed(names[n], code, sizes[n]))
                     continue
-                np.copyto(into[n], lent.places[n])
-                header = headers[n, :HEADER_BYTES].tobytes()
+                np.copyto(into[n], payloads[n])
+                header = headers[n][:HEADER_BYTES].tobytes()
                 good = verify(header, of or self._identity, keys[n], epoch, into[n])
                 outcomes.append(ReadOutcome.OK if good else ReadOutcome.CORRUPT)
         return outcomes
@@ -259,38 +264,10 @@ class MooncakeClient:
         if code != 0:
             raise TierIoError(f"the store does not take {nbytes} bytes of memory (code {code})")
 
-    @contextmanager
-    def _lent_headers(self) -> Iterator[Any]:
-        """Room for the headers of one call."""
-        first = self._free.get()
-        try:
-            yield self._headers[first : first + BATCH]
-        finally:
-            self._free.put(first)
-
-    @contextmanager
-    def _reachable(self, buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
-        """Memory that the store may take records from, as large as ``buffers``: these themselves
-        where they lie in what was registered at the start, else some that is registered for this
-        call."""
-        known = self._memory
-        outside = [buffer for buffer in buffers if buffer.ctypes.data not in known]
-        if not outside:
-            yield list(buffers)
-            return
-        extra = np.empty(sum(buffer.nbytes for buffer in outside), np.uint8)
-        self._register(extra.ctypes.data, extra.nbytes)
-        try:
-            places, at = [], 0
-            for buffer in buffers:
-                if buffer.ctypes.data in known:
-                    places.append(buffer)
-                    continue
-                places.append(extra[at : at + buffer.nbytes])
-                at += buffer.nbytes
-            yield places
-        finally:
-            self._store.unregister_buffer(extra.ctypes.data)
+    def _is_known(self, buffer: Buffer) -> bool:
+        """Whether the store may take a record from where it lies: it was registered at the start.
+        Others are copied into a room."""
+        return buffer.ctypes.data in self._memory
 
 
 def _joined(settings: MooncakeSettings) -> Any:
@@ -348,11 +325,13 @@ def _own_address(master: str) -> str:
         raise TierIoError(f"there is no way to the Mooncake master at {master}: {error}") from error
 
 
-def _parts(headers: Any, places: Sequence[Buffer]) -> tuple[list[list[int]], list[list[int]]]:
+def _parts(
+    headers: Sequence[Buffer], payloads: Sequence[Buffer]
+) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and sizes of header and payload of each record."""
-    first = headers.ctypes.data
-    addresses = [[first + n * HEADER_STEP, p.ctypes.data] for n, p in enumerate(places)]
-    return addresses, [[HEADER_BYTES, place.nbytes] for place in places]
+    pairs = list(zip(headers, payloads, strict=True))
+    addresses = [[header.ctypes.data, payload.ctypes.data] for header, payload in pairs]
+    return addresses, [[HEADER_BYTES, payload.nbytes] for payload in payloads]
 
 
 def _repeated(keys: Sequence[Key]) -> list[int]:

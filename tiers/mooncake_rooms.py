@@ -1,9 +1,10 @@
-"""Memory that reads from a Mooncake store go into, before they are copied to where they are used.
+"""Memory for calls of a Mooncake store: what is read goes there before it is copied to where it is
+used, and headers lie there.
 
 Mooncake gives up a transfer after half a minute or a minute and does not end it: when its other end
-goes on, bytes are still written, long after everything was verified and perhaps after the place was
+goes on, bytes are still moved, long after everything was verified and perhaps after the place was
 given to something else. So they go into rooms, which are registered once and used again and again,
-but for those of a read that may go on: they are never used again.
+but for those of a call that may go on: they are never used again.
 
 Any thread may call; a room belongs to the thread that has it lent.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from tiers.base import Buffer, TierIoError
 
 ROOM_BYTES = 32 << 20
-"""A room is as large, or as one record."""
+"""Payloads of one call together, or one that is larger."""
 GIVEN_UP_AFTER_S = 10.0
 """Over TCP what has failed sooner has ended."""
 GIVEN_UP_MOST = 1 << 30
@@ -31,7 +32,7 @@ is read any more."""
 
 @dataclass(slots=True)
 class Lent:
-    """A place for each record. ``is_over``: nothing will be written there any more."""
+    """Places. ``is_over``: nothing will be moved to or from there any more."""
 
     places: list[Buffer]
     is_over: bool = False
@@ -39,14 +40,17 @@ class Lent:
 
 
 class Rooms:
-    """``register(address, bytes)`` and ``unregister(address)`` tell the store of memory."""
+    """``register(address, bytes)`` and ``unregister(address)`` tell the store of memory. A room has
+    ``room_bytes``, or more if somebody needs more at once."""
 
     def __init__(
         self,
         protocol: str,
         register: Callable[[int, int], object],
         unregister: Callable[[int], object],
+        room_bytes: int,
     ) -> None:
+        self._room_bytes = room_bytes
         self._ends_what_fails = protocol == "tcp"
         self._register = register
         self._unregister = unregister
@@ -55,8 +59,11 @@ class Rooms:
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[Lent]:
-        """Places of these sizes, in a room that is used again if they are ``over`` at the end.
-        Raises ``TierIoError``."""
+        """Places of these sizes, in a room that is used again if they are ``over`` at the end, or
+        never were of use. Raises ``TierIoError``."""
+        if not sizes:
+            yield Lent([])
+            return
         if sum(room.nbytes for room in self.given_up) > GIVEN_UP_MOST:
             raise TierIoError("too many transfers were given up; restart the server to go on")
         room = self._room(sum(sizes))
@@ -71,14 +78,14 @@ class Rooms:
                 self.given_up.append(room)
                 self._unregister(room.ctypes.data)
 
-    def ended(self, lent: Lent, codes: Sequence[int], absent: Sequence[int]) -> None:
-        """The read has ended with these codes, negative for what has failed; those that are
-        ``absent`` say so before anything is transferred."""
+    def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
+        """The call has ended with these codes, negative for what has failed; ``untouched`` are
+        those that say so before anything is transferred."""
         is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S
         if self._ends_what_fails and not is_late:
             lent.is_over = True
         else:
-            lent.is_over = not any(c < 0 and (is_late or c not in absent) for c in codes)
+            lent.is_over = not any(c < 0 and (is_late or c not in untouched) for c in codes)
 
     def _room(self, nbytes: int) -> Buffer:
         try:
@@ -91,13 +98,13 @@ class Rooms:
         return self._new(nbytes)
 
     def _new(self, nbytes: int) -> Buffer:
-        room = np.empty(max(ROOM_BYTES, nbytes), np.uint8)
+        room = np.empty(max(self._room_bytes, nbytes), np.uint8)
         self._register(room.ctypes.data, room.nbytes)
         return room
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbours that fit into a room together."""
+    """Neighbours that go into a call together."""
     first = held = 0
     for n, size in enumerate(sizes):
         if n > first and held + size > ROOM_BYTES:

@@ -83,9 +83,7 @@ class MooncakeTier(Tier):
         self._counts: Counter[str] = Counter()
 
     async def open(self) -> TierInfo:
-        opening = in_thread(
-            MooncakeClient, self._settings, self._identity, self._memory, self._count
-        )
+        opening = in_thread(MooncakeClient, self._settings, self._identity, self._memory)
         try:
             done, _ = await asyncio.wait([opening], timeout=OPEN_TIMEOUT_S)
         except asyncio.CancelledError:

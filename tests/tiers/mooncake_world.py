@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +28,10 @@ class Master(mooncake.Master):
         return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
 
     def stop(self) -> None:
-        """SIGSTOP: it takes connections and answers nothing."""
+        """SIGSTOP: it takes connections and answers nothing, from the return of this on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -36,7 +36,7 @@ def store(master: Master) -> Iterator[Any]:
 @pytest.fixture
 def client(store: Any, master: Master, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeClient]:
     monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
-    made = MooncakeClient(master.settings(), Identity(), None, 1)
+    made = MooncakeClient(master.settings(), Identity(), None)
     yield made
     made.close()
 
@@ -124,8 +124,8 @@ async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
 
 def test_it_outlives_the_server_in_whose_memory_it_lies(tmp_path: Path) -> None:
     with Master(tmp_path / "log") as own:
-        stays = MooncakeClient(own.settings(32 << 20), Identity(), None, 1)
-        leaves = MooncakeClient(own.settings(32 << 20), Identity(), None, 1)
+        stays = MooncakeClient(own.settings(32 << 20), Identity(), None)
+        leaves = MooncakeClient(own.settings(32 << 20), Identity(), None)
         contents = [b"%d" % number for number in range(8)]
         for content in contents:
             assert post(leaves, "board", content)

@@ -32,7 +32,7 @@ def test_a_master_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
     with Master(tmp_path / "log") as master:
         start = data[0].ctypes.data
         memory = range(start, start + data[0].nbytes)
-        client = MooncakeClient(master.settings(32 << 20), Identity(), memory, 1)
+        client = MooncakeClient(master.settings(32 << 20), Identity(), memory)
         client.put([key_of(0)], 0, data)
         assert client.get([key_of(0)], 0, data) == [ReadOutcome.OK]
         master.stop()
@@ -57,7 +57,7 @@ from tiers.mooncake_client import MooncakeClient, MooncakeSettings
 from tiers.record import Identity
 from tiers.testing import key_of
 settings = MooncakeSettings(sys.argv[1], sys.argv[2], 400 << 20, host="127.0.0.1")
-client = MooncakeClient(settings, Identity(), None, 1)
+client = MooncakeClient(settings, Identity(), None)
 data = [np.full({SIZE}, n + 1, np.uint8) for n in range({RECORDS})]
 client.put([key_of(n) for n in range({RECORDS})], 0, data)
 print("stored", flush=True)
@@ -111,7 +111,7 @@ def test_what_arrives_late_is_not_written_into_slots(
     keys = [key_of(n) for n in range(RECORDS)]
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
     with Master(tmp_path / "log") as master:
-        client = MooncakeClient(master.settings(0), Identity(), memory, 1)
+        client = MooncakeClient(master.settings(0), Identity(), memory)
         arguments = [sys.executable, "-c", OTHER, master.address, master.metadata]
         with subprocess.Popen(arguments, stdin=PIPE, stdout=PIPE) as other:
             assert other.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +20,7 @@ from demo.mooncake import free_port
 from tests.tiers.mooncake_world import Master, OneClient, one_store, skip_without_mooncake
 from tiers import mooncake_client, mooncake_rooms
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
-from tiers.mooncake_client import MooncakeClient, MooncakeSettings
+from tiers.mooncake_client import HEADERS_BYTES, MooncakeClient, MooncakeSettings
 from tiers.mooncake_rooms import ROOM_BYTES
 from tiers.mooncake_tier import MooncakeTier
 from tiers.record import HEADER_BYTES
@@ -157,7 +158,7 @@ async def test_the_slab_is_used_where_it_lies(
             slab[16 * SIZE :] = 0
             assert await tier.read(KEYS[:16], slots[16:]) == [ReadOutcome.OK] * 16
             assert np.array_equal(slab[: 16 * SIZE], slab[16 * SIZE :])
-        assert registered[2:] == [ROOM_BYTES]
+        assert registered[2:] == [ROOM_BYTES + HEADERS_BYTES]
 
 
 class GivesUp:
@@ -171,7 +172,7 @@ class GivesUp:
         return getattr(self._store, name)
 
     def batch_get_into_multi_buffers(self, names: list[str], at: Any, sizes: Any) -> list[int]:
-        self.used += [address for _, address in at]
+        self.used += [address for places in at for address in places]
         return [-800] * len(names)
 
 
@@ -193,7 +194,7 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
         gives_up.used.clear()
         for _ in range(3):
             assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
-        assert len(set(gives_up.used)) == 3 * 16
+        assert len(set(gives_up.used)) == 3 * 2 * 16, "headers and payloads"
         assert not [address for address in gives_up.used if address in memory]
         monkeypatch.setattr(client, "_store", store)
         assert await tier.read(KEYS[:16], slots) == [ReadOutcome.OK] * 16
@@ -204,6 +205,59 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
         with pytest.raises(TierIoError, match="given up"):
             await tier.read(KEYS[:16], slots)
         monkeypatch.setattr(client, "_store", store)
+
+
+class ComesLate:
+    """A store that gives up the first transfer, which goes on just when the next one has ended."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._given_up: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_into_multi_buffers(self, *call: Any) -> list[int]:
+        return self._late(self._store.batch_get_into_multi_buffers, call)
+
+    def batch_put_from_multi_buffers(self, *call: Any) -> list[int]:
+        return self._late(self._store.batch_put_from_multi_buffers, call)
+
+    def _late(self, transfer: Any, call: Any) -> list[int]:
+        if self._given_up is None:
+            self._given_up = call
+            return [-800] * len(call[0])
+        codes: list[int] = transfer(*call)
+        assert transfer(*self._given_up) != [-800], "it arrives"
+        return codes
+
+
+async def test_late_bytes_of_a_read_damage_no_other(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its payload nor its header: healthy records would be removed for everybody."""
+    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    async with opened(master.settings(), tmp_path, threads=1) as tier:
+        assert await put(tier, KEYS[:4], SIZE) == [OK] * 4
+        store, late = tier._client._store, ComesLate(tier._client._store)
+        monkeypatch.setattr(tier._client, "_store", late)
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.BUSY
+        await assert_holds(tier, KEYS[2:4], SIZE)
+        monkeypatch.setattr(tier._client, "_store", store)
+        await assert_holds(tier, KEYS[:4], SIZE)
+
+
+async def test_a_write_that_goes_on_late_has_its_own_header(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    async with opened(master.settings(), tmp_path, threads=1) as tier:
+        store, late = tier._client._store, ComesLate(tier._client._store)
+        monkeypatch.setattr(tier._client, "_store", late)
+        assert await put(tier, KEYS[:2], SIZE) == [WriteOutcome.FAILED] * 2
+        assert await put(tier, KEYS[2:4], SIZE) == [OK] * 2
+        monkeypatch.setattr(tier._client, "_store", store)
+        await assert_holds(tier, KEYS[:4], SIZE)
 
 
 async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path) -> None:
@@ -357,6 +411,37 @@ async def test_a_master_killed_and_restarted_under_load(
             finally:
                 load.is_over = True
                 await asyncio.gather(*loads)
+
+
+async def test_a_master_that_stalls_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes connections and answers nothing, at any moment of reads and writes; then it goes on.
+    No call waits for it for long, none answers wrongly, and closing meanwhile is bounded."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
+    rng = random.Random(1)
+    load = Load()
+    with Master(tmp_path / "log") as master:
+        async with opened(master.settings(), tmp_path) as tier:
+            tier.on_loss(load.lost)
+            loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
+            try:
+                for _ in range(4):
+                    await _grown(load, "served", 20, loads)
+                    await asyncio.sleep(rng.random() * 0.1)
+                    master.stop()
+                    await _grown(load, "failures", 3, loads)
+                    master.resume()
+                    await _grown(load, "losses", 1, loads)
+                await _grown(load, "served", 20, loads)
+                master.stop()
+                await _grown(load, "failures", 3, loads)
+            finally:
+                load.is_over = True
+                await asyncio.gather(*loads)
+            async with asyncio.timeout(60):
+                await tier.aclose()
+            master.resume()
 
 
 async def _grown(load: Load, counter: str, by: int, loads: list[asyncio.Task[None]]) -> None:
