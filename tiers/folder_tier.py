@@ -152,7 +152,8 @@ class FolderTier(Tier, Generic[Open]):
     # -- closing ---------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        if self._store is not None and self._closing is None:
+        never_began = self._closing is not None and self._closing.cancelled()
+        if self._store is not None and (self._closing is None or never_began):
             self._closing = asyncio.ensure_future(self._close(self._store))
         if self._closing is None:
             return
@@ -162,18 +163,20 @@ class FolderTier(Tier, Generic[Open]):
             await asyncio.shield(self._closing)  # goes on although nobody waits for it any more
 
     async def _close(self, store: Open) -> None:
-        if self._active:
-            self._idle = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._idle], timeout=self._close_timeout_s)
         try:
+            if self._active:
+                self._idle = asyncio.get_running_loop().create_future()
+                await asyncio.wait([self._idle], timeout=self._close_timeout_s)
             await self._end_work()
             with self._saying("closed"):
                 closing = in_thread(_close_store, store, *self._threads_in_use())
-        except BaseException:
+        except BaseException:  # also of a loop that ends
             self._closing = None  # it is still open, and can be closed later
             raise
-        await asyncio.wait([closing], timeout=self._close_timeout_s)
-        self._store = self._closing = None
+        try:
+            await asyncio.wait([closing], timeout=self._close_timeout_s)
+        finally:
+            self._store = self._closing = None  # the thread closes it, whoever waits for that
         if closing.done():  # else hung threads use the files, which are closed when they end
             closing.result()
 

@@ -78,12 +78,21 @@ class ForeignTier(Tier):
         self._counts = {"records": 0, "reads": 0, "misses": 0, "write_attempts": 0}
 
     async def open(self) -> TierInfo:
-        self._threads = DaemonThreads("tier-foreign", 1)
-        found = await self._run(self._look)
+        found = await self._opened_by(self._look)
         self._found = found
         self._counts["records"] = len(found)
         used = sum(size for _, size in found.values())
         return TierInfo("foreign", used, used, len(found), persistent=True)
+
+    async def _opened_by(self, function: Callable[[], Any]) -> Any:
+        """What ``function``, which opens the sources, returns on the tier's thread. If it fails, or
+        is cancelled, nothing is left open."""
+        self._threads, self._is_closed = DaemonThreads("tier-foreign", 1), False
+        try:
+            return await self._run(function)
+        except BaseException:
+            await self.aclose()
+            raise
 
     def _look(self) -> dict[Key, tuple[int, int]]:
         """On the tier's thread."""
@@ -148,8 +157,11 @@ class ForeignTier(Tier):
         threads, self._threads = self._threads, None
         self._found = {}
         if threads is not None:
-            await settled(threads.run(_close_all, self._sources))
-            threads.stop()
+            sources, self._sources = self._sources, ()
+            try:
+                await settled(threads.run(_close_all, sources))
+            finally:
+                threads.stop()
 
     def stats(self) -> dict[str, Any]:
         return dict(self._counts)
@@ -179,9 +191,12 @@ class AskedForeignTier(ForeignTier):
         self._bad: dict[Key, None] = {}
 
     async def open(self) -> TierInfo:
-        self._threads = DaemonThreads("tier-foreign", 1)
-        self._sources = await self._run(lambda: list(self._open_sources()))
+        await self._opened_by(self._open_all)
         return TierInfo("foreign", 0, 0, 0, persistent=True, shared=True)
+
+    def _open_all(self) -> None:
+        """On the tier's thread."""
+        self._sources = list(self._open_sources())
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         self._check_open()

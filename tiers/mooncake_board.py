@@ -120,11 +120,9 @@ class Keeper:
         """The store may have lost it."""
         self._wake.set()
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Look after it no more; what lies there stays. Its threads are the caller's to end."""
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
 
     async def _keep(self) -> None:
         while True:

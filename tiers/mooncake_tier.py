@@ -165,7 +165,7 @@ class MooncakeTier(Tier):
         if client is not None:
             threads: list[DaemonThreads | Questions] = [self._data, self._questions]
             if self._keeper is not None:
-                await self._keeper.stop()
+                self._keeper.stop()
                 threads.append(self._keeper.threads)
             closing = in_thread(_close, client, threads)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)

@@ -11,7 +11,6 @@ a time: one reads, one answers questions, one looks for others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -72,11 +71,9 @@ class RemoteForeignTier(AskedForeignTier):
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
         if threads is not None:
             pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
-            closing = in_thread(_close, pools, self._sources)
+            closing = in_thread(_close, pools, self._sources)  # goes on if nobody waits any more
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
     def _opened(self) -> Sequence[Source]:
