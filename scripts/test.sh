@@ -15,7 +15,7 @@ workers=${KVTIERS_TEST_WORKERS:-$(nproc)}
 selected=(-m "not gpu and not thorough")
 if [ -n "$everything" ]; then
     selected=(-m "not gpu")
-    export KVTIERS_TEST_ALL_SHARED=1 KVTIERS_TEST_ALL_GEOMETRIES=1 KVTIERS_MOONCAKE_RANKS=1
+    export KVTIERS_ORACLE_SEEDS=4 KVTIERS_SHARED_SEEDS=2 KVTIERS_SIM_SEEDS=400
 fi
 
 start=$SECONDS

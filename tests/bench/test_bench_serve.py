@@ -37,6 +37,7 @@ def _disk_always(room: Room) -> Start:
     return _with(DISK.start(room), break_even=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_real_engines_restore_what_the_rows_say_and_others_say_why_not(

@@ -1,6 +1,6 @@
 """Wherever blocks, slots and records travel, every byte that a forward pass reads is right.
 
-``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the three of every run.
+``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the two of every run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.tracker import RequestTracker
 from tests.connector.oracle_models import MODELS
 from tests.connector.oracle_world import Conditions, World
 
-SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "3")))
+SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2")))
 STEPS = 250
 
 

@@ -19,6 +19,7 @@ class TestHeadsLastPolicy(PolicyContract):
         return custom_policy.HeadsLastPolicy()
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 def test_the_example_serves(tmp_path, capsys) -> None:
     custom_policy.in_the_simulator()

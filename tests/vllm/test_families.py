@@ -12,6 +12,7 @@ from tests.models.families import FAMILIES, Family
 from tests.vllm.engine import Engine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_family(family: Family, tmp_path: Path) -> None:
     if family.missing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from tests.vllm.other_geometry import (
 )
 from tests.vllm.restored import prompts, settle
 
-THOROUGH = bool(os.environ.get("KVTIERS_TEST_ALL_GEOMETRIES"))
-FAMILY = ["llama", "deepseek_v2"]
-MORE = ["one_head", "gemma3"] if THOROUGH else []
+THOROUGH = ["deepseek_v2", "one_head", "gemma3"]
+FAMILY = ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)]
 
 
 def connector(
@@ -37,7 +35,7 @@ def connector(
     return transfer_config(extra) | {"engine_id": "geometry"}
 
 
-@pytest.mark.parametrize("family", FAMILY + MORE)
+@pytest.mark.parametrize("family", FAMILY)
 def test_tensor_parallel_sizes_read_each_other(family: str, tmp_path: Path) -> None:
     path, model = tmp_path / "kv", tmp_path / "model"
     tokens = FAMILIES["llama" if family == "one_head" else family].prompt_tokens
@@ -85,7 +83,7 @@ def chunks_that_end_elsewhere_are_refused(
     assert '(it was written with --block-size 32 and "chunk_blocks": 1)' in str(error.value)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="set KVTIERS_TEST_ALL_GEOMETRIES=1 (a minute more)")
+@pytest.mark.thorough
 def test_recurrent_states_of_other_ranks_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     folder, options = made("qwen3_next", 2, tmp_path / "model")

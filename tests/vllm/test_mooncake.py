@@ -1,12 +1,9 @@
 """Two real engines over a real Mooncake store: what one has computed the other restores, bit by
 bit; the master is killed and restarted under load, and no answer changes.
-
-``KVTIERS_MOONCAKE_RANKS=1`` also starts engines of two ranks.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +37,7 @@ from tests.vllm.restored import ask as in_turn
 from tiers.mooncake_tier import MooncakeTier
 
 skip_without_mooncake()
+pytestmark = pytest.mark.thorough
 
 BACK_S = 120.0
 
@@ -157,10 +155,6 @@ def test_the_master_is_killed_and_restarted_under_load(
             engine.call(check)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("KVTIERS_MOONCAKE_RANKS"),
-    reason="set KVTIERS_MOONCAKE_RANKS=1 (takes minutes)",
-)
 async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
@@ -189,10 +183,6 @@ async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
         await memory.aclose()
 
 
-@pytest.mark.skipif(
-    not os.environ.get("KVTIERS_MOONCAKE_RANKS"),
-    reason="set KVTIERS_MOONCAKE_RANKS=1 (takes minutes)",
-)
 def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master: Master) -> None:
     """One rank and two, side by side, each way; what cannot be translated is refused. The memory is
     another process's, so that what an engine has stored outlives it."""

@@ -171,6 +171,7 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path, reference: Answers
     operate_at_rest(tmp_path / "kv", tmp_path / "kv.export", tmp_path / "copy")
 
 
+@pytest.mark.thorough
 def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_path: Path) -> None:
     bad = transfer_config(
         {

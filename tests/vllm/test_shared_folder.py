@@ -1,12 +1,9 @@
 """Two real engines at a time over one shared folder: what one computed the other restores; one that
 is killed harms nobody; one with new weights is on its own.
-
-``KVTIERS_TEST_ALL_SHARED=1`` does all of it with the file tier as well.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from tests.vllm.engine import Engine, transfer_config
 from tests.vllm.restored import HASH, Reference, ask, by_hit, loaded_tokens, prompts, settle
 from tiers.sharers import SHARERS_MAX
 
-KINDS = ["lmdb", "file"] if os.environ.get("KVTIERS_TEST_ALL_SHARED") else ["lmdb"]
+KINDS = ["lmdb", pytest.param("file", marks=pytest.mark.thorough)]
 
 
 def connector(path: Path, kind: str) -> dict[str, Any]:

@@ -92,10 +92,10 @@ def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -
     ("state", "shut"),
     [
         ("hangs", (False, False)),
-        ("fails", (False, False)),
-        ("is full", (True, False)),
-        ("is read-only", (True, False)),
-        ("crawls", (False, True)),
+        pytest.param("fails", (False, False), marks=pytest.mark.thorough),
+        pytest.param("is full", (True, False), marks=pytest.mark.thorough),
+        pytest.param("is read-only", (True, False), marks=pytest.mark.thorough),
+        pytest.param("crawls", (False, True), marks=pytest.mark.thorough),
     ],
 )
 def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
@@ -123,7 +123,9 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
     ask_and_compare(engine, reference, "lmdb")
 
 
-@pytest.mark.parametrize("comes_back", ["as it was", "empty"])
+@pytest.mark.parametrize(
+    "comes_back", ["as it was", pytest.param("empty", marks=pytest.mark.thorough)]
+)
 def test_an_unplugged_disk_is_used_again_when_it_is_back(
     engine: Engine, reference: Reference, root: Path, comes_back: str
 ) -> None:
