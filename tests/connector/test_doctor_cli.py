@@ -106,7 +106,7 @@ def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
     ("name", "flags"),
     [
         # Aligned states make blocks that are longer than this context: nothing could be hit.
-        ("qwen3_next", ["--max-model-len", "512"]),
+        ("qwen3_next", ["--max-model-len", "128"]),
         # Our checks alone would take the hint to help; vLLM refuses its flags beside this unit.
         ("lfm2", ["--block-size", "32", "--max-model-len", "4096", "--prefix-match-unit", "24"]),
     ],
@@ -272,6 +272,8 @@ def test_a_model_that_is_not_there(tmp_path):
 
 PROGRAM = """
 import runpy, sys
+from tests.processor import pretend
+pretend()
 try:
     runpy.run_module("offload.cli", run_name="__main__", alter_sys=True)
 except SystemExit as end:

@@ -189,7 +189,8 @@ def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master
 
     def connector(geometry: str, **others: Any) -> dict[str, Any]:
         tiers = [master.tier("0") | {"geometry": geometry}]
-        extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers, "lookup_timeout_s": 10} | others
+        extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers, "lookup_timeout_s": 10}
+        extra |= {"break_even": False} | others
         # The model has no weight files; the id stands for them.
         return transfer_config(extra) | {"engine_id": "geometry"}
 
