@@ -289,11 +289,12 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
     def make(_epoch: int = 0) -> Tier:
         if not mount.exists():
             raise FileNotFoundError(mount)
-        return OnThreads(LmdbTier(mount / "tier", 64 << 20, reserve_bytes=0))
+        return LmdbTier(mount / "tier", 64 << 20, reserve_bytes=0)
 
     async def life() -> None:
         mount.mkdir()
-        async with World(mount, lambda *_: ReopeningTier(make(), make)).opened() as world:
+        disk = OnThreads(ReopeningTier(make(), make))
+        async with World(mount, lambda *_: disk).opened() as world:
             planner = world.manager.planner
             await world.store(CHUNKS)
             mount.rename(elsewhere)
