@@ -6,6 +6,7 @@ in a worker (``Engine.call(on_workers, ...)``).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,32 @@ def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
 def heal(worker: Any) -> None:
     """Take the planted fault back."""
     del executor(worker)._engine.submit_load
+
+
+def hold_loads(worker: Any) -> None:
+    """Copies into GPU blocks begin, and write only after ``release_loads``."""
+    engine = executor(worker)._engine
+    gate, load = threading.Event(), type(engine)._load
+    engine.kvtest_gate, engine.kvtest_held = gate, 0
+
+    def held(batches: Any) -> None:
+        engine.kvtest_held += 1
+        gate.wait()
+        load(engine, batches)
+
+    engine._load = held
+
+
+def held_loads(worker: Any) -> int:
+    """How many have begun since."""
+    return int(executor(worker)._engine.kvtest_held)
+
+
+def release_loads(worker: Any) -> None:
+    """What is held goes on, and nothing more is held."""
+    engine = executor(worker)._engine
+    del engine._load
+    engine.kvtest_gate.set()
 
 
 def wrong_bit(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:

@@ -3,14 +3,18 @@ out after a few failures, costs nothing while it is, and is used again when the 
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm import faults, sick_disk
+from offload.executor import STALL_S
+from tests.vllm import copy_faults, faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, connector, totals
 from tests.vllm.restored import (
@@ -149,3 +153,53 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     ask_and_compare(engine, reference, "lmdb")
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
     assert has_lost == (comes_back == "empty"), "what had come back was there"
+
+
+def has_begun_to_copy(llm: Any) -> bool:
+    return bool(faults.on_workers(llm, copy_faults.held_loads)[0])
+
+
+def blocks_of_requests(llm: Any) -> dict[str, set[int]]:
+    """GPU blocks by the first word of the request's name."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    return {
+        name.partition("-")[0]: set(manager.get_block_ids(name)[0]) for name in scheduler.requests
+    }
+
+
+@pytest.mark.thorough
+def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
+    engine: Engine, reference: Reference
+) -> None:
+    """SIGSTOP for longer than a load may take, with a copy under way: its request is not reported,
+    and nobody else gets its blocks, until the copy has ended."""
+    settle(engine)
+    assert engine.reset_prefix_cache()
+    on_disk(engine, sick_disk.set_limits, *SHORT)
+    on_disk(engine, copy_faults.hold_loads)
+    engine.submit("late", reference.prompts[0], max_tokens=8)
+    engine.step_until(has_begun_to_copy)
+    held = engine.call(blocks_of_requests)["late"]
+    os.kill(engine.pid, signal.SIGSTOP)
+    time.sleep(SHORT[0] + STALL_S + 1.0)
+    os.kill(engine.pid, signal.SIGCONT)
+    failures = engine.call(totals)["load_failures"]
+    for number, prompt in enumerate(prompts(12, seed=77)):
+        engine.submit(f"other{number}", prompt, max_tokens=8)
+    finished: list[str] = []
+    for _ in range(80):
+        finished += engine.step()
+        owners = engine.call(blocks_of_requests)
+        assert "late" in owners
+        for name, blocks in owners.items():
+            assert name == "late" or held.isdisjoint(blocks), "blocks of another are copied over"
+    assert finished, "others are served meanwhile"
+    on_disk(engine, copy_faults.release_loads)
+    answers = engine.run_until_finished()
+    assert engine.call(totals)["load_failures"] > failures
+    assert answers["late"].tokens == reference.answers[0, 0].tokens
+    on_disk(engine, sick_disk.set_limits, *LONG)
+    ask_until(engine, reference, (True, True))
+    settle(engine)
+    ask_and_compare(engine, reference, "lmdb")
