@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 60.0
+RESET_TIMEOUT_S = 30.0
+DRAIN_WARNING_S = 5.0
 
 
 class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untyped here
@@ -92,6 +94,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._open: set[concurrent.futures.Future[None]] = set()
         folder, namespace = _place(Path(path), offloading_spec, self._rows.shape[1])
+        self._folder = folder
         options = LmdbOptions(
             namespace=namespace, record_bytes=self._rows.shape[1], io_threads=io_threads
         )
@@ -101,6 +104,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             describe=_describe,
             causes=(RemoveCause.EVICTED, RemoveCause.DROPPED),
         )
+        self._is_shut = False
+        """Whether a reset has failed: what is stored may be of other weights."""
         self._loop = OffloadLoop("kvtiers-secondary")
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
@@ -121,7 +126,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
     # -- vLLM's thread -----------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if key in self._tier else LookupResult.MISS
+        is_held = not self._is_shut and key in self._tier
+        return LookupResult.HIT if is_held else LookupResult.MISS
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -133,6 +139,10 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._submit(job_metadata, self._load(job_metadata))
 
     def _submit(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
+        if self._is_shut:
+            work.close()
+            self._done.put(JobResult(job.job_id, success=False, successful_keys=()))
+            return
         self._open.add(self._loop.start(self._run(job, work)))
 
     async def _run(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
@@ -161,11 +171,28 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
 
     def drain_jobs(self) -> None:
         """vLLM resets its caches: wait for every transfer, and forget what is stored. Other weights
-        may follow, whose blocks have the same hashes; vLLM's own tiers keep the old ones."""
-        concurrent.futures.wait(self._open)
-        step = 1 if self._epoch % 2 == 0 else 2
-        self._epoch += step - 1
-        self._loop.call(self._new_epoch(), OPEN_TIMEOUT_S)
+        may follow, whose blocks have the same hashes; vLLM's own tiers keep the old ones.
+
+        The wait has no bound, because vLLM gives the memory of these transfers to others as soon as
+        this returns. A reset that fails shuts the tier until another one succeeds.
+        """
+        while left := concurrent.futures.wait(self._open, DRAIN_WARNING_S).not_done:
+            logger.warning(
+                "kvtiers: %s: a reset waits for %d transfers; the disk does not answer",
+                *(self.tier_type, len(left)),
+            )
+        self._is_shut = True
+        self._epoch += self._epoch % 2
+        try:
+            self._loop.call(self._new_epoch(), RESET_TIMEOUT_S)
+        except (TierError, TimeoutError) as error:
+            logger.error(
+                "kvtiers: %s could not be reset and is not used until a reset succeeds. If the "
+                "server is restarted before, delete %s first: %r",
+                *(self.tier_type, self._folder, error),
+            )
+            return
+        self._is_shut = False
 
     def shutdown(self) -> None:
         """Finish what is under way, within a minute."""

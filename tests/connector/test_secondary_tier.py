@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from offload.connector import secondary_tier
 from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
 from tests.connector.identity_world import config_of, make_model
@@ -226,6 +228,63 @@ def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
         world.store(KEYS[7], 77)
     with world_at(tmp_path / "kv") as world:
         assert all(world.load(key) is None for key in KEYS), "weights are the files' again"
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_reset_that_does_not_succeed_shuts_the_tier(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's thread gets no exception and waits within a bound; nothing old is found."""
+
+    async def reset(_tier: LmdbTier, _epoch: int) -> None:
+        if how == "fails":
+            raise TierIoError("no space left")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(secondary_tier, "RESET_TIMEOUT_S", 0.2)
+    with world_at(tmp_path / "kv") as world:
+        for number in range(6):
+            world.store(KEYS[number], number + 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(LmdbTier, "reset", reset)
+            world.manager.reset_cache()
+            assert "delete" in caplog.text
+            for number in range(6, 12):
+                world.store(KEYS[number], 99)  # the last ones stay in vLLM's own tier
+            assert all(world.load(key) is None for key in KEYS[:8])
+        world.manager.reset_cache()
+        assert all(world.load(key) is None for key in KEYS)
+        for number in range(12):
+            world.store(KEYS[number], number + 1)
+        holds(world, range(12))
+
+
+def test_a_reset_waits_for_transfers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM gives their memory away when the reset has returned."""
+    gate, real = threading.Event(), LmdbTier.write
+    monkeypatch.setattr(secondary_tier, "DRAIN_WARNING_S", 0.01)
+
+    async def write(tier: LmdbTier, *arguments: Any) -> Any:
+        await asyncio.to_thread(gate.wait, DEADLINE_S)
+        return await real(tier, *arguments)
+
+    with world_at(tmp_path / "kv") as world:
+        context = world.request()
+        monkeypatch.setattr(LmdbTier, "write", write)
+        assert world.manager.prepare_store(KEYS[:1], context) is not None
+        world.manager.complete_store(KEYS[:1], context)
+        world.step()
+        resetting = threading.Thread(target=world.manager.reset_cache)
+        resetting.start()
+        while "waits for 1 transfers" not in caplog.text:
+            assert resetting.is_alive()
+            time.sleep(0.01)
+        gate.set()
+        resetting.join(DEADLINE_S)
+        assert not resetting.is_alive()
+        assert world.load(KEYS[0]) is None
 
 
 def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
