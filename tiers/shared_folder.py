@@ -80,6 +80,7 @@ class SharedFolder(RecordFiles):
         self._lock = threading.Lock()
         self._publishing = 0
         self._turn = threading.Condition()  # guards the epoch and ``_publishing``
+        self._resetting = threading.Lock()
         self._left: set[int] = set()  # epochs whose records this engine has still to take away
         with contextlib.ExitStack() as undo:
             prepare(path, allow_network=True)
@@ -367,16 +368,17 @@ class SharedFolder(RecordFiles):
         any more. Durable. Raises ``OSError``; to be repeated then, and what the failed attempts
         have left is taken away as well."""
         own = secrets.randbits(62) | 1
-        if forgets:
-            self._left.add(self.epoch)
-        self.engines.announce(own)
-        with self._turn:
-            self.epoch = own
-            self._turn.wait_for(lambda: not self._publishing)
-        for epoch in self._left:
-            self._retire(f"{PREFIX}{epoch}", remove=False)
-        os.fsync(self._fd)
-        self._left.clear()
+        with self._resetting:
+            if forgets:
+                self._left.add(self.epoch)
+            self.engines.announce(own)
+            with self._turn:
+                self.epoch = own
+                self._turn.wait_for(lambda: not self._publishing)
+            for epoch in self._left:
+                self._retire(f"{PREFIX}{epoch}", remove=False)
+            os.fsync(self._fd)
+            self._left.clear()
 
     def _retire(self, folder: str, *, remove: bool = True) -> None:
         """Have a folder's records exist for nobody, and remove them."""

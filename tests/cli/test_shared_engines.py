@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.namespace_cleanup import remove_namespace
 from tests.cli.world import CAPACITY, RECORD_NAMESPACE, ROOT, SIZE, damage, kvtiers, make_store
 from tiers.live_engines import CLOCKS_NS, SILENT_NS
 
@@ -79,6 +80,8 @@ def test_a_namespace_stays_while_an_engine_lives(tmp_path: Path) -> None:
         result = kvtiers("clear", tmp_path, "--all", "--yes", "--json")
         [found] = result.json["namespaces"]
         assert (result.code, found["removed"], found["in_use_by"]) == (1, False, [pid])
+        name = place.relative_to(tmp_path).parts[0]
+        assert not remove_namespace(tmp_path, name), "a server that starts and needs room"
         assert records(place) == 6
     assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
     assert not place.exists()

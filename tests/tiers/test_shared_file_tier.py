@@ -217,6 +217,30 @@ async def test_a_reset_that_is_repeated_takes_the_old_records_from_the_others(
         await assert_holds(two, [key_of(1)], SIZE)
 
 
+async def test_two_resets_at_once_are_both_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, reached, real = threading.Event(), threading.Event(), SharedFolder._retire
+
+    def held(folder: SharedFolder, *arguments: Any, **options: Any) -> None:
+        reached.set()
+        assert gate.wait(60)
+        real(folder, *arguments, **options)
+
+    async with engines(tmp_path / "tier") as (one, two):
+        await put(one, [key_of(0)], SIZE)
+        monkeypatch.setattr(SharedFolder, "_retire", held)
+        first = asyncio.create_task(one.reset(1))
+        assert await asyncio.to_thread(reached.wait, 60)
+        second = asyncio.create_task(one.reset(3))
+        await asyncio.wait([second], timeout=0.2)
+        gate.set()
+        await asyncio.gather(first, second)
+        await assert_misses(two, [key_of(0)], SIZE)
+        assert await put(one, [key_of(0)], SIZE) == [OK]
+        await assert_holds(one, [key_of(0)], SIZE)
+
+
 async def test_writes_under_way_at_a_reset_are_read_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
