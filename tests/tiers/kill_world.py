@@ -32,7 +32,7 @@ for turn in range(int(count)):
     os.close(writing)
     if rng.random() < 0.8:  # else it may be killed while it begins
         os.read(reading, 1)
-    time.sleep(rng.random() ** 2 * 0.05)
+    time.sleep(rng.random() ** 2 * 0.1)
     os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.close(reading)

