@@ -24,7 +24,7 @@ from bench.copy_beds import LARGE_COPY_BYTES, LAYOUTS, Bed, CpuBed, CudaBed, Lay
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
-from tiers.copy import CopyEngine
+from tiers.copy.base import CopyEngine
 
 DIRECTIONS = ("store", "load", "both")
 LIMIT = "one large copy"

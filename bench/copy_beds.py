@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tiers.copy import CopyBatch, CopyEngine, GroupRegions, PageRegion
-from tiers.cuda_copy import CopyPath, CudaCopyEngine, gpu_node
-from tiers.host_copy import HostCopyEngine
-from tiers.host_copy_loop import memmove_loop
-from tiers.slab import HostSlab
+from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, PageRegion
+from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, gpu_node
+from tiers.copy.host_engine import HostCopyEngine
+from tiers.copy.host_loop import memmove_loop
+from tiers.slab.slab import HostSlab
 
 LAYERS = 32
 MLA_LAYERS = 61

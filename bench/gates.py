@@ -20,8 +20,8 @@ from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
-from policies.simulate import Result
-from policies.simulate_jobs import OPTIMUM, Job, Source, load, run_jobs
+from policies.simulation.jobs import OPTIMUM, Job, Source, load, run_jobs
+from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
 """By so much of the token hit ratio the default may be behind LRU."""

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, progress_bar
-from offload.plans import StepPlan
+from offload.messages.plan import StepPlan
 
 BLOCK = 16
 GOAL_CHUNKS = 8192
@@ -92,15 +92,15 @@ class Bed:
     ``bytes_per_key`` is what they take in memory."""
 
     def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
-        from offload.chunks import GroupInfo
-        from offload.connector.adapters import AdapterBook
         from offload.connector.guard import Faults
-        from offload.connector.scheduler_side import SchedulerSide
-        from offload.index import TierIndex
-        from offload.layout import FULL, GroupLayout, ModelLayout
-        from offload.planner import Planner
-        from offload.recovery import recover
-        from offload.space import ByteSpace, SlotSpace
+        from offload.connector.model.adapters import AdapterBook
+        from offload.connector.scheduler.scheduler_side import SchedulerSide
+        from offload.index.capacity import ByteSpace, SlotSpace
+        from offload.index.chunk_batch import GroupInfo
+        from offload.index.recovery import recover
+        from offload.index.tier_index import TierIndex
+        from offload.layout.groups import FULL, GroupLayout, ModelLayout
+        from offload.planner.planner import Planner
         from policies.base import EntryInfo
         from policies.registry import make_policy
 
@@ -144,7 +144,7 @@ class Bed:
 
     def life(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
         """One request whose chunks lie in a tier: looked up, loaded, ended."""
-        from offload.plans import JobResult, StepReport
+        from offload.messages.report import JobResult, StepReport
 
         side = self.side
         request = self.request(keys, prompt)
@@ -203,7 +203,7 @@ class Bed:
         return plan
 
     def _answer(self, clock: Clock, plan: StepPlan) -> None:
-        from offload.plans import JobResult, StepReport
+        from offload.messages.report import JobResult, StepReport
 
         if plan.stores or plan.demotes:
             report = StepReport({store.job: JobResult() for store in plan.stores})

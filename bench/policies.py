@@ -22,10 +22,10 @@ from bench.report import deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.base import EvictionPolicy
 from policies.registry import make_policy, policy_names
-from policies.simulate import bound, simulate
+from policies.simulation.simulator import bound, simulate
+from policies.simulation.trace import Trace
+from policies.simulation.trace_formats import read_trace
 from policies.testing import synthetic_trace
-from policies.trace import Trace
-from policies.trace_readers import read_trace
 
 LIMIT = "optimum"
 LIBCACHESIM = ("LRU", "FIFO", "ARC")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
-from policies.trace import Trace
+from policies.simulation.trace import Trace
 
 
 class VllmPolicy(EvictionPolicy):

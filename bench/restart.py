@@ -34,20 +34,20 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, progress_bar
-from offload.index import TierIndex
-from offload.keys import joined
-from offload.recovery import recover
-from offload.space import ByteSpace
+from offload.index.capacity import ByteSpace
+from offload.index.recovery import recover
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import joined
 from policies.base import EntryInfo
 from policies.registry import make_policy
 from tiers.base import ALIGNMENT
-from tiers.direct_io import DiskIo
-from tiers.extents import Run
-from tiers.lmdb_index import Changes, pack_value
-from tiers.lmdb_store import LmdbOptions, LmdbStore
-from tiers.lmdb_tier import LmdbTier
+from tiers.io.direct_io import DiskIo
+from tiers.io.extents import Run
+from tiers.io.use_clock import DATED_FROM_NS
+from tiers.lmdb.files import LmdbOptions, LmdbStore
+from tiers.lmdb.index import Changes, pack_value
+from tiers.lmdb.tier import LmdbTier
 from tiers.record import TAG_BYTES, Identity, prefix
-from tiers.uses import DATED_FROM_NS
 
 PER_TRANSACTION = 2000
 ENDS = ("closed", "killed")

@@ -29,7 +29,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from demo.vllm_cli import add_missing_version
-from tiers.host_copy_loop import copy_loop
+from tiers.copy.host_loop import copy_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 300.0
@@ -210,7 +210,7 @@ class _Host:
     def __init__(self, arguments: dict[str, Any]) -> None:
         add_missing_version()
         # What LMCache imports (numba) would keep vLLM's CPU worker from starting otherwise; see
-        # tiers/host_copy_loop.py. For all systems alike.
+        # tiers/copy/host_loop.py. For all systems alike.
         copy_loop()
         from vllm import LLM
 

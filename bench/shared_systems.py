@@ -25,16 +25,16 @@ from bench.tiers_systems import (
     TierSystem,
 )
 from demo.mooncake import Master
-from tiers import mooncake_client
 from tiers.base import Tier
-from tiers.mooncake_client import BATCH, MooncakeSettings
-from tiers.mooncake_tier import MooncakeTier
-from tiers.shared_lmdb_tier import SharedLmdbTier
+from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.mooncake import client as mooncake_client
+from tiers.mooncake.client import BATCH, MooncakeSettings
+from tiers.mooncake.tier import MooncakeTier
 
 MEMORY = """
 import sys
-from tiers import mooncake_client
-from tiers.mooncake_client import MooncakeSettings
+from tiers.mooncake import client as mooncake_client
+from tiers.mooncake.client import MooncakeSettings
 master, metadata, size = sys.argv[1:]
 settings = MooncakeSettings(master, metadata, int(size), host="127.0.0.1")
 store = mooncake_client._joined(settings)

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
-from tiers.direct_io import drop_cache
-from tiers.file_tier import FileTier
-from tiers.lmdb_tier import LmdbTier
+from tiers.files.tier import FileTier
+from tiers.io.direct_io import drop_cache
+from tiers.lmdb.tier import LmdbTier
 
 Numbers = Sequence[int]
 FIXED_BYTES = 16 << 20

@@ -21,8 +21,8 @@ from demo.server import VllmServer
 from demo.sources import read_sources, wait_until_on_disk
 from demo.tiny_model import make_llama
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
-from policies.lru import LruPolicy
-from policies.simulate import bound, simulate
+from policies.eviction.lru import LruPolicy
+from policies.simulation.simulator import bound, simulate
 from policies.testing import synthetic_trace
 
 logger = logging.getLogger("offload.example")

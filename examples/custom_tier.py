@@ -3,8 +3,9 @@
 Run: ``python examples/custom_tier.py``. It offloads ten blocks to a CPU tier that holds six, with
 this tier below it, forgets the blocks, restores all ten, and finds them again after a restart.
 
-It keeps the contract of ``tiers/testing.py`` in a hundred lines: one thread, one transaction per
-call. It is an example and no fast tier: SQLite copies every payload twice and syncs every write.
+It keeps the contract of ``tiers/testing/__init__.py`` in a hundred lines: one thread, one
+transaction per call. It is an example and no fast tier: SQLite copies every payload twice and syncs
+every write.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.calls import settled
-from tiers.daemon_threads import DaemonThreads
+from tiers.io.awaiting import settled
+from tiers.io.daemon_threads import DaemonThreads
 from tiers.record import Identity, check_key, check_payload, seal, verify
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import tempfile
 import torch
 
 from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
-from tiers.lmdb_tier import LmdbTier
+from tiers.lmdb.tier import LmdbTier
 
 BLOCKS, BLOCK_TOKENS, PAGE_BYTES = 32, 16, 8192
 

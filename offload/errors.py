@@ -7,7 +7,7 @@ OffloadError
     PageSizeError                page bytes that disagree with the memory they lie in
     UnsupportedSpecError         a KV cache kind that is not offloaded
   CapacityError                  a tier too small to hold one chunk
-  TransferError                  a copy that failed (raised by ``tiers.copy``)
+  TransferError                  a copy that failed (raised by ``tiers.copy.base``)
   TierUnavailableError           a tier that cannot be opened
   ManagerClosedError             an ``OffloadManager`` that is used while or after it is closed
   NamespaceError                 stored geometry or format differs

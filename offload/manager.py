@@ -13,21 +13,28 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from offload.chunks import Run
-from offload.config import OffloadConfig, check_cpu_capacity, slot_counts
+from offload.config.schema import OffloadConfig, check_cpu_capacity, slot_counts
 from offload.errors import (
     ConfigError,
     InvariantError,
     ManagerClosedError,
     TierUnavailableError,
 )
-from offload.executor import Executor
-from offload.index import TierIndex
-from offload.keys import group_suffix
-from offload.kv_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
-from offload.load_planner import NOBODY
-from offload.load_task import io_bytes
-from offload.manager_setup import (
+from offload.index.capacity import SlotSpace
+from offload.index.chunk_batch import Run
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_suffix
+from offload.layout.kv_cache_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
+from offload.layout.registration import LayerTensors, Registration, register_kv_caches
+from offload.messages.plan import StepPlan
+from offload.messages.report import JobResult
+from offload.namespaces.epochs import draw_epoch
+from offload.planner.loads import NOBODY
+from offload.planner.planner import Planner
+from offload.worker.executor import Executor
+from offload.worker.loads import io_bytes
+from offload.worker.pending import ExecutorLimits
+from offload.worker.runtime import (
     group_caches,
     group_infos,
     in_process_settings,
@@ -37,18 +44,12 @@ from offload.manager_setup import (
     open_tier,
     wanted_run,
 )
-from offload.owed import ExecutorLimits
-from offload.planner import Planner
-from offload.plans import JobResult, StepPlan
-from offload.registry import LayerTensors, Registration, register_kv_caches
-from offload.space import SlotSpace
-from offload.tier_epochs import draw_epoch
-from offload.tier_watch import close_tier
+from offload.worker.tier_monitor import close_tier
 from policies.registry import make_policy
 from tiers.base import Tier
-from tiers.calls import settled
-from tiers.failures import Tally
-from tiers.slab import HostSlab
+from tiers.copy.failures import Tally
+from tiers.io.awaiting import settled
+from tiers.slab.slab import HostSlab
 
 __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from policies.base import AdmissionPolicy, EntryInfo, Key
-from policies.ghosts import GhostList
+from policies.eviction._queues import GhostList
 from policies.options import Range
 from policies.sketch import COUNT_MOST, FrequencySketch
 

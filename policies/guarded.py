@@ -16,7 +16,7 @@ from itertools import filterfalse, repeat
 from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
-from policies.lru import LruPolicy
+from policies.eviction.lru import LruPolicy
 
 logger = logging.getLogger(__name__)
 

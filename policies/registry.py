@@ -34,19 +34,19 @@ DEFAULT_TIER_POLICY = "lru"
 """Lower tiers: the upper policy only moves hits between the levels, so the disk keeps plain LRU."""
 
 _POLICIES = {
-    "lru": "policies.lru:LruPolicy",
-    "leaf-lru": "policies.leaf_lru:LeafLruPolicy",
-    "fifo": "policies.fifo:FifoPolicy",
-    "lfu": "policies.lfu:LfuPolicy",
-    "arc": "policies.arc:ArcPolicy",
-    "2q": "policies.two_queue:TwoQueuePolicy",
-    "slru": "policies.slru:SlruPolicy",
-    "sieve": "policies.sieve:SievePolicy",
-    "s3fifo": "policies.s3fifo:S3FifoPolicy",
-    "wtinylfu": "policies.wtinylfu:WTinyLfuPolicy",
-    "lirs": "policies.lirs:LirsPolicy",
-    "gdsf": "policies.gdsf:GdsfPolicy",
-    "ttl": "policies.ttl:TtlPolicy",
+    "lru": "policies.eviction.lru:LruPolicy",
+    "leaf-lru": "policies.eviction.leaf_lru:LeafLruPolicy",
+    "fifo": "policies.eviction.fifo:FifoPolicy",
+    "lfu": "policies.eviction.lfu:LfuPolicy",
+    "arc": "policies.eviction.arc:ArcPolicy",
+    "2q": "policies.eviction.two_queue:TwoQueuePolicy",
+    "slru": "policies.eviction.slru:SlruPolicy",
+    "sieve": "policies.eviction.sieve:SievePolicy",
+    "s3fifo": "policies.eviction.s3fifo:S3FifoPolicy",
+    "wtinylfu": "policies.eviction.wtinylfu:WTinyLfuPolicy",
+    "lirs": "policies.eviction.lirs:LirsPolicy",
+    "gdsf": "policies.eviction.gdsf:GdsfPolicy",
+    "ttl": "policies.eviction.ttl:TtlPolicy",
     "adaptive": "policies.adaptive:AdaptivePolicy",
 }
 _ADMISSIONS = {

@@ -17,9 +17,9 @@ LONGEST = (
     "vllm/test_custom_policy.py",
     "vllm/test_sick_disk.py",
     "vllm/",
-    "connector/test_scheduler_oracle.py",
-    "cli/test_guide.py",
-    "connector/test_doctor_cli.py",
+    "oracle/test_scheduler.py",
+    "offload/cli/test_guide.py",
+    "offload/cli/test_doctor.py",
     "sim/",
     "tiers/",
 )

@@ -19,53 +19,77 @@ OURS = (*PRODUCT, "bench", "demo", "tests", "examples")
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 500
 STILL_LONG = {
-    "tiers/testing.py": 402,
-    "tests/connector/oracle_world.py": 464,
-    "tests/connector/test_identity.py": 401,
-    "tests/tiers/test_lmdb_recovery.py": 410,
+    "tiers/testing/__init__.py": 402,
+    "tests/oracle/serving.py": 464,
+    "tests/offload/connector/model/test_identity.py": 401,
+    "tests/tiers/lmdb/test_recovery.py": 410,
 }
 """Files above the limit and how long they may be; entries only shrink and go."""
 
-MAY_IMPORT = {
-    "tiers": {"tiers"},
-    "policies": {"policies"},
-    "offload": {"offload", "tiers", "policies"},
-    "demo": {"demo", "offload"},
-    "bench": {"bench", "demo", "offload", "tiers", "policies"},
-}
-"""Which of our packages each may import; tests may import everything."""
+ORDER = (
+    # policies: which chunks to keep
+    "policies.base policies.hints policies.sketch policies.options",
+    "policies.eviction",
+    "policies.adaptive",
+    "policies.guarded policies.admission policies.registry",
+    "policies.simulation",
+    "policies.testing",
+    # tiers: where chunks lie, and copies between there and the KV cache
+    "tiers.cuda_driver tiers.base tiers.record",
+    "tiers.io",
+    "tiers.folders",
+    "tiers.slab",
+    "tiers.copy",
+    "tiers.files",
+    "tiers.lmdb.recovery",
+    "tiers.lmdb",
+    "tiers.lmdb.shared",
+    "tiers.offline",
+    "tiers.mooncake",
+    "tiers.adapters",
+    "tiers.testing",
+    # offload: deciding which chunks go where, and doing it
+    "offload.errors offload.sizes offload.loop",
+    "offload.namespaces",
+    "offload.config",
+    "offload.layout",
+    "offload.messages",
+    "offload.telemetry",
+    "offload.index",
+    "offload.planner",
+    "offload.requests",
+    "offload.geometry",
+    "offload.worker",
+    "offload.manager",
+    "offload.admin",
+    "offload.connector",
+    "offload.cli",
+    "demo",
+    "bench",
+)
+"""Packages and modules from the lowest to the highest: code imports from its own line and from the
+lines above it. Everything belongs to the longest name here that it begins with."""
+
+NEVER = (
+    ("policies", "tiers"),  # the two know nothing of each other
+    ("tiers", "policies"),
+    ("demo", "tiers"),
+    ("demo", "policies"),
+)
+"""Imports that the order would allow, and that are wrong all the same."""
 
 VLLM_IN = ("offload/connector/",)
 TORCH_IN = (
     "offload/connector/",
-    "offload/registry.py",
-    "offload/device_digest.py",
-    "offload/verify.py",
-    "offload/manager_setup.py",  # takes the caller's tensors
-    "tiers/slab.py",
-    "tiers/descriptors.py",
-    r"tiers/.*copy.*\.py",
-    r"tiers/cuda_.*\.py",
+    "offload/layout/registration.py",
+    "offload/worker/device_digest.py",
+    "offload/worker/verify.py",
+    "offload/worker/runtime.py",  # takes the caller's tensors
+    "tiers/slab/slab.py",
+    "tiers/copy/",
+    "tiers/testing/simulated_copy.py",
 )
-ASYNCIO_IN = (
-    "offload/executor.py",
-    "offload/asker.py",  # these six run inside the executor's loop
-    "offload/idle_scrub.py",
-    "offload/load_task.py",
-    "offload/staging.py",
-    "offload/tier_watch.py",
-    "offload/tier_writer.py",
-    "offload/loop.py",
-    "offload/manager.py",
-    "tiers/",
-)
-ORDER_INSIDE_OFFLOAD = (
-    ("keys", "plans", "errors"),
-    ("index", "coordinator", "ledger", "layout"),
-    ("manager", "executor", "planner"),
-    ("connector",),
-)
-"""Modules of ``offload`` from the lowest; a module imports none of a later line."""
+ASYNCIO_IN = ("offload/worker/", "offload/loop.py", "offload/manager.py", "tiers/")
 
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
@@ -115,13 +139,50 @@ def is_in(path: Path, places: tuple[str, ...]) -> bool:
     return any(re.match(place, name_of(path)) for place in places)
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_arrows_between_packages(package: str) -> None:
+LEVELS = {name: level for level, line in enumerate(ORDER) for name in line.split()}
+ROOTS = ("offload", "tiers", "policies")
+"""The packages' own ``__init__``: they only export, lazily, and stand above what they export."""
+
+
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str) -> str | None:
+    """The longest name of ``ORDER`` that the module begins with."""
+    parts = module.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in LEVELS), None)
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    modules = {module_of(path) for path in python_files(*PRODUCT, "bench", "demo")}
+    assert [module for module in sorted(modules) if not room_of(module)] == sorted(ROOTS)
+    rooms = {room_of(module) for module in modules}
+    assert sorted(LEVELS.keys() - rooms) == [], "in the order, but not in the tree"
+
+
+def test_imports_follow_the_order() -> None:
+    wrong = []
+    for path in python_files(*PRODUCT, "bench", "demo"):
+        module = module_of(path)
+        room = room_of(module)
+        for name in imports_of(path):
+            other = room_of(name)
+            if room is None or other is None:
+                continue
+            is_up = LEVELS[other] > LEVELS[room]
+            if is_up or (module.partition(".")[0], name.partition(".")[0]) in NEVER:
+                wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def test_product_code_imports_no_tests() -> None:
     wrong = [
         f"{name_of(path)} imports {name}"
-        for path in python_files(package)
+        for path in python_files(*PRODUCT, "bench", "demo")
         for name in imports_of(path)
-        if (top := name.partition(".")[0]) in OURS and top not in MAY_IMPORT[package]
+        if name.partition(".")[0] in ("tests", "examples")
     ]
     assert wrong == []
 
@@ -136,20 +197,6 @@ def test_libraries_stay_where_they_belong(library: str, places: tuple[str, ...])
         for name in imports_of(path)
         if name.partition(".")[0] == library and not is_in(path, places)
     ]
-    assert wrong == []
-
-
-def test_arrows_inside_offload() -> None:
-    level = {m: number for number, modules in enumerate(ORDER_INSIDE_OFFLOAD) for m in modules}
-    wrong = []
-    for path in python_files("offload"):
-        own = level.get(path.relative_to(ROOT / "offload").parts[0].removesuffix(".py"))
-        for name in imports_of(path):
-            parts = name.split(".")
-            if own is not None and parts[0] == "offload" and len(parts) > 1:
-                imported = level.get(parts[1])
-                if imported is not None and imported > own:
-                    wrong.append(f"{name_of(path)} imports {name}")
     assert wrong == []
 
 

@@ -23,7 +23,7 @@ The key follows the header where records are files; an index keeps it as its own
 The tag of a record that is not encrypted is xxh3-128 over ``header[:72] + key + payload``, so it
 fails for a flipped bit, a torn or truncated payload, and equally for a whole and healthy record
 that belongs to another key, namespace, rank or epoch. It does not stop somebody who wants to
-forge a record: that takes encryption (``tiers.codec``), whose tag is AES-GCM's.
+forge a record: that takes encryption (``tiers.io.codec``), whose tag is AES-GCM's.
 
 This module knows nothing of files.
 """

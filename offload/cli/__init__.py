@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
     "plan": ("offload.cli.plan", "What tiers of given sizes would hold, hit, save and write."),
     "bench": ("offload.cli.bench", "Benchmarks, from a checkout."),
-    "simulate": ("policies.simulate_cli", "Eviction policies on request traces."),
+    "simulate": ("policies.simulation.cli", "Eviction policies on request traces."),
 }
 """Module and line of help of each command, in the order shown."""
 

@@ -22,8 +22,8 @@ from offload.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from offload.clearing import Removal, Wanted
-    from offload.stores import Home
+    from offload.admin.clear import Removal, Wanted
+    from offload.namespaces.inventory import Home
 
 app = make_app()
 
@@ -68,7 +68,7 @@ def clear(
     path. What an earlier run could not delete is tried again. Ends with 1 if something stays
     because it is in use or could not be deleted.
     """
-    from offload.clearing import Wanted, find_removals, remove
+    from offload.admin.clear import Wanted, find_removals, remove
 
     problems = Problems()
     age_s = problems.duration("--unused-for", unused_for)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from offload.stores import Home
+    from offload.namespaces.inventory import Home
 
 Folder = Annotated[Path, typer.Argument(help="Path of a tier, or a namespace or rank in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -88,8 +88,8 @@ class Problems(list[Problem]):
 
     def homes(self, folder: Path) -> list[Home]:
         """What lies below a folder; a problem if nothing does."""
-        from offload.cli.elsewhere import not_a_folder
-        from offload.stores import find_homes
+        from offload.cli.path_hints import not_a_folder
+        from offload.namespaces.inventory import find_homes
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
@@ -104,7 +104,7 @@ class Problems(list[Problem]):
 
     def metrics_url(self, where: str, text: str) -> str:
         """The address of a server's metrics; empty if none was given."""
-        from offload.metrics_page import metrics_url
+        from offload.admin.metrics_client import metrics_url
 
         try:
             return metrics_url(text) if text else ""
@@ -155,8 +155,8 @@ def at_a_store(command: str) -> Iterator[None]:
     everything closed and nothing half done left behind.
     """
     from tiers.base import TierError
-    from tiers.folder import StoreUnusableError
-    from tiers.outside import StoreChangedError
+    from tiers.folders.folder import StoreUnusableError
+    from tiers.offline.inspect import StoreChangedError
 
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     ended_before = signal.signal(signal.SIGTERM, _end)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from offload.doctor import Report
+    from offload.admin.doctor import Report
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,7 +29,7 @@ def doctor(
     All other flags are those of vllm serve, --kv-transfer-config among them. Ends with 0 if the
     model can be offloaded, with 1 if not.
     """
-    from offload.doctor import to_json, to_text
+    from offload.admin.doctor import to_json, to_text
 
     report = ask_vllm(model, context.args)
     print(json.dumps(to_json(report)) if as_json else to_text(report))
@@ -41,6 +41,6 @@ def ask_vllm(model: str, flags: list[str]) -> Report:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with contextlib.redirect_stdout(sys.stderr):
-        from offload.connector.examine import examine_model
+        from offload.connector.model.doctor import examine_model
 
         return examine_model(model, flags)

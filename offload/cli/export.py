@@ -24,8 +24,8 @@ from offload.cli.common import (
 from offload.cli.verify import LIVE_RATE
 
 if TYPE_CHECKING:
-    from offload.exporting import Exported
-    from offload.stores import Home
+    from offload.admin.export import Exported
+    from offload.namespaces.inventory import Home
 
 app = make_app()
 
@@ -91,9 +91,8 @@ def _choose(problems: Problems, homes: list[Home], namespace: str, model: str) -
 
 
 def _write(home: Home, file: Path, overwrite: bool, rate: int, key_file: str) -> list[Exported]:
-    from offload.export_file import ExportFileError, export_file
-    from offload.exporting import export_home
-    from offload.scrub import Pace
+    from offload.admin.export import ExportFileError, export_file, export_home
+    from offload.admin.verify import Pace
     from offload.sizes import parse_size
 
     if rate < 0:

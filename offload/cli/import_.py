@@ -21,7 +21,7 @@ from offload.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from offload.importing import Import, Imported, Target
+    from offload.admin.import_ import Import, Imported, Target
 
 app = make_app()
 
@@ -49,8 +49,8 @@ def import_(
     Namespace, form and epoch must be those of the store, or the store is made. Every record is
     checked; damaged ones are left out. Ends with 1 if not everything could be imported.
     """
-    from offload.cli.elsewhere import not_a_folder
-    from offload.importing import Target
+    from offload.admin.import_ import Target
+    from offload.cli.path_hints import not_a_folder
 
     problems = Problems()
     capacity_bytes = problems.size("--capacity", capacity)
@@ -71,9 +71,9 @@ def import_(
 
 def _check_folder(problems: Problems, folder: Path) -> None:
     """A problem if no tier's path can be there."""
-    from offload.namespace import NAME
-    from offload.stores import Store
-    from offload.tier_paths import path_problem
+    from offload.config.path_checks import path_problem
+    from offload.namespaces.inventory import Store
+    from offload.namespaces.manifest import NAME
 
     above = "Give the tier's path above it, as in tiers[].path of the configuration."
     if any(NAME.fullmatch(path.name) for path in (folder, *folder.parents[:2])):
@@ -89,8 +89,8 @@ def _check_folder(problems: Problems, folder: Path) -> None:
 
 
 def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:
+    from offload.admin.import_ import Import
     from offload.errors import NamespaceError
-    from offload.importing import Import
 
     with file.open("rb") as opened, progress_bar(is_bytes=True) as bar:
         task = bar.add_task("import", total=file.stat().st_size)

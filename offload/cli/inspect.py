@@ -24,8 +24,8 @@ from offload.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.metrics_page import TierHits
-    from offload.store_summary import HomeSummary, StoreSummary
+    from offload.admin.inspect import HomeSummary, StoreSummary
+    from offload.admin.metrics_client import TierHits
 
 app = make_app()
 
@@ -65,8 +65,8 @@ def inspect(
     Works while a server runs on the folder. Ends with 1 if something there cannot be read, or would
     not be used by a server that starts.
     """
-    from offload.metrics_page import shown_url
-    from offload.store_summary import summarise, to_json
+    from offload.admin.inspect import summarise, to_json
+    from offload.admin.metrics_client import shown_url
 
     problems = Problems()
     homes = problems.homes(folder)
@@ -89,7 +89,7 @@ def inspect(
 
 def _hits(address: str) -> list[TierHits]:
     """What the server's tiers have given."""
-    from offload.metrics_page import PageError, fetch, hits, parse, shown_url
+    from offload.admin.metrics_client import PageError, fetch, hits, parse, shown_url
 
     try:
         return hits(parse(fetch(address), 0.0))

@@ -20,8 +20,8 @@ from offload.cli.common import (
 from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm
 
 if TYPE_CHECKING:
-    from offload.planning import Machine, ModelSize, Plan, Simulated
-    from policies.trace import Trace
+    from offload.admin.capacity_plan import Machine, ModelSize, Plan, Simulated
+    from policies.simulation.trace import Trace
 
 app = make_app()
 
@@ -77,7 +77,7 @@ def plan(
     All other flags are those of vllm serve. Hit rates come from the simulator; speeds are what you
     give, or estimates that are marked as such.
     """
-    from offload.planning import Machine
+    from offload.admin.capacity_plan import Machine
 
     problems = Problems()
     daily = problems.size("--write-budget", write_budget)
@@ -118,7 +118,7 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
 
 def _check_policies(problems: Problems, *texts: str) -> None:
     from policies.registry import make_policy
-    from policies.simulate_jobs import parse_spec
+    from policies.simulation.jobs import parse_spec
 
     for where, text in zip(("--policy", "--disk-policy"), texts, strict=True):
         try:
@@ -129,8 +129,8 @@ def _check_policies(problems: Problems, *texts: str) -> None:
 
 def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str | None:
     """The trace that was given, or the mix as text: its blocks depend on the model."""
-    from policies.mix import Mix
-    from policies.trace_readers import read_trace
+    from policies.simulation.synthetic_trace import Mix
+    from policies.simulation.trace_formats import read_trace
 
     if trace is not None and mix:
         problems.add("--mix", "beside --trace", "Give one of them.")
@@ -147,7 +147,7 @@ def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str |
 
 def _size_of(model: str, flags: list[str], given: int, parameters: float) -> ModelSize:
     """Ask vLLM for the model's geometry, unless bytes per token were given."""
-    from offload.planning import ModelSize
+    from offload.admin.capacity_plan import ModelSize
 
     if given:
         return ModelSize("", given, BLOCK_TOKENS, parameters=parameters)
@@ -166,8 +166,8 @@ def _size_of(model: str, flags: list[str], given: int, parameters: float) -> Mod
 def _work_out(
     size: ModelSize, machine: Machine, requests: Trace | str | None, policy: str, disk_policy: str
 ) -> Plan:
-    from offload.planning import make_plan
-    from policies.mix import Mix, mix_trace
+    from offload.admin.capacity_plan import make_plan
+    from policies.simulation.synthetic_trace import Mix, mix_trace
 
     trace = mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else None
     if requests is not None and not isinstance(requests, str):
@@ -183,11 +183,11 @@ def _work_out(
 def _simulate(
     trace: Trace, size: ModelSize, machine: Machine, policy: str, disk_policy: str
 ) -> Simulated:
-    from offload.planning import Simulated, capacity_blocks
+    from offload.admin.capacity_plan import Simulated, capacity_blocks
     from policies.registry import make_policy
-    from policies.simulate import bound, simulate
-    from policies.simulate_jobs import parse_spec
-    from policies.simulate_tiers import simulate_two
+    from policies.simulation.jobs import parse_spec
+    from policies.simulation.simulator import bound, simulate
+    from policies.simulation.two_tiers import simulate_two
 
     cpu, disk = capacity_blocks(size, machine, trace.block_tokens)
     if not cpu:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-    from offload.metrics_page import Page, TierView, View
+    from offload.admin.metrics_client import Page, TierView, View
 
 app = make_app()
 
@@ -62,7 +62,7 @@ def top(
     --json prints one view and ends. Ends with 1 if the server does not answer, or has no metrics
     of kvtiers.
     """
-    from offload.metrics_page import PageError, metrics_url, shown_url
+    from offload.admin.metrics_client import PageError, metrics_url, shown_url
 
     problems = Problems()
     address = ""
@@ -84,13 +84,13 @@ def top(
 
 
 def _look(address: str) -> Page:
-    from offload.metrics_page import fetch, parse
+    from offload.admin.metrics_client import fetch, parse
 
     return parse(fetch(address), time.monotonic())
 
 
 def _one_view(address: str, interval: float, as_json: bool) -> None:
-    from offload.metrics_page import shown_url, view
+    from offload.admin.metrics_client import shown_url, view
 
     before = _look(address) if interval else None
     time.sleep(interval)
@@ -119,7 +119,7 @@ def _follow(address: str, interval: float) -> None:
 
 def _views(address: str, interval: float) -> Iterator[RenderableType]:
     """One view after the other; a server that is away for a moment is waited for."""
-    from offload.metrics_page import PageError, view
+    from offload.admin.metrics_client import PageError, view
 
     before = _look(address)
     yield _shown(view(before))

@@ -22,8 +22,8 @@ from offload.cli.common import (
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from offload.scrub import Scrubbed
-    from offload.stores import Store
+    from offload.admin.verify import Scrubbed
+    from offload.namespaces.inventory import Store
 
 app = make_app()
 
@@ -52,7 +52,7 @@ def verify(
     when it reads them, and computes the prompt. Ends with 1 if anything was damaged, or if a server
     that starts would not use what lies there.
     """
-    from offload.stores import Standing
+    from offload.namespaces.inventory import Standing
 
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
@@ -81,9 +81,9 @@ def verify(
 
 def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
     """Check one store. One that cannot be opened does not keep the others from it."""
-    from offload.scrub import Scrubbed, repair
+    from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError
-    from tiers.outside import StoreChangedError
+    from tiers.offline.inspect import StoreChangedError
 
     result = Scrubbed(store)
     try:
@@ -101,7 +101,7 @@ def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress
 
 
 def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
-    from offload.scrub import Pace, scrub
+    from offload.admin.verify import Pace, scrub
     from offload.sizes import parse_size
 
     store = result.store

@@ -51,7 +51,7 @@ def why(
 
     Works while the server runs. The counters vllm:kvtiers_misses_total have all requests.
     """
-    from offload.why import MEANINGS
+    from offload.requests.miss_reasons import MEANINGS
 
     problems = Problems()
     meanings = {known.value: text for known, text in MEANINGS.items()}
@@ -125,7 +125,7 @@ def _is_number(value: Any) -> bool:
 
 def _look_elsewhere(records: list[dict[str, Any]], store: Path) -> None:
     """Add to records in which other namespaces their missing chunk lies."""
-    from offload.elsewhere import find_elsewhere
+    from offload.admin.find_chunks import find_elsewhere
 
     for own in {record.get("namespace", "") for record in records}:
         mine = [r for r in records if "missing" in r and r.get("namespace", "") == own]

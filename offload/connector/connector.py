@@ -21,22 +21,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from offload.config import draft_config
-from offload.connector.adapters import AdapterBook, AdapterWatch
-from offload.connector.attach import agreed_namespace, make_planner, unit_bytes
-from offload.connector.collector import StatsCollector
+from offload.config.schema import draft_config, tier_names
 from offload.connector.guard import Faults, guarded
-from offload.connector.kv_events import KvEvents
+from offload.connector.handshake import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
 from offload.connector.log import adopt_vllm_logging
-from offload.connector.messages import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
-from offload.connector.owed_epochs import OwedEpochs
-from offload.connector.scheduler_side import SchedulerSide
-from offload.connector.setup import Setup
-from offload.connector.vllm_metrics import OffloadPromMetrics, OffloadStats
-from offload.connector.worker_side import WorkerSide
+from offload.connector.model.adapters import AdapterBook, AdapterWatch
+from offload.connector.scheduler.kv_events import KvEvents
+from offload.connector.scheduler.metrics_collector import StatsCollector
+from offload.connector.scheduler.pending_epochs import OwedEpochs
+from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
+from offload.connector.scheduler.scheduler_side import SchedulerSide
+from offload.connector.startup import Setup
+from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
-from offload.plans import StepPlan
-from offload.tier_factory import tier_names
+from offload.messages.plan import StepPlan
+from offload.messages.report import RankState
+from offload.planner.build import agreed_namespace, make_planner, unit_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.register(registration, device, self._setup.tier_specs())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake() if self._worker is not None else None
+        state = self._worker.state() if self._worker is not None else None
+        return OffloadHandshake(state) if state is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._fence(_plan_of(kv_connector_metadata))
@@ -218,8 +219,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         if self._scheduler is not None:
-            ranks = [meta for _, meta in sorted(metadata.items())]
-            assert all(isinstance(meta, OffloadHandshake) for meta in ranks)
+            ranks = [_state_of(meta) for _, meta in sorted(metadata.items())]
             config, layout = self._setup.config, self._setup.layout
             self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
             num_blocks = self._setup.kv_cache_config.num_blocks
@@ -362,3 +362,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
     """The plan in a step's metadata; an empty one where there is none (profiling runs)."""
     return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()
+
+
+def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:
+    assert isinstance(metadata, OffloadHandshake)
+    return metadata.state

@@ -43,19 +43,19 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from offload.connector.identity import content_of
-from offload.connector.process_config import configs_of
+from offload.config.path_checks import place_problem
+from offload.connector.model.identity import content_of
+from offload.connector.model.process_config import configs_of
 from offload.errors import TierUnavailableError
 from offload.loop import OffloadLoop
 from offload.sizes import parse_size
-from offload.tier_paths import place_problem
 from policies.base import EntryInfo, RemoveCause
 from policies.guarded import contained
 from policies.registry import make_policy
+from tiers.adapters.evicting import EvictingTier
 from tiers.base import Buffer, ReadOutcome, TierError, WriteOutcome
-from tiers.evicting import EvictingTier
-from tiers.lmdb_store import LmdbOptions
-from tiers.lmdb_tier import LmdbTier
+from tiers.lmdb.files import LmdbOptions
+from tiers.lmdb.tier import LmdbTier
 from tiers.record import NAMESPACE_BYTES
 
 logger = logging.getLogger(__name__)

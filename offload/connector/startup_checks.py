@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offload.config import OffloadConfig
-from offload.connector.identity import place_of, seed_is_random, weights_of
-from offload.connector.process_config import configs_of
+from offload.config.schema import OffloadConfig
+from offload.connector.model.identity import place_of, seed_is_random, weights_of
+from offload.connector.model.process_config import configs_of
 from offload.errors import Problem
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 from rich.progress import Progress
 
 from bench import gates
+from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
-from policies.trace import TraceWriter
 
 
 @pytest.fixture

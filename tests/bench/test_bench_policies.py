@@ -7,8 +7,8 @@ from rich.progress import Progress
 
 from bench import policies
 from bench.policies_rivals import VllmPolicy
-from policies.lru import LruPolicy
-from policies.simulate import simulate
+from policies.eviction.lru import LruPolicy
+from policies.simulation.simulator import simulate
 from policies.testing import synthetic_trace
 
 pytest.importorskip("vllm")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiers.copy import CopyBatch, GroupRegions, PageRegion, Ticket, TransferError
-from tiers.cuda_copy import CopyPath, CudaCopyEngine, gpu_node
+from tiers.copy.base import CopyBatch, GroupRegions, PageRegion, Ticket, TransferError
+from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, gpu_node
 from tiers.cuda_driver import load_driver
-from tiers.pinning import CudaRegistrar
-from tiers.slab import HostSlab, SlabError
+from tiers.slab.pinning import CudaRegistrar
+from tiers.slab.slab import HostSlab, SlabError
 
 torch: Any = pytest.importorskip("torch")
 

@@ -4,8 +4,8 @@ Each file is one area. A table names a product file and the tests next to it; ea
 is one fault::
 
     [index]
-    file = "offload/index.py"
-    tests = "tests/offload/test_index.py"
+    file = "offload/index/tier_index.py"
+    tests = "tests/offload/index/test_tier_index.py"
 
     [index.evicts-pinned-chunks]
     breaks = "A chunk is evicted while a load reads it: the request gets other tokens' KV cache."

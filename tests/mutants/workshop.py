@@ -22,7 +22,7 @@ from tests.mutants.outcomes import TO
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", ".*_cache", ".cache", ".hypothesis", ".demo", "__pycache__", "*.egg-info"
 )
-NEED_VLLM = ("tests/connector/", "tests/vllm/")
+NEED_VLLM = ("tests/offload/connector/", "tests/oracle/", "tests/vllm/")
 IMPORTS = {
     "torch": ["torch"],
     "vllm": [

@@ -13,7 +13,7 @@ import torch
 import offload.manager
 from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
 from tiers.base import Tier
-from tiers.simulated_copy import SimulatedCopyEngine
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 BLOCKS = 64
 PAGES = {"layers.0": 3000, "layers.1": 3000, "draft.0": 5000}

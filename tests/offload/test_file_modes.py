@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from offload.recorder import Seen, TraceRecorder
-from offload.request_file import RequestFile
-from offload.tier_factory import make_tier
-from policies.trace_readers import read_trace
-from tests.cli.world import kvtiers, make_store
-from tests.offload.reopening_child import KEYS, SIZE, places
+from offload.requests.request_log import RequestFile
+from offload.requests.trace_recorder import Seen, TraceRecorder
+from offload.worker.tier_factory import make_tier
+from policies.simulation.trace_formats import read_trace
+from tests.offload.cli.stores import kvtiers, make_store
+from tests.offload.worker.reopening_child import KEYS, SIZE, places
 from tiers.testing import put
 
 

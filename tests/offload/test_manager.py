@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload.manager
-import tiers.cuda_copy
+import tiers.copy.cuda_engine
 from offload.errors import ConfigError, TierUnavailableError
 from offload.manager import OffloadManager
 from tests.offload.small_model import (
@@ -27,9 +27,7 @@ from tests.offload.small_model import (
 )
 from tests.threads import no_thread_is_left
 from tiers.base import TierClosedError
-from tiers.memory_tier import MemoryTier
-from tiers.simulated_copy import SimulatedCopyEngine
-from tiers.wrappers import (
+from tiers.testing.faults import (
     CountingTier,
     Damage,
     DamagingTier,
@@ -38,6 +36,8 @@ from tiers.wrappers import (
     HoldingTier,
     nth,
 )
+from tiers.testing.memory_tier import MemoryTier
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 
 @pytest.fixture(params=["host", "simulated-1", "simulated-2", "simulated-3"])
@@ -345,9 +345,9 @@ def test_the_gpu_is_that_of_the_caches_not_the_current_one(monkeypatch: pytest.M
     def remember(*arguments: Any, **options: Any) -> None:
         asked.append(options.get("device", arguments[0] if arguments else None))
 
-    monkeypatch.setattr(tiers.cuda_copy, "CudaCopyEngine", remember)
-    monkeypatch.setattr(tiers.cuda_copy, "gpu_node", remember)
-    monkeypatch.setattr(offload.manager_setup, "HostSlab", lambda *_, **__: None)
+    monkeypatch.setattr(tiers.copy.cuda_engine, "CudaCopyEngine", remember)
+    monkeypatch.setattr(tiers.copy.cuda_engine, "gpu_node", remember)
+    monkeypatch.setattr(offload.worker.runtime, "HostSlab", lambda *_, **__: None)
     registration: Any = SimpleNamespace(groups=(), num_blocks=3)
     device = torch.device("cuda", 1)
     slab = offload.manager.make_slab(4096, 2, device, "prefer")

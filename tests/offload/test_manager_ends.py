@@ -25,10 +25,11 @@ from tests.offload.small_model import (
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
 from tests.threads import no_thread_is_left
-from tiers.lmdb_tier import LmdbTier
-from tiers.memory_tier import MemoryTier
-from tiers.simulated_copy import SimulatedCopyEngine
-from tiers.wrappers import HoldingTier, TierWrapper
+from tiers.adapters.wrapper import TierWrapper
+from tiers.lmdb.tier import LmdbTier
+from tiers.testing.faults import HoldingTier
+from tiers.testing.memory_tier import MemoryTier
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 SOON_S = 1.0
 """Virtual seconds: nothing takes any but what a test lets wait."""

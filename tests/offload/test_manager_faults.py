@@ -17,26 +17,20 @@ import pytest
 import torch
 
 import offload.manager
-from offload.breaker import Circuit
 from offload.errors import TierUnavailableError
-from offload.gates import TierGate
 from offload.manager import OffloadManager
+from offload.planner.circuit_breaker import Circuit
+from offload.planner.tier_health import TierGate
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
 from tests.threads import no_thread_is_left
+from tiers.adapters.reopening import ReopeningTier
+from tiers.adapters.wrapper import TierWrapper
 from tiers.base import Buffer, Key, ReadOutcome, Tier
-from tiers.lmdb_tier import LmdbTier
-from tiers.reopening import ReopeningTier
-from tiers.simulated_copy import SimulatedCopyEngine
-from tiers.wrappers import (
-    CountingTier,
-    FailingTier,
-    FullTier,
-    HoldingTier,
-    SlowTier,
-    TierWrapper,
-)
+from tiers.lmdb.tier import LmdbTier
+from tiers.testing.faults import CountingTier, FailingTier, FullTier, HoldingTier, SlowTier
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 FAILURES = 3
 TIMEOUT_S = 5.0

@@ -27,11 +27,11 @@ from tests.offload.small_model import (
 )
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
+from tiers.adapters.wrapper import TierWrapper
 from tiers.base import ReadOutcome, Tier, WriteOutcome
-from tiers.lmdb_tier import LmdbTier
-from tiers.memory_tier import MemoryTier
-from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
-from tiers.wrappers import FaultTier, TierWrapper, always
+from tiers.lmdb.tier import LmdbTier
+from tiers.testing.faults import FaultTier, always
+from tiers.testing.memory_tier import MemoryTier, SharedMemory, SharedMemoryTier
 
 SOON_S = 1.0
 """Virtual seconds: nothing takes any but what a test lets wait."""

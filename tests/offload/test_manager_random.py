@@ -35,12 +35,11 @@ from tests.offload.small_model import (
     wrong_blocks,
 )
 from tests.sim.virtual_time import run_virtually
+from tiers.adapters.wrapper import TierWrapper
 from tiers.base import Tier, TierError
-from tiers.copy import CopyEngine
-from tiers.memory_tier import MemoryTier
-from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
-from tiers.simulated_copy import SimulatedCopyEngine
-from tiers.wrappers import TierWrapper
+from tiers.copy.base import CopyEngine
+from tiers.testing.memory_tier import MemoryTier, SharedMemory, SharedMemoryTier
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 SEEDS = int(os.environ.get("KVTIERS_MANAGER_SEEDS", "60"))
 SEED = os.environ.get("KVTIERS_MANAGER_SEED")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
-from tiers.shared_memory_tier import SharedMemory, SharedMemoryTier
-from tiers.wrappers import HoldingTier
+from tiers.testing.faults import HoldingTier
+from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 NAMES = keys(6)
 PATIENT = {"lookup_timeout_s": 10}

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from policies.base import EntryInfo, RemoveCause
-from policies.fifo import FifoPolicy
+from policies.eviction.fifo import FifoPolicy
+from policies.eviction.lru import LruPolicy
 from policies.guarded import GuardedPolicy
-from policies.lru import LruPolicy
 from policies.testing import PolicyContract
 
 INFO = EntryInfo()

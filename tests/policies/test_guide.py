@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
-from policies.trace import TraceWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/write-a-policy.md"
@@ -57,7 +57,7 @@ def test_the_simulator_takes_it_by_name(folder: Path) -> None:
     assert text
     arguments = text[1].replace("\\\n", " ").split()
     # -P, because the console script does not find modules where it is run either
-    output = run(folder, "-P", "-m", "policies.simulate_cli", *arguments, "--jobs", "1")
+    output = run(folder, "-P", "-m", "policies.simulation.cli", *arguments, "--jobs", "1")
     assert "my_policy:MruPolicy" in output
     assert (folder / "hits.png").exists()
 

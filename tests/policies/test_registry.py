@@ -10,9 +10,9 @@ import pytest
 
 from policies.adaptive import AdaptivePolicy
 from policies.admission import SecondUse
-from policies.arc import ArcPolicy
 from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
-from policies.lru import LruPolicy
+from policies.eviction.arc import ArcPolicy
+from policies.eviction.lru import LruPolicy
 from policies.options import Range, ranges_of
 from policies.registry import (
     DEFAULT_CPU_POLICY,
@@ -27,7 +27,7 @@ from policies.registry import (
     policy_names,
     policy_options,
 )
-from policies.simulate import simulate
+from policies.simulation.simulator import simulate
 from policies.testing import synthetic_trace
 
 
@@ -50,7 +50,7 @@ def test_defaults_are_known() -> None:
 
 
 def test_a_class_can_be_named_by_its_module() -> None:
-    assert isinstance(make_policy("policies.arc:ArcPolicy"), ArcPolicy)
+    assert isinstance(make_policy("policies.eviction.arc:ArcPolicy"), ArcPolicy)
     assert isinstance(make_admission("policies.admission:SecondUse"), SecondUse)
 
 
@@ -67,7 +67,7 @@ def foreign_package(tmp_path, monkeypatch):
     (tmp_path / "acme_policies.py").write_text(
         textwrap.dedent(
             """
-            from policies.lru import LruPolicy
+            from policies.eviction.lru import LruPolicy
             class Mine(LruPolicy):
                 def __init__(self, speed: int = 1) -> None:
                     super().__init__()
@@ -104,10 +104,10 @@ BAD = [
         'cannot import policy "acme.pol:Foo": No module named \'ac',
     ),
     (
-        "policies.lru:LruPolcy",
+        "policies.eviction.lru:LruPolcy",
         PolicyImportError,
-        'cannot import policy "policies.lru:LruPolcy": module policies.lru has no LruPolcy. '
-        'Did you mean "policies.lru:LruPolicy"?',
+        'cannot import policy "policies.eviction.lru:LruPolcy": module policies.eviction.lru has '
+        'no LruPolcy. Did you mean "policies.eviction.lru:LruPolicy"?',
     ),
     (
         "policies.base:EntryInfo",
@@ -241,7 +241,7 @@ def test_a_policy_that_ends_the_process_does_not(
 ) -> None:
     body = f"    def __init__(self): {line}" if where == "constructor" else "    pass"
     text = (
-        f"import sys\nfrom policies.lru import LruPolicy\nfrom {__name__} import Ends\n"
+        f"import sys\nfrom policies.eviction.lru import LruPolicy\nfrom {__name__} import Ends\n"
         f"class Mine(LruPolicy):\n{body}\n"
     )
     (tmp_path / "acme_ends.py").write_text(text + ("" if where == "constructor" else line + "\n"))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
-from offload.chunks import GroupInfo
-from offload.keys import group_of, group_suffix
-from tiers.copy import GroupRegions, PageRegion
+from offload.index.chunk_batch import GroupInfo
+from offload.layout.keys import group_of, group_suffix
+from tiers.copy.base import GroupRegions, PageRegion
 
 LAYERS = {0: ("a", "b"), 1: ("c",)}
 PAGE_BYTES = {"a": 24, "b": 40, "c": 32}

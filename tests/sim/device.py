@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.sim.content import JUNK, LAYERS, PAGE_BYTES, REGIONS, SLOT_BYTES
-from tiers.copy import CopyBatch, CopyEngine, Ticket, TransferError
-from tiers.lanes import FutureTicket
-from tiers.slab import HostSlab
+from tiers.copy.base import CopyBatch, CopyEngine, Ticket, TransferError
+from tiers.copy.lanes import FutureTicket
+from tiers.slab.slab import HostSlab
 
 KERNEL_S = 0.004
 COPY_S = 0.006

@@ -10,9 +10,10 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from offload.chunks import Run
-from offload.known_prefix import KnownPrefix, LookupRoom
-from offload.plans import StepPlan, StepReport
+from offload.index.chunk_batch import Run
+from offload.messages.plan import StepPlan
+from offload.messages.report import StepReport
+from offload.requests.lookup_cache import KnownPrefix, LookupRoom
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
     CHUNK_BLOCKS,

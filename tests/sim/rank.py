@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offload.executor import Executor
-from offload.owed import Drained, ExecutorLimits
-from offload.plans import StepPlan
+from offload.messages.plan import StepPlan
+from offload.worker.executor import Executor
+from offload.worker.pending import Drained, ExecutorLimits
 from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
 from tests.sim.device import Device
 from tests.sim.weather import DelayedTier, Weather, under
 from tiers.base import ReadOutcome, Tier
-from tiers.slab import HostSlab
+from tiers.slab.slab import HostSlab
 
 STAGING = 3
 LIMITS = ExecutorLimits(load_timeout_s=10.0, fence_timeout_s=0.0, tier_timeout_s=5.0, read_batch=4)

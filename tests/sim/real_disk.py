@@ -10,9 +10,9 @@ from typing import Any
 from tests.sim.server import Medium, Setup
 from tests.sim.virtual_time import VirtualLoop
 from tests.sim.world import World
+from tiers.adapters.wrapper import TierWrapper
 from tiers.base import ReadOutcome, WriteOutcome
-from tiers.lmdb_tier import LmdbTier
-from tiers.wrappers import TierWrapper
+from tiers.lmdb.tier import LmdbTier
 
 
 class OnThreads(TierWrapper):

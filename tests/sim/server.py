@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.demotion import DemotionQueue
-from offload.gates import GateLimits, Gates
-from offload.index import TierIndex
-from offload.keys import group_of
-from offload.planner import Planner
-from offload.space import ByteSpace, SlotSpace
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_of
+from offload.planner.planner import Planner
+from offload.planner.tier_health import GateLimits, Gates
+from offload.planner.write_through import DemotionQueue
 from policies.base import EntryInfo
-from policies.lru import LruPolicy
+from policies.eviction.lru import LruPolicy
 from tests.sim.content import (
     SLOT_BYTES,
     group_infos,
@@ -23,7 +23,7 @@ from tests.sim.content import (
 from tests.sim.rank import STAGING, Rank
 from tests.sim.weather import Sky, Weather
 from tiers.base import Tier
-from tiers.memory_tier import MemoryTier
+from tiers.testing.memory_tier import MemoryTier
 
 FAILURES = 3
 

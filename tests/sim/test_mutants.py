@@ -14,19 +14,20 @@ from typing import Any
 
 import pytest
 
-from offload.breaker import Breaker
 from offload.errors import InvariantError
-from offload.executor import Executor
-from offload.fences import Fences
-from offload.gates import TierGate
-from offload.index import TierIndex
-from offload.ledger import Job, Ledger
-from offload.load_planner import LoadPlanner
-from offload.load_task import LoadLane, LoadTask
-from offload.planner import Planner
-from offload.plans import JobResult, LoadJob
-from offload.staging import Window
-from offload.tier_writer import TierWriter
+from offload.index.tier_index import TierIndex
+from offload.messages.plan import LoadJob
+from offload.messages.report import JobResult
+from offload.planner.circuit_breaker import Breaker
+from offload.planner.jobs import Job, Ledger
+from offload.planner.loads import LoadPlanner
+from offload.planner.planner import Planner
+from offload.planner.tier_health import TierGate
+from offload.worker.executor import Executor
+from offload.worker.fences import Fences
+from offload.worker.loads import LoadLane, LoadTask
+from offload.worker.staging import Window
+from offload.worker.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
 from tests.sim.device import Device
 from tests.sim.server import Setup

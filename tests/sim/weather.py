@@ -1,7 +1,7 @@
 """What happens to one rank's lower tier: calm, or some trouble for a while.
 
-The wrappers of ``tiers.wrappers`` do the damage, each switched on by the weather of the moment and
-counting what it really did. Time and chance come from the world.
+The wrappers of ``tiers.testing.faults`` do the damage, each switched on by the weather of the
+moment and counting what it really did. Time and chance come from the world.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+from tiers.adapters.wrapper import TierWrapper
 from tiers.base import Key, Tier
-from tiers.wrappers import Damage, DamagingTier, FailingTier, FaultTier, FullTier, TierWrapper
+from tiers.testing.faults import Damage, DamagingTier, FailingTier, FaultTier, FullTier
 
 CALM_S = 0.004
 """The longest that an operation takes in calm weather."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from offload.index import TierIndex
-from offload.ledger import JobKind
-from offload.plans import StepPlan
+from offload.index.tier_index import TierIndex
+from offload.messages.plan import StepPlan
+from offload.planner.jobs import JobKind
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
     node,
@@ -304,9 +304,9 @@ class _VirtualClock:
 @contextmanager
 def _virtual_clocks() -> Iterator[None]:
     with (
-        patch("offload.executor.time", _VirtualClock()),
-        patch("offload.load_task.time", _VirtualClock()),
-        patch("offload.tier_writer.time", _VirtualClock()),
+        patch("offload.worker.executor.time", _VirtualClock()),
+        patch("offload.worker.loads.time", _VirtualClock()),
+        patch("offload.worker.tier_writer.time", _VirtualClock()),
     ):
         yield
 

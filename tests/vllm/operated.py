@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from demo.server import VllmServer
-from tests.cli.world import kvtiers
+from tests.offload.cli.stores import kvtiers
 
 
 def operate(server: VllmServer, root: Path, export: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.known_prefix import LookupRoom
+from offload.requests.lookup_cache import LookupRoom
 
 
 def connector(llm: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from tests.vllm.faults import executor
 from tests.vllm.probes import connector
 from tiers.base import Buffer
-from tiers.direct_io import DiskIo
+from tiers.io.direct_io import DiskIo
 
 SLOW_S = 0.3
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers.mooncake_world import Master, one_store, skip_without_mooncake
+from tests.tiers.mooncake.real_store import Master, one_store, skip_without_mooncake
 from tests.vllm import faults
 from tests.vllm.engine import Engine, EngineError, transfer_config
 from tests.vllm.kinds import ask as ask_in_turn
@@ -34,7 +34,7 @@ from tests.vllm.restored import (
     settle,
 )
 from tests.vllm.restored import ask as in_turn
-from tiers.mooncake_tier import MooncakeTier
+from tiers.mooncake.tier import MooncakeTier
 
 skip_without_mooncake()
 pytestmark = pytest.mark.thorough

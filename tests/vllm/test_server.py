@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from demo.server import ServerError, VllmServer
 from offload.cli import app
-from offload.metric_table import METRICS
+from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
 from tests.promql import problems
 from tests.vllm.engine import transfer_config

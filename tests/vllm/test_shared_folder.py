@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm.engine import Engine, transfer_config
 from tests.vllm.restored import HASH, Reference, ask, by_hit, loaded_tokens, prompts, settle
-from tiers.sharers import SHARERS_MAX
+from tiers.lmdb.shared.members import SHARERS_MAX
 
 KINDS = ["lmdb", pytest.param("file", marks=pytest.mark.thorough)]
 

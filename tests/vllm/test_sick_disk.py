@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offload.executor import STALL_S
+from offload.worker.executor import STALL_S
 from tests.vllm import copy_faults, faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, connector, totals

@@ -1,0 +1,1 @@
+"""Offline operations behind the command line. Knows no vLLM and no worker."""

@@ -1,0 +1,160 @@
+"""What ``kvtiers clear`` removes: whole namespaces, in those that stay the records that were not
+used for long, and what was moved aside. What a live server uses stays as it is.
+
+What cannot be deleted is reported, stays visible to ``kvtiers inspect``, and is tried again by
+every later ``clear`` of the path, whatever that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.admin.offline_edits import InUseError, is_older, remove_unused
+from offload.namespaces.claims import Owner
+from offload.namespaces.cleanup import NotDeletedError, delete_trash, remove_namespace, usage
+from offload.namespaces.inventory import Home, Store
+from tiers.folders.folder import prepare
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for; each that is given must fit. ``before_ns``: last used before that."""
+
+    names: Sequence[str] = ()
+    models: Sequence[str] = ()
+    before_ns: int = 0
+    set_aside: bool = False
+
+    def fits(self, home: Home) -> bool:
+        """Whether a namespace is meant, or something in it, whatever its age."""
+        return (not self.names or home.name.startswith(tuple(self.names))) and (
+            not self.models or home.model in self.models
+        )
+
+
+@dataclass(slots=True)
+class Removal:
+    """One namespace to remove, or with ``old`` so many records of its stores, or with ``aside``
+    folders that a tier in it moved aside. ``left_bytes`` could not be deleted; ``problem`` says
+    why."""
+
+    home: Home
+    size_bytes: int
+    last_used_s: float
+    old: dict[Store, int] = field(default_factory=dict)
+    aside: list[Path] = field(default_factory=list)
+    done: bool = False
+    owners: list[Owner] = field(default_factory=list)
+    left_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the namespace itself goes."""
+        return not (self.old or self.aside)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "namespace": self.home.name,
+            "model": self.home.model,
+            "whole": self.is_whole,
+            "records": sum(self.old.values()) if self.old else None,
+            "bytes": self.size_bytes,
+            "last_used_s": self.last_used_s,
+            "removed": self.done,
+            "left_bytes": self.left_bytes,
+            "problem": self.problem,
+            "in_use_by": sorted({owner.pid for owner in self.owners}),
+        }
+
+
+def find_removals(homes: Sequence[Home], wanted: Wanted) -> list[Removal]:
+    """What fits, and what earlier removals have left. Raises what opening a store raises."""
+    found = []
+    for home in homes:
+        size, last_used = usage(home.folder)
+        removal = Removal(home, size, last_used)
+        if home.is_trash:
+            found.append(removal)
+        elif wanted.fits(home):
+            removal.owners = home.owners()
+            if _find(removal, wanted):
+                found.append(removal)
+    return found
+
+
+def _find(removal: Removal, wanted: Wanted) -> bool:
+    """Note what of a namespace is to go; whether there is anything."""
+    home = removal.home
+
+    def is_unused(last_used_s: float) -> bool:
+        return not wanted.before_ns or last_used_s * 1e9 < wanted.before_ns
+
+    if wanted.set_aside and not home.is_aside:
+        sizes = {path: usage(path) for store in home.stores for path in store.aside()}
+        removal.aside = [path for path, (_, last_used_s) in sizes.items() if is_unused(last_used_s)]
+        removal.size_bytes = sum(sizes[path][0] for path in removal.aside)
+        removal.owners = []  # no server looks at it again
+        return bool(removal.aside)
+    return bool(home.name and is_unused(removal.last_used_s)) or (
+        bool(wanted.before_ns) and _find_old(removal, wanted.before_ns)
+    )
+
+
+def _find_old(removal: Removal, before_ns: int) -> bool:
+    """Note the records that were not used since; whether there are any."""
+    removal.size_bytes = 0
+    for store in removal.home.stores:
+        if store.kind == "empty":
+            continue
+        outside = store.open()
+        try:
+            sizes = [
+                record.stored_bytes
+                for batch in outside.batches()
+                for record in batch
+                if is_older(record, before_ns)
+            ]
+        finally:
+            outside.close()
+        if sizes:
+            removal.old[store] = len(sizes)
+            removal.size_bytes += sum(sizes)
+    return bool(removal.old)
+
+
+def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int], None]) -> None:
+    """Do it; ``advance`` is told of each. Modifies ``removals``. Raises as ``alone_with`` does."""
+    for removal in removals:
+        try:
+            removal.done = _remove(removal, before_ns)
+        except InUseError as error:
+            removal.owners = [error.owner]
+        except NotDeletedError as error:
+            removal.problem, removal.left_bytes = str(error), error.size_bytes
+        if not (removal.done or removal.problem):
+            removal.owners = removal.home.owners() or removal.owners
+        advance(1)
+
+
+def _remove(removal: Removal, before_ns: int) -> bool:
+    """Whether it is gone; ``False`` or ``InUseError`` if a server uses it. Raises
+    ``NotDeletedError``."""
+    home = removal.home
+    if home.is_trash:
+        delete_trash(home.folder)
+        return True
+    if removal.aside:
+        for path in removal.aside:
+            delete_trash(path)
+        return True
+    if removal.is_whole:
+        prepare(home.folder.parent, allow_network=True)
+        return remove_namespace(home.folder.parent, home.name)
+    for store in removal.old:
+        removal.old[store] = remove_unused(store, before_ns)
+    return True

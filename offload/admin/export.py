@@ -1,0 +1,158 @@
+"""``kvtiers export``: the records of a namespace into one file.
+
+Any store will do, also one that a server writes to: what is evicted meanwhile is left out, and
+every record is verified before it is written. Records go in the order of their last use, oldest
+first, so that a store that is filled from the file has the same order.
+
+The file that an export is written to: under another name until it is whole, by one at a time.
+
+The part has a lock of the kernel's, which ends with its process: what a killed export left is
+written over by the next. Only whoever holds it writes, removes or renames the part, and it looks
+again then whether the part that it has locked is still the one that has the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from offload.admin.verify import Pace
+from offload.errors import NamespaceError, OffloadError
+from offload.namespaces.inventory import Home, Store
+from tiers.folders.folder import sync_folder
+from tiers.offline.archive import Record, write_about, write_magic, write_record
+from tiers.offline.inspect import Checker, Health, OutsideStore
+
+
+class ExportFileError(OffloadError):
+    """An export cannot be written there now."""
+
+
+@contextlib.contextmanager
+def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
+    """A new file, readable by its owner alone, which gets its name at the end of the block,
+    durably; if the block raises nothing of it is left. Raises ``ExportFileError`` and ``OSError``.
+    """
+    part = path.with_name(f"{path.name}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+        _take(file, part)
+        try:
+            if not overwrite and os.path.lexists(path):  # one that waited no longer would see it
+                raise ExportFileError(f"{path} exists by now. Name another file, or --overwrite")
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    sync_folder(path.absolute().parent)
+
+
+def _take(file: IO[bytes], part: Path) -> None:
+    """Lock a part. Raises ``ExportFileError`` if another export has it."""
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        raise ExportFileError(f"{part} is no regular file. Remove it, or name another file")
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_named = os.path.samestat(found, os.lstat(part))
+    except (BlockingIOError, FileNotFoundError):
+        is_named = False
+    if not is_named:  # or its export ended between our opening and locking it
+        raise ExportFileError(
+            f"another export is writing {part}. Wait for its end, or name another file"
+        )
+
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Exported:
+    """What one store gave. ``damaged`` and ``unread`` (encrypted, no key) records were left out,
+    as were those that were ``gone`` by the time they were read."""
+
+    replica: int
+    rank: int
+    records: int = 0
+    payload_bytes: int = 0
+    gone: int = 0
+    damaged: int = 0
+    unread: int = 0
+
+
+def export_home(
+    home: Home,
+    stores: Sequence[tuple[Store, OutsideStore]],
+    file: IO[bytes],
+    *,
+    has_key: bool,
+    pace: Pace,
+    advance: Callable[[int], None],
+) -> list[Exported]:
+    """Write everything. Raises ``StoreChangedError`` and ``OSError``; the file is useless then."""
+    write_magic(file)
+    write_about(file, "M", {"format": FORMAT, "namespace": home.name, "fields": home.fields})
+    found = [
+        _export_store(one, outside, file, Checker(outside, has_key=has_key), pace, advance)
+        for one, outside in stores
+    ]
+    write_about(file, "E", {"records": sum(one.records for one in found)})
+    return found
+
+
+def _export_store(
+    store: Store,
+    outside: OutsideStore,
+    file: IO[bytes],
+    checker: Checker,
+    pace: Pace,
+    advance: Callable[[int], None],
+) -> Exported:
+    counts = Exported(store.replica, store.rank)
+    epoch = outside.epoch
+    found = [(r.use_ns, r.key, r.payload_bytes) for batch in outside.batches() for r in batch]
+    record_bytes = min((size for _, _, size in found), default=0)
+    write_about(file, "S", _about(store, outside, record_bytes))
+    order = sorted((use_ns, key) for use_ns, key, _ in found)
+    for use_ns, key in order:
+        record = outside.find(key)
+        if record is None:
+            counts.gone += 1
+            continue
+        pace.spend(record.stored_bytes)
+        health, payload = checker.check(record)
+        if outside.epoch != epoch:
+            raise NamespaceError(f"{store.folder} was reset while it was exported")
+        if health is Health.GOOD:
+            write_record(file, Record(key, use_ns, payload))
+            counts.records += 1
+            counts.payload_bytes += payload.nbytes
+        counts.gone += health is Health.GONE
+        counts.damaged += health is Health.DAMAGED
+        counts.unread += health is Health.SEALED
+        advance(record.stored_bytes)
+    return counts
+
+
+def _about(store: Store, outside: OutsideStore, record_bytes: int) -> dict[str, Any]:
+    """What an import must know of a store. ``record_bytes`` is its smallest payload."""
+    owner = outside.owner
+    return {
+        "replica": store.replica,
+        "rank": store.rank,
+        "kind": outside.kind,
+        "epoch": outside.epoch,
+        "records_of": owner.namespace.hex() if owner else "",
+        "record_bytes": record_bytes,
+    }

@@ -1,0 +1,276 @@
+"""``kvtiers import``: the records of an export into stores that nobody uses.
+
+The stores are claimed as a server claims them, and written through their tiers: capacity, epoch,
+encryption and durability are theirs. Whatever does not fit is refused before a tier is opened,
+because a tier drops or moves aside what does not fit how it is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from offload.admin.export import FORMAT
+from offload.errors import NamespaceError
+from offload.namespaces.folders import (
+    OnDamage,
+    open_namespace,
+    open_place,
+    raise_epoch,
+    replica_folder,
+)
+from offload.namespaces.inventory import Store
+from offload.namespaces.manifest import Namespace, dump_manifest
+from tiers.base import Tier
+from tiers.files.tier import FileTier
+from tiers.lmdb.files import payload_capacity_bytes
+from tiers.lmdb.folder import index_bytes
+from tiers.lmdb.index import DATA_NAME, RECORD_INDEX_BYTES, Limits, check_room
+from tiers.lmdb.tier import LmdbTier
+from tiers.offline.archive import Frame, PortableError, Record, read_frames
+from tiers.offline.bulk_write import Written, write_all
+from tiers.offline.lmdb_reader import LmdbReader
+from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
+
+KINDS = ("lmdb", "file")
+REPLICAS_MAX = 1_000_000
+"""Folders of more are not looked for."""
+LEAVE_AS_IS = OnDamage(is_strict=True)
+_RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
+RECORD_BYTES = 64 << 10
+"""The smallest usual payload if nothing is known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an import goes, and how its stores are made."""
+
+    root: Path
+    kind: str = ""
+    capacity_bytes: int = 0
+    key_file: str = ""
+    compress: bool = False
+
+
+OWN = ("replica", "rank", "refused", "damaged", "left")
+
+
+@dataclass(slots=True)
+class Imported:
+    """What went into one store. ``damaged`` frames were skipped; ``refused`` says why nothing of
+    this store could be imported; ``left`` records were whole and found no room, or were refused."""
+
+    replica: int
+    rank: int
+    refused: str = ""
+    damaged: int = 0
+    left: int = 0
+    counts: Written = field(default_factory=Written)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every record is in the store now."""
+        return not (self.refused or self.damaged or self.left or self.counts.failed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        own = {name: getattr(self, name) for name in OWN}
+        return {**own, **asdict(self.counts)}
+
+
+class Import:
+    """Reads an export once. ``problem`` says why it could not be read to its end."""
+
+    def __init__(self, file: IO[bytes], target: Target, advance: Callable[[int], None]) -> None:
+        """Reads whose records they are. Raises ``NamespaceError``."""
+        self.problem = ""
+        self.damaged_frames = 0
+        self._target = target
+        self._advance = advance
+        self._frames = self._read(read_frames(file))
+        self._next = next(self._frames, None)
+        about = self._next.about if self._next and self._next.kind == "M" else None
+        if about is None:
+            raise NamespaceError(self.problem or "its first frame is damaged: nobody knows whose")
+        if about.get("format") != FORMAT:
+            raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
+        try:
+            self.namespace = Namespace.of(about["fields"])
+            dump_manifest(self.namespace)  # it must fit
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise NamespaceError(f"its namespace is not readable: {error!r}") from error
+        if self.namespace.name != about.get("namespace"):
+            raise NamespaceError("its namespace does not fit its fields")
+
+    def _read(self, frames: Iterator[Frame]) -> Iterator[Frame]:
+        try:
+            for frame in frames:
+                self._advance(frame.size_bytes)
+                yield frame
+        except PortableError as error:
+            self.problem = str(error)
+
+    def run(self) -> list[Imported]:
+        """Import store by store. Raises ``TierError``, ``TierUnavailableError``, ``OSError``."""
+        found = []
+        self._next = next(self._frames, None)
+        while self._next is not None and self._next.kind != "E":
+            if self._next.kind == "S" and _is_store(self._next.about):
+                assert self._next.about is not None
+                found.append(self._one_store(self._next.about))
+            else:  # records of a store whose beginning is damaged
+                self.damaged_frames += 1
+                self._next = next(self._frames, None)
+        return found
+
+    def _records(self, into: Imported) -> Iterator[Record]:
+        """The records up to the next store. What is damaged is counted."""
+        self._next = next(self._frames, None)
+        while self._next is not None and self._next.kind == "R":
+            if self._next.record is None or not _is_sound(self._next.record):
+                into.damaged += 1
+            else:
+                yield self._next.record
+            self._next = next(self._frames, None)
+
+    def _one_store(self, about: dict[str, Any]) -> Imported:
+        replica, rank = about["replica"], about["rank"]
+        result = Imported(replica, rank)
+        home = replica_folder(self._target.root, self.namespace, replica)
+        if not home.exists():  # look before any folder is made
+            store = Store(home / f"rank-{rank}", self.namespace.name, replica, rank)
+            result.refused = _Maker(store, about, self._target, about["epoch"]).problem
+        if result.refused:
+            result.left = sum(1 for _record in self._records(result))
+            return result
+        open_namespace(self._target.root, self.namespace, LEAVE_AS_IS)
+        is_new = not home.exists()
+        place = open_place(
+            *(self._target.root, self.namespace),
+            replica=replica,
+            rank=rank,
+            engine="kvtiers import",
+            on_damage=LEAVE_AS_IS,
+        )
+        with place:
+            if is_new:
+                place.epoch = raise_epoch(home, about["epoch"])
+            store = Store(place.folder, self.namespace.name, replica, rank)
+            maker = _Maker(store, about, self._target, place.epoch)
+            result.refused = maker.problem
+            records = self._records(result)
+            if not maker.problem:
+                result.counts = write_all(maker.make(), records)
+            result.left = sum(1 for _record in records) + result.counts.full
+        return result
+
+
+def _is_store(about: dict[str, Any] | None) -> bool:
+    """Whether the beginning of a store says what must be known of it."""
+    if about is None:
+        return False
+    numbers = [about.get(name) for name in ("replica", "rank", "epoch", "record_bytes")]
+    records_of = about.get("records_of")
+    return (
+        all(type(number) is int and 0 <= number < 1 << 48 for number in numbers)
+        and about["replica"] < REPLICAS_MAX
+        and about["rank"] < 1 << 16
+        and about.get("kind") in KINDS
+        and isinstance(records_of, str)
+        and _RECORDS_OF.fullmatch(records_of) is not None
+    )
+
+
+def _is_sound(record: Record) -> bool:
+    return 0 < len(record.key) <= KEY_BYTES_MAX and record.payload.nbytes > 0
+
+
+class _Maker:
+    """Decides whether an export fits a store, and makes the tier that takes it.
+
+    A tier drops or moves aside what does not fit how it is opened; what would do that is a
+    ``problem`` here.
+    """
+
+    def __init__(self, store: Store, about: dict[str, Any], target: Target, epoch: int) -> None:
+        self._store, self._about, self._target = store, about, target
+        self._known_bytes = 0
+        self._record_bytes = min(about["record_bytes"] or RECORD_BYTES, RECORD_BYTES)
+        self._epoch = epoch
+        self._records_of = bytes.fromhex(about["records_of"])
+        self.kind = target.kind or (store.kind if store.kind != "empty" else about["kind"])
+        self.problem = self._look() if store.kind != "empty" else ""
+        self.capacity_bytes = target.capacity_bytes or self._known_bytes
+        self.problem = self.problem or self._check()
+
+    def _look(self) -> str:
+        """Learn what is there; why it must not be opened so, if that is so."""
+        if self.kind != self._store.kind:
+            return f"the store there is of type {self._store.kind}, not {self.kind}"
+        outside = self._store.open()
+        try:
+            self._known_bytes = outside.capacity_bytes
+            self._epoch = max(self._epoch, outside.epoch)
+            if isinstance(outside, LmdbReader) and outside.limits:
+                self._record_bytes = outside.limits.record_bytes
+            owner = outside.owner
+            sealed = {record.is_sealed for batch in outside.batches() for record in batch}
+        finally:
+            outside.close()
+        if owner is not None and owner.namespace != self._records_of:
+            return "the records there have another form: other attention kernels wrote them"
+        if True in sealed and not self._target.key_file:
+            return "the records there are encrypted: give --key-file"
+        if False in sealed and self._target.key_file:
+            return "the records there are not encrypted: leave --key-file out"
+        return ""
+
+    def _check(self) -> str:
+        epoch = self._about["epoch"]
+        if epoch != self._epoch:
+            return (
+                f"its records are of epoch {epoch}, the store is at {self._epoch}: a reset between "
+                "them said that the older ones are wrong"
+            )
+        if not self.capacity_bytes:
+            return "the capacity of the store is not known: give --capacity"
+        if self.kind == "file" and (self._target.key_file or self._target.compress):
+            return (
+                "a file tier neither encrypts nor compresses: leave the option out, or --type lmdb"
+            )
+        if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
+            return (
+                f"--capacity is below the {self._known_bytes} bytes it was made with, and would "
+                "drop records"
+            )
+        if self.kind == "lmdb":
+            limits = Limits(self.capacity_bytes, self._record_bytes)
+            try:
+                payload_capacity_bytes(self.capacity_bytes, self._record_bytes)
+                index = index_bytes(limits, RECORD_INDEX_BYTES)
+                check_room(self._store.folder / DATA_NAME, index)
+            except OSError as error:
+                return f"--capacity: {error.strerror}"
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    def make(self) -> Tier:
+        who: dict[str, Any] = {
+            "namespace": self._records_of,
+            "rank": self._store.rank,
+            "epoch": self._epoch,
+        }
+        if self.kind == "file":
+            return FileTier(self._store.folder, self.capacity_bytes, **who)
+        return LmdbTier(
+            self._store.folder,
+            self.capacity_bytes,
+            record_bytes=self._record_bytes,
+            key_file=self._target.key_file,
+            compress=self._target.compress,
+            **who,
+        )

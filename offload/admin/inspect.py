@@ -1,0 +1,153 @@
+"""What ``kvtiers inspect`` counts: one walk over the records of a store, payloads unread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from offload.namespaces.claims import Owner
+from offload.namespaces.cleanup import usage
+from offload.namespaces.inventory import Home, Standing, Store
+from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
+from tiers.base import TierError
+from tiers.offline.inspect import OutsideStore, StoreChangedError
+
+AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
+"""Upper bounds of the histogram of ages; beyond the last one is ``older``."""
+FIELDS_MAX = 20
+
+
+@dataclass(slots=True)
+class StoreSummary:
+    """One rank. Bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time
+    since their last use. ``hits`` stays ``None``: no tier keeps them on disk. ``standing`` is what
+    the next start would make of it (``offload.namespaces.inventory.Standing``); ``problem`` says
+    why it would not be used, or cannot be read, and ``remark`` what else is to be known.
+    ``aside_bytes`` is what its tier moved aside, because it could not be trusted."""
+
+    replica: int
+    rank: int
+    kind: str
+    owner_pid: int | None = None
+    owner_engine: str = ""
+    epoch: int = 0
+    records: int = 0
+    payload_bytes: int = 0
+    stored_bytes: int = 0
+    smallest_bytes: int = 0
+    largest_bytes: int = 0
+    file_bytes: int = 0
+    capacity_bytes: int | None = None
+    oldest_use_ns: int = 0
+    newest_use_ns: int = 0
+    ages: dict[str, int] = field(default_factory=dict)
+    encrypted: int = 0
+    hits: None = None
+    standing: str = Standing.EMPTY.value
+    problem: str = ""
+    remark: str = ""
+    aside_bytes: int = 0
+
+
+@dataclass(slots=True)
+class HomeSummary:
+    """A namespace. ``differs`` says how its fields differ from those of the one used last."""
+
+    name: str
+    model: str
+    problem: str
+    disk_bytes: int
+    last_used_s: float
+    owners: list[Owner]
+    stores: list[StoreSummary]
+    differs: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def summarise(homes: list[Home], advance: Callable[[int], None]) -> list[HomeSummary]:
+    """Walk over everything; ``advance`` is told of records seen."""
+    found = []
+    for home in homes:
+        disk_bytes, last_used = usage(home.folder)
+        stores = [summarise_store(store, advance) for store in home.stores]
+        found.append(
+            HomeSummary(
+                home.name, home.model, home.problem, disk_bytes, last_used, home.owners(), stores
+            )
+        )
+    known = [at for at, home in enumerate(homes) if home.fields]
+    if known:
+        newest = max(known, key=lambda at: (bool(found[at].owners), found[at].last_used_s))
+        for at in known:
+            found[at].differs = _differences(homes[at], homes[newest])
+    return found
+
+
+def _differences(home: Home, newest: Home) -> list[tuple[str, str, str]]:
+    differing = differing_fields(Namespace.of(home.fields), Namespace.of(newest.fields))
+    return [(path, _cut(here), _cut(there)) for path, here, there in differing[:FIELDS_MAX]]
+
+
+def _cut(value: Any) -> str:
+    text = "(absent)" if value is ABSENT else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def summarise_store(store: Store, advance: Callable[[int], None]) -> StoreSummary:
+    """One walk. What cannot be read is said in ``problem``."""
+    found = StoreSummary(store.replica, store.rank, store.kind)
+    found.aside_bytes = sum(usage(path)[0] for path in store.aside())
+    owner = store.owner()
+    if owner is not None:
+        found.owner_pid, found.owner_engine = owner.pid, owner.engine
+    try:
+        verdict, outside = store.look()
+        found.standing = verdict.standing.value
+        found.problem, found.remark = verdict.problem, verdict.remark
+        if outside is not None:
+            _walk(outside, found, advance)
+    except StoreChangedError as error:
+        found.problem = found.problem or f"{error} while it was read"
+    except (OSError, TierError) as error:
+        found.problem = found.problem or str(error)
+    return found
+
+
+def _walk(outside: OutsideStore, found: StoreSummary, advance: Callable[[int], None]) -> None:
+    try:
+        now_ns = time.time_ns()
+        counts = dict.fromkeys([*(name for name, _ in AGES), "older", "unknown"], 0)
+        smallest = 0
+        for batch in outside.batches():
+            for record in batch:
+                size, use = record.payload_bytes, record.use_ns
+                found.payload_bytes += size
+                found.stored_bytes += record.stored_bytes
+                found.encrypted += record.is_sealed
+                smallest = min(smallest, size) if smallest else size
+                found.largest_bytes = max(found.largest_bytes, size)
+                if use:
+                    found.oldest_use_ns = min(found.oldest_use_ns, use) or use
+                    found.newest_use_ns = max(found.newest_use_ns, use)
+                counts[_age(use, now_ns)] += 1
+            found.records += len(batch)
+            advance(len(batch))
+        found.ages, found.smallest_bytes = counts, smallest
+        found.epoch = outside.epoch
+        found.file_bytes = outside.file_bytes
+        found.capacity_bytes = outside.capacity_bytes or None
+    finally:
+        outside.close()
+
+
+def _age(use_ns: int, now_ns: int) -> str:
+    if not use_ns:
+        return "unknown"
+    seconds = (now_ns - use_ns) / 1e9
+    return next((name for name, limit in AGES if seconds < limit), "older")
+
+
+def to_json(homes: list[HomeSummary]) -> list[dict[str, Any]]:
+    """Plain values."""
+    return [asdict(home) for home in homes]

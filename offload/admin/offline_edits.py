@@ -1,0 +1,99 @@
+"""What the command line changes in stores: only where no server uses them.
+
+The owner of a store keeps its index in memory, so nobody else may write beside it. Short changes
+hold the lock of the path, for which a server that starts meanwhile waits some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from offload.namespaces.claims import Owner, locked
+from offload.namespaces.inventory import Store
+from tiers.base import Key
+from tiers.folders.folder import OwnerLock, prepare
+from tiers.offline.file_reader import FileReader
+from tiers.offline.inspect import Checker, Found, Health
+from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.remove import forget_files, forget_in_lmdb
+
+KEYS_PER_LOCK = 20_000
+"""Records removed under one lock: a fraction of a second."""
+
+
+class InUseError(Exception):
+    """A live process uses the store."""
+
+    def __init__(self, store: Store, owner: Owner) -> None:
+        self.owner = owner
+        super().__init__(f"{store.folder} is in use by pid {owner.pid} {owner.engine}".rstrip())
+
+
+@contextlib.contextmanager
+def alone_with(store: Store) -> Iterator[None]:
+    """Nobody else opens the store until the end. Raises ``InUseError``, ``TierError``,
+    ``TierUnavailableError`` or ``OSError``."""
+    prepare(store.folder, allow_network=True)
+    with contextlib.ExitStack() as undo:
+        if store.namespace:
+            undo.enter_context(locked(root_of(store)))
+        owner = store.owner()
+        if owner is not None:
+            raise InUseError(store, owner)
+        undo.callback(OwnerLock(store.folder).release)
+        yield
+
+
+def root_of(store: Store) -> Path:
+    """The path of the tier that a store with a namespace lies below."""
+    return store.folder.parents[2]
+
+
+def remove_damaged(store: Store, damaged: Sequence[Found], key_file: str) -> int:
+    """Check these once more with nobody else around, and remove what is still damaged; how many.
+    Raises as ``alone_with`` does."""
+    with alone_with(store):
+        outside = _open_alone(store, key_file)
+        try:
+            checker = Checker(outside, has_key=bool(key_file))
+            bad = [one.key for one in damaged if checker.check(one)[0] is Health.DAMAGED]
+        finally:
+            outside.close()
+        _forget(store, outside, bad)
+    return len(bad)
+
+
+def remove_unused(store: Store, before_ns: int) -> int:
+    """Remove every record whose last use is known and lies before that; how many. Raises as
+    ``alone_with`` does."""
+    outside = store.open()
+    try:
+        old = [r.key for batch in outside.batches() for r in batch if is_older(r, before_ns)]
+    finally:
+        outside.close()
+    for start in range(0, len(old), KEYS_PER_LOCK):
+        with alone_with(store):
+            _forget(store, outside, old[start : start + KEYS_PER_LOCK])
+    return len(old)
+
+
+def is_older(record: Found, before_ns: int) -> bool:
+    """Whether a record's last use is known and lies before that."""
+    return 0 < record.use_ns < before_ns
+
+
+def _open_alone(store: Store, key_file: str) -> LmdbReader | FileReader:
+    if store.kind == "file":
+        return FileReader(store.folder)
+    # Checked when the walk began; whoever used it since has checked it too. What is changed is
+    # checked once more.
+    return LmdbReader(store.folder, is_owned=True, key_file=key_file)
+
+
+def _forget(store: Store, outside: object, keys: Sequence[Key]) -> None:
+    if isinstance(outside, FileReader):
+        forget_files(outside, keys)
+    elif isinstance(outside, LmdbReader) and keys:
+        forget_in_lmdb(store.folder, outside.owner, keys)

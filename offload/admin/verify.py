@@ -1,0 +1,130 @@
+"""What ``kvtiers verify`` does with one store: read and verify every record.
+
+A live server's store is only read: what is damaged there, its owner drops when it next reads it,
+and answers with a miss. Without an owner damaged records are removed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.admin.offline_edits import InUseError, remove_damaged
+from offload.namespaces.inventory import Standing, Store
+from tiers.offline.inspect import Checker, Found, Health, OutsideStore
+
+
+class Pace:
+    """At most ``bytes_per_s``, by sleeping; 0 is no limit."""
+
+    def __init__(
+        self,
+        bytes_per_s: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate = bytes_per_s
+        self._clock, self._sleep = clock, sleep
+        self._free_at = clock()
+
+    def spend(self, byte_count: int) -> None:
+        """Wait until this much may be read."""
+        if not self._rate:
+            return
+        now = self._clock()
+        self._free_at = max(self._free_at, now) + byte_count / self._rate
+        if self._free_at > now + 0.01:
+            self._sleep(self._free_at - now)
+
+
+@dataclass(slots=True)
+class Scrubbed:
+    """What was found in one store. ``gone`` were removed or replaced by the owner meanwhile;
+    ``unread`` are encrypted and their key was not given. ``problem`` says why the store could not
+    be read, or not to its end, or would not be used by a start; ``standing`` and ``remark`` are as
+    in ``offload.namespaces.inventory``."""
+
+    store: Store
+    records: int = 0
+    read_bytes: int = 0
+    good: int = 0
+    gone: int = 0
+    unread: int = 0
+    damaged: list[Found] = field(default_factory=list)
+    removed: int = 0
+    owner_pid: int | None = None
+    standing: str = Standing.WHOLE.value
+    problem: str = ""
+    remark: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether everything could be read, nothing was damaged and a start would use it."""
+        return not (self.damaged or self.problem)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; damaged records by their keys."""
+        return {
+            "namespace": self.store.namespace,
+            "replica": self.store.replica,
+            "rank": self.store.rank,
+            "owner_pid": self.owner_pid,
+            "records": self.records,
+            "read_bytes": self.read_bytes,
+            "good": self.good,
+            "gone": self.gone,
+            "unread": self.unread,
+            "damaged": [_name(found) for found in self.damaged],
+            "removed": self.removed,
+            "standing": self.standing,
+            "problem": self.problem,
+            "remark": self.remark,
+        }
+
+
+def _name(found: Found) -> str:
+    """A record's key as hex; a file tier's record with a damaged header is known by its file."""
+    return found.key.hex()
+
+
+def scrub(
+    result: Scrubbed,
+    outside: OutsideStore,
+    *,
+    has_key: bool,
+    pace: Pace,
+    advance: Callable[[int], None],
+) -> None:
+    """Read and verify everything; ``advance`` is told the bytes. Modifies ``result``.
+
+    Raises ``StoreChangedError``.
+    """
+    checker = Checker(outside, has_key=has_key)
+    for batch in outside.batches():
+        for record in batch:
+            pace.spend(record.stored_bytes)
+            health, payload = checker.check(record)
+            result.records += 1
+            result.read_bytes += payload.nbytes
+            result.good += health is Health.GOOD
+            result.gone += health is Health.GONE
+            result.unread += health is Health.SEALED
+            if health is Health.DAMAGED:
+                result.damaged.append(record)
+            advance(record.stored_bytes)
+
+
+def repair(result: Scrubbed, key_file: str) -> None:
+    """Remove what is damaged, unless a server uses the store. Modifies ``result``.
+
+    Raises ``TierError``, ``TierUnavailableError`` or ``OSError``.
+    """
+    owner = result.store.owner()
+    if owner is None and result.damaged:
+        try:
+            result.removed = remove_damaged(result.store, result.damaged, key_file)
+        except InUseError as error:  # a server has started since
+            owner = error.owner
+    result.owner_pid = owner.pid if owner else None

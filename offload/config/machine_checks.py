@@ -1,0 +1,347 @@
+"""Checks of a configuration against this machine: memory, folders, disks, other servers.
+
+``load_config`` reads and checks in one go and reports every problem at once, before a model is
+loaded. Nothing is left behind: a folder that does not exist is not made here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
+from offload.config.options import ADMIT_ALL, TIER_TYPES
+from offload.config.path_checks import path_problem
+from offload.config.schema import (
+    NO_DISK_TIER,
+    CpuConfig,
+    OffloadConfig,
+    TierConfig,
+    at_least,
+    describe_default,
+    draft_config,
+)
+from offload.config.tier_capacity import least_share
+from offload.errors import ConfigError, Problem
+from offload.namespaces.claims import live_owners
+from offload.sizes import GIB, MIB, format_size
+from policies.registry import (
+    PolicyOptionError,
+    PolicySpecError,
+    make_admission,
+    make_policy,
+)
+from tiers.base import ALIGNMENT
+from tiers.folders.folder import NETWORK_FILE_SYSTEMS, file_system_of
+from tiers.io.codec import KeyFileError, read_key_file
+from tiers.mooncake.client import why_not
+
+RESERVE_SHARE = 0.05
+RESERVE_MIN = 2 * GIB
+MEMORY_LEFT_SHARE = 0.125
+"""Of the memory limit, what the CPU tier must leave to everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What is wrong (``problems``: the server must not start) and what is odd (``warnings``)."""
+
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration that passed, lines about defaults that were chosen, and warnings."""
+
+    config: OffloadConfig
+    notes: tuple[str, ...]
+    warnings: tuple[Problem, ...]
+
+
+def load_config(extra: Mapping[str, Any] | None) -> LoadedConfig:
+    """Read ``extra`` and check it against this machine.
+
+    Raises ``ConfigError`` with every problem of both kinds, in the order of the configuration.
+    """
+    config, problems = draft_config(extra)
+    faulty = {problem.where for problem in problems}
+    found = check_machine(config)
+    problems += [problem for problem in found.problems if problem.where not in faulty]
+    if problems:
+        raise ConfigError(problems)
+    return LoadedConfig(config, tuple(_notes(extra or {}, config)), found.warnings)
+
+
+def check_machine(config: OffloadConfig) -> Findings:
+    """What this machine has to say to a configuration. Raises nothing."""
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    _check_memory(config, memory_limit(), problems, warnings)
+    problems.extend(_policies(config))
+    taken: dict[int, int] = {}
+    for index, tier in enumerate(config.tiers):
+        where = f"$.tiers[{index}]"
+        if tier.path and not _check_folder(tier, f"{where}.path", problems, warnings):
+            _check_space(tier, where, taken, problems)
+        _check_extras(tier, where, problems)
+    problems.extend(_recordings(config))
+    return Findings(tuple(problems), tuple(warnings))
+
+
+def reserve_bytes(tier: TierConfig, disk_bytes: int) -> int:
+    """Free space to leave on a disk of ``disk_bytes``: as configured, or 5 % and at least 2 GiB."""
+    if tier.reserve is not None:
+        return tier.reserve
+    return max(RESERVE_MIN, int(disk_bytes * RESERVE_SHARE))
+
+
+def _notes(extra: Mapping[str, Any], config: OffloadConfig) -> Iterator[str]:
+    if "capacity" not in (extra.get("cpu") or {}):
+        yield describe_default(config.cpu.capacity, memory_limit())
+    if not config.tiers:
+        yield NO_DISK_TIER
+
+
+def _check_memory(
+    config: OffloadConfig, limit: MemoryLimit, problems: list[Problem], warnings: list[Problem]
+) -> None:
+    capacity, where = config.cpu.capacity, "$.cpu.capacity"
+    most = int(limit.limit_bytes * (1 - MEMORY_LEFT_SHARE))
+    if capacity > most:
+        what = (
+            f"{format_size(capacity)} does not fit into the memory limit of "
+            f"{format_size(limit.limit_bytes)} ({limit.source}) beside the server itself"
+        )
+        problems.append(Problem(where, what, f"Use at most {format_size(most)}."))
+    elif capacity > limit.available_bytes:
+        what = (
+            f"{format_size(capacity)} is more than the {format_size(limit.available_bytes)} of "
+            "memory that are available now"
+        )
+        warnings.append(Problem(where, what, "Lower it, or stop what else uses memory."))
+
+
+def _policies(config: OffloadConfig) -> Iterator[Problem]:
+    owners: list[tuple[str, CpuConfig | TierConfig]] = [("$.cpu", config.cpu)]
+    owners += [(f"$.tiers[{index}]", tier) for index, tier in enumerate(config.tiers)]
+    for where, owner in owners:
+        yield from _policy_problems(f"{where}.policy", owner.policy.spec, make_policy)
+        if owner.admission != ADMIT_ALL:
+            yield from _policy_problems(f"{where}.admission", owner.admission.spec, make_admission)
+
+
+def _policy_problems(where: str, spec: Any, make: Callable[[Any], object]) -> Iterator[Problem]:
+    try:
+        make(spec)
+    except PolicyOptionError as error:
+        for option, wrong in error.wrong:
+            yield Problem(f"{where}.{option}", wrong, error.fix)
+        if not error.wrong:
+            yield _policy_problem(where, error)
+    except PolicySpecError as error:
+        yield _policy_problem(where, error)
+
+
+def _policy_problem(where: str, error: PolicySpecError) -> Problem:
+    what, _, fix = str(error).partition(". ")
+    return Problem(where, what.rstrip("."), fix)
+
+
+def _check_folder(
+    tier: TierConfig, where: str, problems: list[Problem], warnings: list[Problem]
+) -> bool:
+    """Whether the folder cannot be used; space need not be looked at then."""
+    trouble = _folder_problem(tier, where)
+    if trouble:
+        problems.append(trouble)
+        return True
+    kind = file_system_of(_existing(tier.path))
+    if kind in ("tmpfs", "ramfs"):
+        what = f"{tier.path} is {kind}: it uses memory and is lost at a reboot"
+        warnings.append(Problem(where, what, "Use a folder on a disk."))
+    if kind == "overlay":
+        what = f"{tier.path} lies in a container's own layer and is lost with the container"
+        warnings.append(Problem(where, what, "Mount a volume there."))
+    return False
+
+
+def _folder_problem(tier: TierConfig, where: str) -> Problem | None:
+    path = tier.path
+    if os.path.islink(path):
+        what = f"{path} is a symbolic link to {os.path.realpath(path)}"
+        return Problem(where, what, "Use the real path.")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        return Problem(where, f"{path} is a file", "Give a folder.")
+    if found := path_problem(path):
+        return Problem(where, *found)
+    existing = _existing(path)
+    if not existing.is_dir():
+        return Problem(where, f"cannot create {path}: {existing} is a file", "Give another path.")
+    reason = _not_writable(existing)
+    if reason:
+        verb = "write to" if os.path.isdir(path) else "create"
+        fix = "Give the user write access, or choose another folder."
+        return Problem(where, f"cannot {verb} {path}: {reason} (uid {os.geteuid()})", fix)
+    return _access_problem(path, where) or _place_problem(tier, existing, where)
+
+
+def _access_problem(path: str, where: str) -> Problem | None:
+    if not os.path.isdir(path):
+        return None
+    found = os.lstat(path)
+    if found.st_uid != os.geteuid():
+        what = f"{path} belongs to uid {found.st_uid}, this server runs as uid {os.geteuid()}"
+        return Problem(where, what, "Use a folder of its own.")
+    if found.st_mode & 0o022:
+        what = f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        return Problem(where, what, f"Run: chmod 700 {path}")
+    return None
+
+
+def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | None:
+    kind = file_system_of(existing)
+    tier_type = TIER_TYPES.get(tier.type)
+    if tier_type and tier_type.needs_local_disk and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:
+        what = f'{tier.path} lies on {kind}, where a tier of type "{tier.type}" must not be'
+        return Problem(where, what, 'Use a local disk, or "type": "file".')
+    for owner in live_owners(tier.path):
+        if not is_relative(owner.pid) and not (owner.shares and tier.shared):
+            what = f"{tier.path} is in use by pid {owner.pid}"
+            what += f" ({owner.engine})" if owner.engine else ""
+            return Problem(where, what, "Stop that server or choose another folder.")
+    return None
+
+
+def _check_space(
+    tier: TierConfig, where: str, taken: dict[int, int], problems: list[Problem]
+) -> None:
+    """``taken`` sums what the tiers before this one will use, by file system."""
+    if least := _least(tier):
+        what = f"{format_size(tier.capacity)} is too small for any chunk"
+        what += ": the index alone takes 2MiB" if tier.type == "lmdb" else ""
+        problems.append(Problem(f"{where}.capacity", what, f"Give at least {at_least(least)}."))
+        return
+    existing = _existing(tier.path)
+    disk = os.statvfs(existing)
+    device = os.stat(existing).st_dev
+    total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    reserve = reserve_bytes(tier, total)
+    used = _used_bytes(Path(tier.path))
+    most = max(0, free + used - reserve - taken.get(device, 0))
+    taken[device] = taken.get(device, 0) + max(0, tier.capacity - used)
+    if tier.capacity > most:
+        before = " and the tiers before it" if taken[device] > tier.capacity - used else ""
+        what = (
+            f"{format_size(tier.capacity)} does not fit: {format_size(free)} are free, "
+            f"{format_size(used)} are this tier's already, and a reserve of "
+            f"{format_size(reserve)}{before} must stay"
+        )
+        fix = f"Use at most {format_size(most)}." if most else "Free some space or lower reserve."
+        problems.append(Problem(f"{where}.capacity", what, fix))
+
+
+def _least(tier: TierConfig) -> int:
+    """What a tier of one rank takes at least, if it has less; else 0. A first answer, before a
+    chunk's size is known (``check_capacity``)."""
+    least = least_share(tier, ALIGNMENT, MIB)
+    return least if tier.capacity < least else 0
+
+
+def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
+    problems += _only_in_lmdb(tier, where)
+    if tier.type == "mooncake" and (missing := why_not()):
+        fix = "Run: pip install 'kvtiers[mooncake]' (docs/guides/share.md names what else it needs)"
+        problems.append(Problem(f"{where}.type", f"needs the package mooncake: {missing}", fix))
+    if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
+        fix = "Run: pip install zstandard"
+        problems.append(Problem(f"{where}.compression", "needs the package zstandard", fix))
+    if tier.encryption is None:
+        return
+    if importlib.util.find_spec("cryptography") is None:
+        fix = "Run: pip install 'kvtiers[crypto]'"
+        problems.append(Problem(f"{where}.encryption", "needs the package cryptography", fix))
+    problem = _key_file_problem(tier.encryption.key_file, f"{where}.encryption.key_file")
+    if problem:
+        problems.append(problem)
+
+
+def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
+    if tier.type == "lmdb":
+        return
+    chosen = {
+        "encryption": tier.encryption is not None,
+        "compression": tier.compression != "off",
+        "recovery": tier.recovery != "quiet",
+    }
+    for name in (name for name, is_chosen in chosen.items() if is_chosen):
+        what = f'a tier of type "{tier.type}" does not offer this'
+        yield Problem(f"{where}.{name}", what, 'Leave it out, or use "type": "lmdb".')
+
+
+def _key_file_problem(path: str, where: str) -> Problem | None:
+    """The same check as the tier's. No message shows anything of the key."""
+    try:
+        read_key_file(Path(path))
+    except KeyFileError as error:
+        return Problem(where, f"{path} {error}", error.fix)
+    return None
+
+
+def _recordings(config: OffloadConfig) -> Iterator[Problem]:
+    """What a server would find out in a thread, and say in a line of its log that nobody reads
+    before they look for the file."""
+    for name, path in (
+        ("record_trace", config.record_trace),
+        ("record_requests", config.record_requests),
+    ):
+        if path is None:
+            continue
+        where, folder = f"$.{name}", Path(path).parent
+        if os.path.exists(path) and not os.path.isfile(path):
+            yield Problem(where, f"{path} is not a regular file", "Give another path.")
+        elif not os.path.isdir(folder):
+            yield Problem(where, f"there is no folder {folder}", "Make it, or give another path.")
+        elif reason := _not_writable(folder):
+            fix = "Give the user write access, or choose another folder."
+            what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
+            yield Problem(where, what, fix)
+    if config.record_trace is not None and config.record_trace == config.record_requests:
+        yield Problem("$.record_requests", "is the file of record_trace", "Give another path.")
+
+
+def _existing(path: str) -> Path:
+    """The path itself or its nearest parent that exists."""
+    found = Path(path)
+    # os.path.exists, because Path.exists raises where a parent may not be looked into.
+    while not os.path.exists(found) and found != found.parent:
+        found = found.parent
+    return found
+
+
+def _not_writable(folder: Path) -> str:
+    """Why nothing can be made in ``folder``; tried out, because access bits do not tell (root,
+    read-only mounts, /proc). What is made is gone when this returns."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".kvtiers-probe-", dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _used_bytes(folder: Path) -> int:
+    """Disk bytes below a folder, without following links."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue  # removed meanwhile
+    return total

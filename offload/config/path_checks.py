@@ -1,0 +1,76 @@
+"""Paths that must not become a tier's: a tier fills its folder, and clears what is too much there.
+
+Looks only; blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from offload.namespaces.claims import LOCK_NAME, entries
+from offload.namespaces.cleanup import QUARANTINE, TRASH
+from offload.namespaces.manifest import NAME
+
+SYSTEM_FOLDERS = frozenset(
+    (
+        *("/", "/home", "/root", "/run", "/tmp", "/usr", "/var", "/dev/shm", "/usr/local"),
+        *("/var/cache", "/var/lib", "/var/log", "/var/spool", "/var/tmp"),
+    )
+)
+"""Folders that belong to the system as a whole; a folder below them will do."""
+SYSTEM_TREES = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/sbin", "/usr/bin",
+                "/usr/lib", "/usr/lib64", "/usr/libexec", "/usr/sbin", "/usr/share")  # fmt: skip
+"""Folders below which nothing of ours belongs either, but for ``/dev/shm``."""
+_SHARED_MEMORY = "/dev/shm"
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_NOT_CONTENT = frozenset(("lost+found", LOCK_NAME))
+_OWN = "Give an empty folder of its own, for example {0}."
+SHOWN_MAX = 3
+
+
+def path_problem(path: str | Path) -> tuple[str, str] | None:
+    """Why a tier must not have this path, and what to do; ``None`` if it may."""
+    return place_problem(path) or content_problem(path)
+
+
+def place_problem(path: str | Path) -> tuple[str, str] | None:
+    """As ``path_problem``, of where it lies alone."""
+    real = os.path.realpath(path)
+    fix = _OWN.format(Path(real) / "kvtiers")
+    if real in SYSTEM_FOLDERS:
+        return f"{path} is a folder of the system", fix
+    is_system = any(f"{real}/".startswith(f"{tree}/") for tree in SYSTEM_TREES)
+    if is_system and not real.startswith(f"{_SHARED_MEMORY}/"):
+        return f"{path} lies among the system's files", _OWN.format("/var/cache/kvtiers")
+    if os.path.dirname(real) == "/home" or real == os.path.realpath(os.path.expanduser("~")):
+        return f"{path} is a home folder", fix
+    for folder in (Path(real), *Path(real).parents):
+        if _is_model(folder):
+            place = "is" if folder == Path(real) else "lies in"
+            fix = _OWN.format("/var/cache/kvtiers")
+            return f"{path} {place} the folder of a model ({folder})", fix
+    return None
+
+
+def content_problem(path: str | Path) -> tuple[str, str] | None:
+    """As ``path_problem``, of what lies there: something, and nothing of ours among it."""
+    folder = Path(path)
+    names = [name for name in entries(folder) if name not in _NOT_CONTENT]
+    if not names or any(map(_is_ours, names)) or LOCK_NAME in entries(folder):
+        return None
+    shown = ", ".join(names[:SHOWN_MAX])
+    more = f" and {len(names) - SHOWN_MAX:,} more" if len(names) > SHOWN_MAX else ""
+    what = f"{path} is not empty, and holds nothing of kvtiers: {shown}{more}"
+    return what, _OWN.format(folder / "kvtiers")
+
+
+def _is_ours(name: str) -> bool:
+    return bool(NAME.fullmatch(name) or QUARANTINE.fullmatch(name) or TRASH.fullmatch(name))
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a model's configuration and weights lie there."""
+    if not os.path.isfile(folder / "config.json"):  # Path.is_file raises where it may not look
+        return False
+    return any(name.endswith(_WEIGHTS) for name in entries(folder))

@@ -1,0 +1,336 @@
+"""The configuration: what ``kv_connector_extra_config`` may say, its defaults, and its arithmetic.
+
+``parse_config`` is pure (apart from asking for the machine's memory when no CPU capacity is given)
+and gives the same answer in every process of one server, because scheduler and workers each parse
+for themselves and must agree on the number of slots. What needs the machine (folders, disks, other
+servers) is in ``offload.config.machine_checks``; ``load_config`` there does both and reports every
+problem at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from offload.config.fields import EncryptionConfig, PolicyConfig, nearest, read_table, show
+from offload.config.memory_limits import MemoryLimit, memory_limit
+from offload.config.options import (
+    ADMIT_ALL,
+    CPU_FIELDS,
+    CPU_POLICY,
+    ELSEWHERE_CPU,
+    ELSEWHERE_TIER,
+    ELSEWHERE_TOP,
+    LRU,
+    TIER_FIELDS,
+    TIER_TYPES,
+    TOP_FIELDS,
+    TierType,
+)
+from offload.errors import ConfigError, Problem
+from offload.sizes import GIB, KIB, MIB, format_size
+
+CPU_CAPACITY_MIN = 256 * MIB
+CPU_CAPACITY_MAX = 64 * GIB
+STAGING_MAX = 256 * MIB
+
+
+class CpuConfig(msgspec.Struct, frozen=True):
+    """The CPU tier. ``capacity`` is bytes per server, all ranks together, staging included."""
+
+    capacity: int
+    policy: PolicyConfig = CPU_POLICY
+    admission: PolicyConfig = ADMIT_ALL
+    pin: str = "require"
+
+
+class TierConfig(msgspec.Struct, frozen=True):
+    """One tier below the CPU. ``capacity`` is bytes per server, everything below ``path``.
+
+    ``reserve`` is the disk space in bytes to leave free, or ``None`` for 5 % of the file system
+    but at least 2 GiB. ``write_budget_per_day`` is bytes, 0 for no limit. ``options`` holds
+    what only this type of tier knows.
+    """
+
+    type: str
+    path: str
+    capacity: int
+    policy: PolicyConfig = LRU
+    admission: PolicyConfig = ADMIT_ALL
+    io_threads: int = 8
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    reserve: int | None = None
+    write_budget_per_day: int = 0
+    recovery: str = "quiet"
+    encryption: EncryptionConfig | None = None
+    compression: str = "off"
+    geometry: str = "own"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other engines write to it as well."""
+        tier_type = TIER_TYPES.get(self.type)
+        return bool(tier_type and tier_type.shared) or bool(self.options.get("shared"))
+
+
+class OffloadConfig(msgspec.Struct, frozen=True):
+    """Everything that the user decides. Sizes are bytes per server, times are seconds."""
+
+    cpu: CpuConfig
+    tiers: tuple[TierConfig, ...] = ()
+    chunk_blocks: int = 1
+    staging: int = 0
+    max_inflight_load: int = 0
+    max_inflight_store: int = 0
+    load_timeout_s: float = 10.0
+    fence_timeout_s: float = 5.0
+    tier_timeout_s: float = 5.0
+    breaker_failures: int = 3
+    break_even: bool = True
+    lookup_timeout_s: float = 0.05
+    remember_s: float = 5.0
+    max_load_gpu_share: float = 0.5
+    kv_layout: str = "vllm"
+    require_salt: bool = False
+    max_pinned_share: float = 0.25
+    record_trace: str | None = None
+    record_requests: str | None = None
+    recent_requests: int = 256
+    verify: str = "off"
+    verify_path: str | None = None
+
+    @property
+    def translated(self) -> tuple[TierConfig, ...]:
+        """The tiers below whose paths other geometries are read, as lower tiers of their own."""
+        return tuple(tier for tier in self.tiers if tier.geometry == "translate")
+
+    @property
+    def lower(self) -> tuple[TierConfig, ...]:
+        """Every tier below the CPU, in the order in which plans number them: those that are
+        written, then those that are only read."""
+        return self.tiers + self.translated
+
+    def is_read_only(self, tier: int) -> bool:
+        """Whether ``lower[tier]`` belongs to others."""
+        return tier >= len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """Sizes in chunks, the same on every rank: ``slots`` belong to the index, ``staging`` slots
+    to the worker; ``inflight_load`` and ``inflight_store`` are budgets of chunks under way."""
+
+    slots: int
+    staging: int
+    inflight_load: int
+    inflight_store: int
+
+
+def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
+    """The configuration that ``extra`` describes. Raises ``ConfigError`` with every problem."""
+    config, problems = draft_config(extra)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
+    """The configuration as far as it can be read, with defaults for what cannot, and the problems.
+
+    In the draft a tier whose path or capacity is faulty has ``""`` or 0 there.
+    """
+    problems: list[Problem] = []
+    raw = {} if extra is None else extra
+    if not isinstance(raw, Mapping):
+        problems.append(Problem("$", f"must be an object (got {show(raw)})", "Write { ... }."))
+        raw = {}
+    top = read_table(raw, "$", TOP_FIELDS, problems, ELSEWHERE_TOP)
+    cpu = _cpu(top.pop("cpu"), problems)
+    tiers = _tiers(top.pop("tiers"), problems)
+    _check_duplicates(tiers, problems)
+    return _assemble(top, cpu, tiers, problems), problems
+
+
+def default_config(limit: MemoryLimit | None = None) -> tuple[OffloadConfig, list[str]]:
+    """The configuration of a server that was given none: a CPU tier only, sized by the machine.
+
+    There is no disk tier by default: where prompts may be written to is the user's decision.
+    The second result are lines for the log that say what was chosen and why.
+    """
+    limit = limit or memory_limit()
+    config = parse_config({"cpu": {"capacity": default_cpu_capacity(limit.limit_bytes)}})
+    return config, [describe_default(config.cpu.capacity, limit), NO_DISK_TIER]
+
+
+NO_DISK_TIER = (
+    "no disk tier: blocks are lost when the server stops. To keep them add for example "
+    '"tiers": [{"type": "lmdb", "path": "/var/cache/kv", "capacity": "200GiB"}]'
+)
+
+
+def describe_default(capacity: int, limit: MemoryLimit) -> str:
+    """A line for the log about a CPU capacity that was chosen by default."""
+    return (
+        f"cpu.capacity not given: using {format_size(capacity)} (a quarter of the memory limit of "
+        f"{format_size(limit.limit_bytes)} set by {limit.source}, between "
+        f"{format_size(CPU_CAPACITY_MIN)} and {format_size(CPU_CAPACITY_MAX)})"
+    )
+
+
+def default_cpu_capacity(memory: int) -> int:
+    """A quarter of ``memory`` bytes in steps of 256 MiB, between 256 MiB and 64 GiB.
+
+    It depends on the limit and not on what is free now, so that every process of a server
+    comes to the same number at any time.
+    """
+    quarter = memory // 4 // CPU_CAPACITY_MIN * CPU_CAPACITY_MIN
+    return min(max(quarter, CPU_CAPACITY_MIN), CPU_CAPACITY_MAX)
+
+
+def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCounts:
+    """The configured sizes in chunks of ``slot_bytes`` on each of ``ranks`` ranks.
+
+    The only place that does this division: scheduler and workers must agree. Staging is part
+    of the capacity, and with lower tiers at least one slot; budgets allow at least one chunk.
+    With a capacity too small ``slots`` is 0: see ``check_cpu_capacity``.
+    """
+    chunk_bytes = slot_bytes * ranks
+    staging = max(1, config.staging // chunk_bytes) if config.tiers else 0
+    return SlotCounts(
+        slots=max(0, config.cpu.capacity // chunk_bytes - staging),
+        staging=staging,
+        inflight_load=max(1, config.max_inflight_load // chunk_bytes),
+        inflight_store=max(1, config.max_inflight_store // chunk_bytes),
+    )
+
+
+def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[Problem]:
+    """Whether the CPU tier can hold one chunk, once a chunk's bytes per rank are known."""
+    counts = slot_counts(config, slot_bytes, ranks)
+    if counts.slots >= 1:
+        return []
+    staged = ", and loads from lower tiers need as much for staging" if config.tiers else ""
+    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    what = f"{format_size(config.cpu.capacity)} holds no chunk: {chunk}{staged}"
+    fix = f"Give at least {at_least((counts.staging + 1) * slot_bytes * ranks)}."
+    return [Problem("$.cpu.capacity", what, fix)]
+
+
+def _cpu(raw: Any, problems: list[Problem]) -> CpuConfig:
+    found = read_table(raw, "$.cpu", CPU_FIELDS, problems, ELSEWHERE_CPU)
+    if found["capacity"] is None:
+        found["capacity"] = default_cpu_capacity(memory_limit().limit_bytes)
+    return CpuConfig(**found)
+
+
+def _tiers(raw: Any, problems: list[Problem]) -> tuple[TierConfig, ...]:
+    if isinstance(raw, Mapping | str) or not isinstance(raw, list | tuple):
+        fix = 'Write [{"type": "lmdb", ...}], or [] for a CPU tier only.'
+        problems.append(Problem("$.tiers", f"must be a list (got {show(raw)})", fix))
+        return ()
+    return tuple(_tier(entry, f"$.tiers[{i}]", problems) for i, entry in enumerate(raw))
+
+
+def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
+    tier_type = _tier_type(raw, where, problems)
+    own = tier_type.fields if tier_type else ()
+    common = tier_type.common if tier_type else TIER_FIELDS
+    fields = (*common, *own)
+    if isinstance(raw, Mapping):
+        raw = {name: value for name, value in raw.items() if name != "type"}
+        if tier_type is None:
+            raw = {name: value for name, value in raw.items() if name in _TIER_NAMES}
+    found = read_table(raw, where, fields, problems, ELSEWHERE_TIER)
+    options = {field.name: found.pop(field.name) for field in own}
+    found["path"] = found.get("path") or ""
+    found["capacity"] = found.get("capacity") or options.get("segment") or 0
+    tier = TierConfig(type=tier_type.name if tier_type else "", **found, options=options)
+    if tier.shared and isinstance(raw, Mapping):
+        for name in sorted(_NOT_SHARED & set(raw) & {field.name for field in fields}):
+            what = "does not apply to a shared tier"
+            if not name.startswith("scrub"):
+                what += ", which evicts by itself"
+            problems.append(Problem(f"{where}.{name}", what, "Leave it out."))
+    if tier.low_watermark >= tier.high_watermark:
+        what = f"must be below high_watermark {tier.high_watermark:g} (got {tier.low_watermark:g})"
+        problems.append(Problem(f"{where}.low_watermark", what, "Use for example 0.9 and 0.95."))
+    return tier
+
+
+_TIER_NAMES = {field.name for field in TIER_FIELDS}
+_NOT_SHARED = {"policy", "high_watermark", "scrub", "scrub_rate", "scrub_period_s"}
+"""Options that a shared tier does not heed: it keeps its capacity itself, for all its engines, and
+none of them scrubs it for the others."""
+
+
+def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None:
+    if not isinstance(raw, Mapping):
+        return None
+    if "type" not in raw:
+        names = " or ".join(f'"{name}"' for name in TIER_TYPES)
+        problems.append(Problem(f"{where}.type", "is required", f"Use {names}."))
+        return None
+    name = raw["type"]
+    found = TIER_TYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        fix = nearest(str(name), TIER_TYPES)
+        problems.append(Problem(f"{where}.type", f"unknown tier type (got {show(name)})", fix))
+    return found
+
+
+def _check_duplicates(tiers: tuple[TierConfig, ...], problems: list[Problem]) -> None:
+    for later, tier in enumerate(tiers):
+        for earlier, other in enumerate(tiers[:later]):
+            mine, theirs = tier.path + "/", other.path + "/"
+            if tier.path and other.path and (mine.startswith(theirs) or theirs.startswith(mine)):
+                word = "equals" if mine == theirs else "lies inside or around"
+                what = f"{word} $.tiers[{earlier}].path ({show(tier.path)}, {show(other.path)})"
+                fix = "Give every tier a folder of its own."
+                problems.append(Problem(f"$.tiers[{later}].path", what, fix))
+
+
+def _assemble(
+    top: dict[str, Any],
+    cpu: CpuConfig,
+    tiers: tuple[TierConfig, ...],
+    problems: list[Problem],
+) -> OffloadConfig:
+    capacity = cpu.capacity
+    known = all(problem.where != "$.cpu.capacity" for problem in problems)
+    sizes = {  # name: (default, most)
+        "staging": (min(capacity // 16, STAGING_MAX), capacity // 2),
+        "max_inflight_load": (capacity // 2, capacity),
+        "max_inflight_store": (capacity // 4, capacity),
+    }
+    for name, (default, most) in sizes.items():
+        if top[name] is None:
+            top[name] = max(1, default)
+        elif top[name] > most and known:
+            share = "half of cpu.capacity" if most < capacity else "cpu.capacity"
+            what = f"{format_size(top[name])} is more than {share} ({format_size(most)})"
+            fix = f"Use at most {format_size(most)}, or leave it out."
+            problems.append(Problem(f"$.{name}", what, fix))
+    return OffloadConfig(cpu=cpu, tiers=tiers, **top)
+
+
+def at_least(size_bytes: int) -> str:
+    """A size as a text that is not below it: whole MiB (or KiB) rounded up."""
+    unit = MIB if size_bytes >= MIB else KIB
+    return format_size(-(-size_bytes // unit) * unit)
+
+
+def tier_names(config: OffloadConfig) -> list[str]:
+    """A name per lower tier: its type, numbered from the second of a type on; what is read of
+    others below the same path is called after the tier."""
+    names: list[str] = []
+    for tier in config.tiers:
+        count = sum(1 for name in names if name.rstrip("0123456789") == tier.type)
+        names.append(tier.type if not count else f"{tier.type}{count + 1}")
+    own = names[: len(config.tiers)]
+    pairs = zip(config.tiers, own, strict=True)
+    return own + [f"{name}_translated" for tier, name in pairs if tier.geometry == "translate"]

@@ -1,0 +1,47 @@
+"""The least capacities with which tiers can store one chunk."""
+
+from __future__ import annotations
+
+from offload.config.schema import OffloadConfig, TierConfig, at_least, check_cpu_capacity
+from offload.errors import Problem
+from offload.sizes import KIB, format_size
+from tiers.base import ALIGNMENT
+from tiers.io.direct_io import pages_for
+from tiers.lmdb import files as lmdb_store
+from tiers.lmdb.folder import least_capacity
+from tiers.lmdb.index import RECORD_INDEX_BYTES
+from tiers.lmdb.shared import files as shared_store
+from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES
+
+
+def check_capacity(
+    config: OffloadConfig, slot_bytes: int, ranks: int, record_bytes: int = 0
+) -> list[Problem]:
+    """Capacities that cannot hold one chunk, once the bytes of chunks on each rank are known:
+    ``slot_bytes`` of the largest, ``record_bytes`` of the smallest (0: as the largest)."""
+    problems = check_cpu_capacity(config, slot_bytes, ranks)
+    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    for number, tier in enumerate(config.tiers):
+        needed = ranks * least_share(tier, slot_bytes, record_bytes or slot_bytes)
+        if tier.path and tier.capacity < needed:
+            beside = ", and the index lies beside it" if tier.type == "lmdb" else ""
+            what = f"{format_size(tier.capacity)} holds no chunk: {chunk}{beside}"
+            fix = f"Give at least {at_least(needed)}."
+            problems.append(Problem(f"$.tiers[{number}].capacity", what, fix))
+    return problems
+
+
+def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
+    """The smallest share of a tier's capacity with which one rank can store a payload of this size,
+    where the smallest payloads have ``record_bytes``."""
+    if tier.type != "lmdb":
+        return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES
+    per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES
+    if tier.shared:
+        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SMALL_FILES_BYTES
+    least = least_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
+    return least + SMALL_FILES_BYTES
+
+
+SMALL_FILES_BYTES = 64 * KIB
+"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""

@@ -1,0 +1,118 @@
+"""``kvtiers doctor`` against the installed vLLM: probe the model, read the settings, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from offload.admin.doctor import Facts, Report, examine, refusal
+from offload.config.machine_checks import load_config
+from offload.config.schema import OffloadConfig, default_config
+from offload.connector.model.layout import layer_page_bytes, layout_input
+from offload.connector.model.probe import PLAIN, FlagsError, Probe, probe
+from offload.connector.plugin import NAME
+from offload.connector.startup_checks import check_vllm_config, startup_warnings
+from offload.errors import ConfigError
+from offload.layout.checks import LayoutInput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def examine_model(
+    model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
+) -> Report:
+    """The report for one model; with ``transfer`` instead of the flags' --kv-transfer-config.
+    What vLLM refuses itself is reported in its own words."""
+    if model.startswith("-"):
+        return refusal(model, "the model comes first: kvtiers doctor MODEL [vllm flags]")
+    try:
+        found, given = _ask(model, flags, transfer)
+    except ConfigError as error:  # vLLM has asked the connector which layout it wants
+        report = examine_model(model, flags, PLAIN)
+        problems = [str(problem) for problem in error.problems]
+        return replace(report, refused=(*problems, *report.refused))
+    except FlagsError as error:
+        return refusal(model, f"vLLM does not understand these flags: {_first_words(error)}")
+    except SystemExit as error:  # a flag that makes vLLM print something and end
+        return refusal(model, f"vLLM ends at these flags (exit code {error.code})")
+    except Exception as error:  # any model, any flags: vLLM's reasons are as many as its checks
+        return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
+    config, notes, problems = _configuration(found.vllm_config)
+
+    def ask_again(more: Sequence[str]) -> LayoutInput | None:
+        try:
+            return _ask(model, [*flags, *more], transfer)[1]
+        except (SystemExit, Exception):  # as above; why does not matter for a hint
+            return None
+
+    return examine(_facts(model, found, given, notes), config, problems, ask_again)
+
+
+def _ask(
+    model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None
+) -> tuple[Probe, LayoutInput]:
+    found = probe(model, flags, transfer)
+    return found, layout_input(found.kv_cache_config, found.vllm_config, 1)
+
+
+def _first_words(error: Exception) -> str:
+    """The error's own text; pydantic wraps vLLM's in lines about the input."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wrapped = [line for line in lines if line.startswith("Value error, ")]
+    text = wrapped[0].removeprefix("Value error, ") if wrapped else " ".join(lines)
+    return text.split(" [type=")[0] or type(error).__name__
+
+
+def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -> Facts:
+    asked = (
+        f"asked of vLLM {vllm.__version__} on its {found.platform} platform; block sizes may "
+        "differ on others"
+    )
+    ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
+        found.ignored
+    )
+    return Facts(
+        model=model,
+        ranks=found.vllm_config.parallel_config.world_size,
+        given=given,
+        kernel_tokens=found.kernel_tokens,
+        pages=tuple(_pages(group) for group in found.kv_cache_config.kv_cache_groups),
+        asked_block=found.asked_block,
+        notes=(*notes, asked, *ignored),
+        parameters=found.parameters * found.vllm_config.parallel_config.world_size,
+    )
+
+
+def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
+    """Bytes of each layer's page without and with padding."""
+    spec = group.kv_cache_spec
+    whole = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return tuple(
+        (page, whole.get(name, spec).page_size_bytes)
+        for name, page in layer_page_bytes(group).items()
+    )
+
+
+def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], list[str]]:
+    """The offloading configuration with notes, what a server that starts warns of among them, and
+    problems. Another connector's is not read."""
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != NAME:
+        problem = f"--kv-transfer-config names {transfer.kv_connector}, which is not {NAME}"
+        return default_config()[0], [], [problem]
+    roles = [str(problem) for problem in check_vllm_config(vllm_config)]
+    if not extra:
+        config, notes = default_config()
+        return config, [*notes, *startup_warnings(vllm_config, config)], roles
+    try:
+        loaded = load_config(extra)
+    except ConfigError as error:
+        return default_config()[0], [], [*roles, *(str(problem) for problem in error.problems)]
+    warnings = startup_warnings(vllm_config, loaded.config)
+    return loaded.config, [*loaded.notes, *map(str, loaded.warnings), *warnings], roles

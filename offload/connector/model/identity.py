@@ -1,0 +1,363 @@
+"""Collects from vLLM's configuration everything that decides what a stored block means.
+
+Workers compute this, each for itself, and must agree. The scheduler takes it from them
+(`offload.planner.build`): they hold the weights and run the kernels. The live Hugging Face
+configuration is not read: models change it while they load. The number of blocks is left out on
+purpose: it may change from start to start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+
+from offload.connector.model.settings import (
+    counting,
+    environment_of,
+    file_digest,
+    libraries,
+    plain,
+    settings_of,
+)
+from offload.connector.model.source_code import CodeNames, names_in
+from offload.connector.model.weights_digest import find_model, loaded_weights, model_files
+from offload.namespaces.manifest import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.load import LoadConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+_SPEC_LEFT_OUT = frozenset({"kv_cache_specs", "num_speculative_blocks"})
+TENSORS_SHOWN = 32
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
+_LONG_ROPE = ("longrope", '"su"')
+_LOADER_HARMLESS = (
+    "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
+    "verify_hash enable_weights_track"
+)
+"""Keys of ``model_loader_extra_config`` that say how to read, not what."""
+
+
+def namespace_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
+) -> dict[str, Any]:
+    """The fields of the namespace. Reads files of the model; raises ``OSError``.
+
+    The data-parallel rank is not part of it: replicas compute the same blocks and differ only in
+    their folder.
+    """
+    return {
+        **content_of(vllm_config),
+        "hash": hash_fields(vllm_config),
+        "parallel": _parallel(vllm_config),
+        "geometry": geometry_fields(vllm_config, kv_cache_config, chunk_blocks),
+    }
+
+
+def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The fields that say what is computed, whatever its shape and its keys."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    draft = _draft_model(vllm_config)
+    codes = [names_in(each) for each in (model, draft) if each is not None]
+    return {
+        "format": FORMAT_VERSION,
+        "vllm": vllm.__version__,
+        "libraries": libraries(media=model.multimodal_config is not None),
+        "device": str(vllm_config.device_config.device_type),
+        "instructions": _instructions(),
+        "attention_backend": _text(vllm_config.attention_config.backend),
+        "model": _model(vllm_config, model, vllm_config.load_config, codes[0]),
+        "draft": _draft(vllm_config, draft, codes[-1]),
+        "cache": {
+            "dtype": str(cache.cache_dtype),
+            "skip_layers": list(cache.kv_cache_dtype_skip_layers),
+            "mamba_dtype": str(cache.mamba_cache_dtype),
+            "mamba_ssm_dtype": str(cache.mamba_ssm_cache_dtype),
+            "mamba_mode": str(cache.mamba_cache_mode),
+            "indexer_dtype": str(vllm_config.attention_config.indexer_kv_dtype),
+        },
+        "settings": settings_of(vllm_config),
+        "environment": environment_of(
+            os.environ, frozenset().union(*(code.variables for code in codes))
+        ),
+    }
+
+
+def weights_of(
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, place: Path | None
+) -> dict[str, Any]:
+    """What tells the weights from others. Where they are not those of some files, or nobody can
+    say, the engine's id is part of it: the blocks are this engine's alone then."""
+    kind = _not_from_files(vllm_config, load)
+    subfolders = names_in(model).may_read("secondary_weights", "subfolder")
+    found = {"kind": kind} if kind else loaded_weights(
+        str(load.load_format), load.model_loader_extra_config, place, subfolders=subfolders
+    )  # fmt: skip
+    if found["kind"] == "dummy":
+        found["seed"] = model.seed
+    if found["kind"] != "files" and vllm_config.kv_transfer_config is not None:
+        found["engine"] = vllm_config.kv_transfer_config.engine_id
+    return found
+
+
+def place_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where the model's files are, as far as that can be found."""
+    name = model.model_weights or model.model
+    return find_model(name, model.revision, vllm_config.load_config.download_dir)
+
+
+def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    """Where the configuration is, if it was given for itself."""
+    if not model.hf_config_path:
+        return None
+    return find_model(model.hf_config_path, model.revision, vllm_config.load_config.download_dir)
+
+
+def seed_is_random(vllm_config: VllmConfig) -> bool:
+    """Whether block hashes differ from start to start."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+
+
+def _not_from_files(vllm_config: VllmConfig, load: LoadConfig) -> str:
+    """What these weights are if they are not those of the model's files."""
+    if vllm_config.weight_transfer_config is not None:
+        return "pushed"
+    return "dummy" if str(load.load_format) == "dummy" else ""
+
+
+def _model(
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, code: CodeNames
+) -> dict[str, Any]:
+    place = place_of(vllm_config, model)
+    overrides = plain_overrides(model)
+    found = {
+        "name": _model_name(model),
+        "revision": model.revision,
+        "code_revision": model.code_revision,
+        "weights": weights_of(vllm_config, model, load, place),
+        "files": model_files(place, code.may_read),
+        "hf_overrides": overrides,
+        "class_overrides": dict(model.model_class_overrides),
+        "dtype": str(model.dtype),
+        "quantization": _text(model.quantization),
+        "quantization_config": plain(model.quantization_config),
+        "load_format": str(load.load_format),
+        "loader": _loader(load),
+        "model_impl": _text(model.model_impl),
+        "disable_sliding_window": bool(model.disable_sliding_window),
+        "settings": dict(counting(model)),
+    }
+    if model.hf_config_path:
+        found["config_files"] = model_files(_config_place(vllm_config, model), code.may_read)
+    if model.multimodal_config is not None:
+        scales = file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
+        found["media"] = dict(counting(model.multimodal_config)) | {"fp8_scales": scales}
+    return found | _if_read(vllm_config, model, code, place, overrides)
+
+
+def _if_read(
+    vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, place: Path | None, overrides: Any
+) -> dict[str, Any]:
+    """Settings that reach the forward pass of some models only: of those whose code names them,
+    and of long RoPE, which chooses between two sets of frequencies by the configured length."""
+    found: dict[str, Any] = {}
+    places = [_config_place(vllm_config, model) or place, place]
+    if code.may_read("max_model_len") or _may_have_long_rope(places, overrides):
+        found["max_model_len"] = model.max_model_len
+    if code.may_read("generation_config"):
+        given = model.generation_config
+        folder = place if given in ("auto", "vllm") else Path(given)
+        file = str(folder / "generation_config.json") if folder is not None else None
+        found["generation"] = {
+            "from": given,
+            "file": file_digest(file),
+            "override": plain(model.override_generation_config),
+        }
+    if code.may_read("tokenizer"):
+        where = find_model(
+            str(model.tokenizer), model.tokenizer_revision, vllm_config.load_config.download_dir
+        )
+        found["tokenizer"] = {
+            "name": None if where == place else str(model.tokenizer),
+            "revision": model.tokenizer_revision,
+            "mode": _text(model.tokenizer_mode),
+            "files": {} if where == place else model_files(where, code.may_read),
+        }
+    return found
+
+
+def _loader(load: LoadConfig) -> Any:
+    """What the loader was given beside its format."""
+    extra = load.model_loader_extra_config or {}
+    given = dict(extra.get("tensorizer_config", extra))
+    harmless = _LOADER_HARMLESS.split()
+    return plain({name: each for name, each in given.items() if name not in harmless})
+
+
+def _model_name(model: ModelConfig) -> str:
+    """The name as the user gave it: offline, vLLM replaces it by its place in the Hub's cache."""
+    name = str(model.model_weights or model.model)
+    snapshot = _SNAPSHOT.fullmatch(name)
+    return snapshot[1].replace("--", "/", 1) if snapshot else name
+
+
+def _instructions() -> list[str]:
+    """What decides the kernels, and with them the bytes of a page, where vLLM chooses by itself:
+    the CPU's vector and matrix extensions, or the GPU's compute capability."""
+    # vLLM asks the management library: the engine process must not make a context on a GPU.
+    capability = current_platform.get_device_capability()
+    if capability is not None:
+        return [f"sm{capability.major}{capability.minor}"]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_extensions()]
+
+
+def _matrix_extensions() -> list[str]:
+    return ["amx"] if torch.cpu._is_amx_tile_supported() else []
+
+
+def plain_overrides(model: ModelConfig) -> Any:
+    """``hf_overrides`` as JSON values; a function counts by its name, which is all it shows."""
+    if callable(model.hf_overrides):
+        return f"function {plain(model.hf_overrides)}"
+    return json.loads(json.dumps(model.hf_overrides, sort_keys=True, default=str))
+
+
+def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
+    """Whether the model has long RoPE, or nobody can say."""
+    folders = [place if place.is_dir() else place.parent for place in places if place]
+    files = [
+        file
+        for folder in folders
+        for file in (*folder.glob("*config*.json"), *folder.glob("params.json"))
+    ]
+    texts = [json.dumps(overrides), *(file.read_text(errors="replace") for file in files)]
+    return not files or any(word in text for text in texts for word in _LONG_ROPE)
+
+
+def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
+    """The draft model, whose KV lies in the same blocks; ``None`` where drafts need no model."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in ("ngram", "suffix"):
+        return None
+    return speculative.draft_model_config
+
+
+def _draft(
+    vllm_config: VllmConfig, model: ModelConfig | None, code: CodeNames
+) -> dict[str, Any] | None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or model is None:
+        return None
+    load = speculative.draft_load_config or vllm_config.load_config
+    return {
+        "method": _text(speculative.method),
+        "cache_dtype": _text(speculative.kv_cache_dtype),
+        "speculative": dict(counting(speculative)),
+        **_model(vllm_config, model, load, code),
+    }
+
+
+def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Algorithm and seed of the block hashes, by the rule of ``resolve_none_hash_seed``.
+
+    A random seed is known to one process only; the engine's id stands for it, because both change
+    with every start.
+    """
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None:
+        seed = DEFAULT_NONE_HASH_SEED
+        if seed_is_random(vllm_config):
+            transfer = vllm_config.kv_transfer_config
+            seed = f"random of engine {transfer.engine_id if transfer else None}"
+    return {"algorithm": str(algorithm), "seed": seed}
+
+
+def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
+    parallel = vllm_config.parallel_config
+    return {
+        # Experts lie on all replicas; those of other models compute each by itself.
+        "data": 1 if parallel.is_moe_model is False else parallel.data_parallel_size,
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "prefill_context": parallel.prefill_context_parallel_size,
+        "decode_context": parallel.decode_context_parallel_size,
+        "dcp_interleave": parallel.dcp_kv_cache_interleave_size,
+        "cp_interleave": parallel.cp_kv_cache_interleave_size,
+    }
+
+
+def geometry_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
+) -> dict[str, Any]:
+    """How blocks are cut and laid out. The scheduler computes it, too."""
+    cache = vllm_config.cache_config
+    return {
+        "chunk_blocks": chunk_blocks,
+        "layout": _text(kv_cache_config.kv_cache_layout or cache.kv_cache_layout),
+        "hash_block_size": kv_cache_config.hash_block_size or cache.hash_block_size,
+        "groups": [
+            {
+                "layers": _digest(list(group.layer_names)),
+                "layer_count": len(group.layer_names),
+                "draft": group.is_eagle_group,
+                **_spec(group.kv_cache_spec),
+            }
+            for group in kv_cache_config.kv_cache_groups
+        ],
+        "tensors": _tensors(kv_cache_config.kv_cache_tensors),
+    }
+
+
+def _spec(spec: KVCacheSpec) -> dict[str, Any]:
+    """A group's spec. For layers of different sizes the first layer's, which is all that the
+    scheduler gets to see of them; their pages are told apart by the tensors."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    fields = {
+        field.name: str(getattr(spec, field.name))
+        for field in dataclasses.fields(spec)
+        if field.name not in _SPEC_LEFT_OUT
+    }
+    return {"kind": type(spec).__name__, "page_bytes": spec.page_size_bytes, **fields}
+
+
+def _tensors(tensors: list[KVCacheTensor]) -> Any:
+    """All of them where that fits a manifest, else a digest."""
+    found = [_tensor(tensor) for tensor in tensors]
+    return found if len(found) <= TENSORS_SHOWN else {"count": len(found), "digest": _digest(found)}
+
+
+def _tensor(tensor: KVCacheTensor) -> dict[str, Any]:
+    """Where pages lie within a block; what grows with the number of blocks is left out."""
+    packed = tensor.layer_stride < tensor.block_stride
+    return {
+        "layers": _digest(list(tensor.layers)),
+        "block_stride": tensor.block_stride,
+        "layer_stride": tensor.layer_stride if packed else None,
+        "offset": tensor.offset if tensor.offset < tensor.block_stride else None,
+    }
+
+
+def _text(value: Any) -> str | None:
+    """A setting as text, an enum by its name."""
+    return None if value is None else str(getattr(value, "name", value))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]

@@ -1,0 +1,187 @@
+"""What the code of a model can read: every name in its own source file and those it imports.
+
+Some settings reach the forward pass of a few models only: Llama 4 scales its queries from position
+8,191 on, if ``max_model_len`` is above 32,768. Whether a model does such a thing is looked up in
+its source, not in a list: where a name stands, its setting counts. Code that cannot be found, or
+that starts other models which only its configuration names, counts as reading everything.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+MODELS = "vllm.model_executor.models"
+_FAMILIES = "vllm.models"
+COMMON = frozenset(
+    f"{MODELS}.{name}"
+    for name in ("adapters", "config", "interfaces", "interfaces_base", "registry", "utils")
+)
+"""Modules that nearly every model imports for some function of theirs. What they read themselves
+is looked at in `tests/offload/connector/model/test_identity_sweep.py`."""
+_STARTS_OTHERS = frozenset({"init_vllm_registered_model", "with_hf_config", "initialize_model"})
+_ENVIRONMENT = ("os.getenv", "os.environ", "os.environ.get", "environ.get", "getenv")
+
+
+@dataclass(frozen=True)
+class CodeNames:
+    """Every identifier and short text in some source, and the environment variables that it
+    reads. ``whole`` is false if there may be more."""
+
+    names: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    whole: bool = True
+
+    def may_read(self, *words: str) -> bool:
+        """Whether a name that contains one of these words stands there, or may."""
+        return not self.whole or any(word in name for name in self.names for word in words)
+
+
+UNKNOWN = CodeNames(whole=False)
+
+
+def names_in(model: ModelConfig) -> CodeNames:
+    """What the code of this model names. Reads source files; never raises."""
+    if model.multimodal_config is not None:
+        return UNKNOWN  # a text model inside, which its configuration alone may name
+    try:
+        architecture = str(model.architecture)
+        entry = ModelRegistry.models.get(architecture)
+        if entry is None:
+            return UNKNOWN
+        module = getattr(entry, "module_name", None) or entry.model_cls.__module__
+        found = _closure(str(module))
+        hook = MODELS_CONFIG_MAP.get(architecture)
+        sources = [inspect.getsource(hook)] if hook is not None else []
+        return _joined([found, *(_names(ast.parse(source), "").found for source in sources)])
+    except Exception as error:  # any code that anybody may have registered
+        logger.info("kvtiers: what the model's code reads cannot be said: %r", error)
+        return UNKNOWN
+
+
+@cache
+def _closure(module: str) -> CodeNames:
+    """All names of a module and of what it imports of its kind."""
+    seen: set[str] = set()
+    waiting, found = [module], []
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        source = _source(name)
+        if source is None:
+            return UNKNOWN
+        parsed = _names(ast.parse(source.read_text()), _package(name, source))
+        found.append(parsed.found)
+        waiting += (each for each in parsed.imports if _is_kin(each, module) and _source(each))
+    joined = _joined(found)
+    return UNKNOWN if joined.names & _STARTS_OTHERS else joined
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    found: CodeNames
+    imports: frozenset[str]
+
+
+def _names(tree: ast.Module, package: str) -> _Parsed:
+    names, variables, imports = set(), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.keyword) and node.arg:
+            names.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.isidentifier():  # not the prose of messages and docstrings
+                names.add(node.value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports |= set(_imported(node, package))
+        variables |= set(_variables(node))
+    return _Parsed(CodeNames(frozenset(names), frozenset(variables)), frozenset(imports))
+
+
+def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")
+        above = above[: len(above) - node.level + 1]
+        base = ".".join([*above, *([node.module] if node.module else [])])
+    yield base
+    yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _variables(node: ast.AST) -> Iterator[str]:
+    """Names of environment variables that are read by their text."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENVIRONMENT:
+        keys: Iterable[ast.expr] = node.args[:1]
+    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in _ENVIRONMENT:
+        keys = [node.slice]
+    else:
+        return
+    yield from (
+        key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    )
+
+
+def _is_kin(name: str, module: str) -> bool:
+    """Whether the module ``name`` belongs to the code of a model in ``module``: another model of
+    vLLM, or a part of the same package elsewhere."""
+    if name in COMMON:
+        return False
+    if module.startswith("vllm."):
+        return name.startswith((f"{MODELS}.", f"{_FAMILIES}."))
+    return name.partition(".")[0] == module.partition(".")[0]
+
+
+@cache
+def _source(module: str) -> Path | None:
+    """The file of a module, which is not imported for it; ``None`` if there is none."""
+    top, _, rest = module.partition(".")
+    loaded = sys.modules.get(top)
+    spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or ():
+        place = Path(folder, *rest.split("."))
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _package(module: str, source: Path) -> str:
+    return module if source.name == "__init__.py" else module.rpartition(".")[0]
+
+
+def _joined(found: Iterable[CodeNames]) -> CodeNames:
+    parts = list(found)
+    if not all(part.whole for part in parts):
+        return UNKNOWN
+    return CodeNames(
+        frozenset().union(*(part.names for part in parts)),
+        frozenset().union(*(part.variables for part in parts)),
+    )

@@ -1,0 +1,181 @@
+"""Tells two models apart by their files, without reading all of their weights.
+
+A file of the Hugging Face cache is a link to a blob named by its content: the name is enough. Any
+other file of weights counts by name, size, modification time and a digest over samples of its
+bytes: about 1 MiB from the start (where safetensors keep names, types and places of all tensors),
+the end and evenly in between. Training changes nearly every tensor, so samples catch it; the time
+of modification catches the rest. All other files count by their content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.connector.model.cannot_change_kv import TRAINING_WEIGHTS, is_harmless_file, matches
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".tensors")
+HEAD_BYTES = 256 * 1024
+SAMPLE_BYTES = 64 * 1024
+SAMPLES = 12
+WHOLE_MOST = 32 * 1024 * 1024
+"""Larger files that are not weights are sampled, too."""
+FILES_SHOWN = 48
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
+_FILE_FORMATS = (
+    "auto hf safetensors pt npcache fastsafetensors instanttensor mistral sharded_state "
+    "runai_streamer runai_streamer_sharded gguf bitsandbytes"
+)
+"""Load formats that read the model's own folder."""
+
+
+def find_model(model: str, revision: str | None, cache: str | None) -> Path | None:
+    """The folder or file that holds a model: a local path, or its snapshot in the Hub's cache.
+
+    ``cache`` is where vLLM was told to download to (``None``: the Hub's default). ``None`` if it
+    is neither, for example an object store's address, or not downloaded yet, or if vLLM loads from
+    another hub.
+    """
+    if os.path.exists(model):
+        return Path(model)
+    if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", model, re.ASCII) or _is_other_hub():
+        return None
+    home = Path(cache or _hub_cache()) / f"models--{model.replace('/', '--')}"
+    wanted = revision or "main"
+    try:
+        commit = (home / "refs" / wanted).read_text().strip()
+    except (OSError, ValueError):
+        commit = wanted
+    snapshot = home / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
+    """What tells these weights from others; ``kind`` is ``unknown`` where nothing can be said.
+
+    ``subfolders``: the model's code may load from those, too.
+    """
+    files = [] if place is None else _weight_files(place, subfolders=subfolders)
+    if not files:
+        return {"kind": "unknown"}
+    top = place if place is not None and place.is_dir() else files[0].parent
+    return {
+        "kind": "files",
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "digest": _digest([str(file.relative_to(top)), *file_identity(file)] for file in files),
+    }
+
+
+def loaded_weights(
+    load_format: str, extra: object, place: Path | None, *, subfolders: bool = False
+) -> dict[str, Any]:
+    """The same for the weights that a load format takes, which need not be the model's files.
+    ``extra`` is vLLM's ``model_loader_extra_config``."""
+    if load_format in _FILE_FORMATS.split():
+        return weights_identity(place, subfolders=subfolders)
+    if load_format == "tensorizer" and isinstance(extra, Mapping):
+        return weights_identity(_tensorized(extra))
+    return {"kind": "unknown"}
+
+
+def model_files(place: Path | None, may_read: Callable[..., bool]) -> dict[str, str]:
+    """A digest of each file in the model's folder that is not weights and may change KV, by name.
+    ``may_read``: see `offload.connector.model.cannot_change_kv`. Many files are one digest."""
+    if place is None:
+        return {}
+    folder = place if place.is_dir() else place.parent
+    names = sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if not is_harmless_file(entry.name, may_read) and entry.is_file()
+    )
+    found = {name: _content(folder / name) for name in names}
+    return found if len(found) <= FILES_SHOWN else {"all": _digest(found.items())[:32]}
+
+
+def adapter_files(place: Path) -> list[Path]:
+    """The files of a LoRA adapter that decide what it computes."""
+    config = place / "adapter_config.json"
+    return [*_weight_files(place, subfolders=False), *([config] if config.is_file() else [])]
+
+
+def file_identity(file: Path) -> list[Any]:
+    """Name and content of one file: a blob's name, or size, time and sampled digest."""
+    if file.is_symlink():
+        target = Path(os.readlink(file))
+        if target.parent.name == "blobs" and _BLOB.fullmatch(target.name):
+            return [file.name, target.name]
+    found = file.stat()
+    return [file.name, found.st_size, found.st_mtime_ns, _sampled(file, found.st_size)]
+
+
+def digest_of(files: Iterable[Path]) -> bytes:
+    """32 bytes that tell these files from others."""
+    return bytes.fromhex(_digest(file_identity(file) for file in files))
+
+
+def _weight_files(place: Path, *, subfolders: bool) -> list[Path]:
+    """The files of a folder that end like weights, by name; a file stands for itself."""
+    if place.is_file():
+        return [place]
+    entries = place.rglob("*") if subfolders else place.iterdir()
+    return sorted(
+        entry
+        for entry in entries
+        if entry.suffix in WEIGHT_SUFFIXES
+        and not matches(entry.name, TRAINING_WEIGHTS.split())
+        and entry.is_file()
+    )
+
+
+def _tensorized(extra: Mapping[str, Any]) -> Path | None:
+    """The file or, of sharded weights, the folder of tensorizer's, if it is on this machine."""
+    given = extra.get("tensorizer_config", extra)
+    uri = str(given.get("tensorizer_uri") or given.get("tensorizer_dir") or "")
+    place = Path(uri.removeprefix("file://"))
+    if uri and "%" in place.name:
+        place = place.parent
+    return place if uri and place.exists() else None
+
+
+def _content(file: Path) -> str:
+    size = file.stat().st_size
+    if size > WHOLE_MOST:
+        return _digest(file_identity(file))[:32]
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+
+
+def _sampled(file: Path, size: int) -> str:
+    total = hashlib.sha256()
+    with file.open("rb", buffering=0) as raw:
+        if size <= HEAD_BYTES + SAMPLES * SAMPLE_BYTES:
+            total.update(raw.readall())
+        else:
+            total.update(raw.read(HEAD_BYTES))
+            step = (size - SAMPLE_BYTES - HEAD_BYTES) // (SAMPLES - 1)
+            for index in range(SAMPLES - 1):
+                total.update(os.pread(raw.fileno(), SAMPLE_BYTES, HEAD_BYTES + index * step))
+            total.update(os.pread(raw.fileno(), SAMPLE_BYTES, size - SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+
+
+def _hub_cache() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+def _is_other_hub() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_MODELSCOPE)

@@ -1,0 +1,125 @@
+"""A request's chunks with the GPU blocks of a block table, many at a time.
+
+Part of the scheduler side, on its thread. A long prompt has thousands of chunks, so nothing here
+is done chunk by chunk unless it must be.
+
+Which GPU blocks a scheduler step gives to new content: the stores that read them are fenced.
+
+Blocks taken from vLLM's prefix cache keep their content and need no fence; whatever lies beyond
+a request's computed tokens is, or may be, new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from offload.index.chunk_batch import Run
+from offload.layout.groups import FULL, STATE, ModelLayout
+from offload.layout.prefix_match import Coordinator
+from offload.requests.request_state import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class BlockTables:
+    """Reads block tables (one list of block ids per vLLM group) of one model."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._block_tokens = {
+            group.group: group.block_tokens for group in layout.groups if group.kind != STATE
+        }
+
+    def beyond(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterable[int]:
+        """Blocks that hold tokens from ``computed_tokens`` on. Of groups whose tables do not run
+        by position (states, and groups that are not offloaded) every block counts."""
+        sizes = map(self._block_tokens.get, range(len(tables)))
+        return chain.from_iterable(
+            table[computed_tokens // tokens :] if tokens else table
+            for tokens, table in zip(sizes, tables, strict=True)
+        )
+
+    def rewritten(self, output: SchedulerOutput) -> Iterator[int]:
+        """Blocks that this step's forward pass (or what precedes it) may write anew."""
+        for new in output.scheduled_new_reqs:
+            yield from self.beyond(new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for position, request_id in enumerate(cached.req_ids):
+            tables = cached.new_block_ids[position]
+            if tables is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                yield from self.beyond(tables, cached.num_computed_tokens[position])
+            else:
+                for table in tables:
+                    yield from table
+        yield from output.new_block_ids_to_zero or ()
+        for copy in output.kv_cache_block_copies or ():
+            yield copy.dst_block_id
+
+
+class WantedChunks:
+    """Makes ``Run`` of trackers and block tables of one model."""
+
+    def __init__(self, layout: ModelLayout, coordinator: Coordinator) -> None:
+        self._layout = layout
+        self._coordinator = coordinator
+
+    def of_range(
+        self, tracker: RequestTracker, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[Run]:
+        """The chunks that hold ``[start, end)``, by group; blocks outside are skipped."""
+        wanted: list[Run] = []
+        chunk_ranges = self._coordinator.load_ranges(start, end)
+        block_ranges = self._coordinator.block_ranges(start, end)
+        for index, group in enumerate(self._layout.groups):
+            chunks, inside = chunk_ranges[index], block_ranges[index]
+            size = group.chunk_blocks
+            first, last = chunks.start * size, chunks.stop * size
+            table = block_ids[group.group][first:last]
+            is_whole = len(table) == last - first and first >= inside.start and last <= inside.stop
+            if not is_whole or min(table, default=1) <= 0:
+                table = [
+                    table[at - first] or -1 if at in inside and at - first < len(table) else -1
+                    for at in range(first, last)
+                ]
+                flags = [max(row) >= 0 for row in zip(*[iter(table)] * size, strict=True)]
+                found = self.chunks(tracker, index, chunks, table).chosen(flags)
+            else:
+                found = self.chunks(tracker, index, chunks, table)
+            if found:
+                wanted.append(found)
+        return wanted
+
+    def chunks(
+        self, tracker: RequestTracker, index: int, chunks: range, table: Sequence[int]
+    ) -> Run:
+        """Chunks of one group that lie in these blocks."""
+        group = self._layout.groups[index]
+        size = group.chunk_tokens
+        return Run(
+            tracker.keys[index][chunks.start : chunks.stop],
+            group.group,
+            table,
+            range((chunks.start + 1) * size, (chunks.stop + 1) * size, size),
+            tracker.origin,
+        )
+
+    def final(
+        self, tracker: RequestTracker, index: int, first: int, end: int, table: Sequence[int]
+    ) -> Run:
+        """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have gone."""
+        group = self._layout.groups[index]
+        size = group.chunk_blocks
+        last = min(end, len(table) // size)
+        part = table[first * size : last * size]
+        found = self.chunks(tracker, index, range(first, max(first, last)), part)
+        if group.kind == FULL and 0 not in part:
+            return found
+        reachable = self._coordinator.reachable
+        rows = zip(*[iter(part)] * size, strict=True)
+        return found.chosen(
+            [0 not in row and reachable(group, chunk) for chunk, row in enumerate(rows, first)]
+        )

@@ -1,0 +1,98 @@
+"""Which chunks workers digest in a step, for ``"verify": "device"`` (`offload.worker.verify`).
+
+Every chunk that a request completes, whether or not it is stored, so that what is found wrong
+later does not depend on the part of the planner that decides about stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from offload.connector.scheduler.block_tables import WantedChunks
+from offload.index.chunk_batch import Run
+from offload.layout.groups import STATE, ModelLayout
+from offload.messages.plan import DigestJob
+from offload.requests.request_state import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class ChunkDigests:
+    """Collects the digests of the coming step. Runs on the scheduler's thread."""
+
+    def __init__(self, layout: ModelLayout, wanted: WantedChunks) -> None:
+        self._layout = layout
+        self._wanted = wanted
+        self._next: dict[str, list[int]] = {}  # by request: the first chunk of each group not done
+        self._late: list[DigestJob] = []
+        self._early: list[DigestJob] = []
+
+    def take(self) -> tuple[DigestJob, ...]:
+        """What is to be digested in this step."""
+        taken = (*self._early, *self._late)
+        self._early, self._late = [], []
+        return taken
+
+    def completed(
+        self,
+        tracker: RequestTracker,
+        request: Request,
+        limit: int,
+        tables: Sequence[Sequence[int]],
+        *,
+        ended: bool = False,
+    ) -> None:
+        """This step computes the request up to ``limit`` tokens; if it has ``ended``, an earlier
+        one has. What it had before its first step came from vLLM's cache or from a tier, and was
+        digested when it was computed."""
+        if tracker.stale:
+            self.restarted(tracker.request)
+            return
+        tracker.extend(request.block_hashes)
+        first = self._next.pop(tracker.request, None)
+        if first is None:
+            if ended:
+                return
+            computed = request.num_computed_tokens
+            first = [computed // group.chunk_tokens for group in self._layout.groups]
+        if not ended:
+            self._next[tracker.request] = first
+        for index, group in enumerate(self._layout.groups):
+            if group.kind == STATE:
+                continue  # states are handed over at their boundary
+            settled = limit if ended or not group.draft else limit - group.block_tokens
+            end = min(max(0, settled) // group.chunk_tokens, len(tracker.keys[index]))
+            if end > first[index]:
+                table = tables[group.group]
+                run = self._wanted.final(tracker, index, first[index], end, table)
+                self._add(run, early=ended)
+                first[index] = end
+
+    def state(self, tracker: RequestTracker, index: int, chunk: int, run: Run) -> None:
+        """This step has handed over the recurrent state at the end of this chunk; the one that the
+        request was given at its start may be among them, and was not computed."""
+        first = self._next.get(tracker.request)
+        if first is not None and chunk >= first[index]:
+            self._add(run, early=False)
+            first[index] = chunk + 1
+
+    def _add(self, run: Run, *, early: bool) -> None:
+        if run:
+            jobs = self._early if early else self._late
+            jobs.append(DigestJob(run.group, tuple(run.keys), tuple(run.blocks), early))
+
+    def restarted(self, request: str) -> None:
+        """The request was preempted or has gone: what it has is not what it had."""
+        self._next.pop(request, None)
+
+    def rewritten(self, blocks: Iterable[int]) -> None:
+        """The coming step gives these blocks to new content, which may happen before workers hear
+        of it: it is too late for what they held."""
+        gone = set(blocks)
+        self._early = [job for job in self._early if gone.isdisjoint(job.blocks)]
+
+    def clear(self) -> None:
+        """The weights have changed."""
+        self._early, self._late = [], []

@@ -1,0 +1,123 @@
+"""What follows when a request has ended and its last chunks were planned: policies hear of its use,
+its chunks are kept if the client asked for that, and the client is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.index.request_options import REPORT
+from offload.index.timed_pins import TimedPins
+from offload.layout.groups import FULL, ModelLayout
+from offload.layout.keys import CPU
+from offload.layout.request_keys import LazyKeys
+from offload.planner.planner import Planner
+from offload.requests.request_state import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+MAKE_MOST = 1024
+"""Keys that are made in one step because requests have ended: a tenth of a millisecond. Mostly
+their lookups, loads and stores have made them all."""
+
+
+UNTOLD_MOST = 256
+"""Uses that may wait for their keys; policies do not hear of the oldest beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A request that has ended used the first ``count`` of these keys."""
+
+    keys: LazyKeys
+    count: int
+    hints: Mapping[str, Any]
+
+
+NOT_STORED = "what was ignored may have been meant to keep this request from being stored"
+
+
+class Endings:
+    """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
+
+    def __init__(self, layout: ModelLayout, planner: Planner, max_pinned_share: float) -> None:
+        self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
+        self._layout = layout
+        self._planner = planner
+        self._untold: deque[_Use] = deque(maxlen=UNTOLD_MOST)
+        self._room = MAKE_MOST
+
+    @property
+    def are_told(self) -> bool:
+        """Whether policies have heard of all uses: not before all of their keys are made."""
+        return not self._untold
+
+    def clear(self) -> None:
+        """All chunks are forgotten."""
+        self.pins.clear()
+        self._untold.clear()
+
+    def next_step(self) -> int:
+        """A step is over: there is room again. Returns how many keys were made."""
+        made, self._room = MAKE_MOST - self._room, MAKE_MOST
+        return made
+
+    def go_on(self) -> None:
+        """Tell policies of uses in the order in which they ended, as far as this step goes."""
+        while self._untold:
+            use = self._untold.popleft()
+            self._room -= use.keys.make(use.count, self._room)
+            if self._room <= 0:
+                self._untold.appendleft(use)
+                return
+            self._planner.used(use.keys.first(use.count), use.hints)
+
+    def ended(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+        """A request has ended after ``tokens`` were computed and their chunks planned."""
+        self._note_use(tracker, tokens)
+        if tracker.origin.controls.pin_s:
+            self._pin(tracker, request, tokens, now)
+
+    def _note_use(self, tracker: RequestTracker, tokens: int) -> None:
+        """One use of the request's chunks, group by group in prefix order. Once per request, at
+        its end, so that a policy that counts or times uses sees requests."""
+        hints = tracker.origin.hints.ended
+        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
+            self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
+        self.go_on()
+
+    def _pin(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+        """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""
+        pinned = tracker.origin.hints.pinned_tokens
+        if pinned:
+            tokens = int(min(tokens, request.num_prompt_tokens, pinned))
+        kept_tokens = []
+        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
+            seconds = tracker.origin.controls.pin_s
+            kept = self.pins.keep(keys[: tokens // group.chunk_tokens], seconds, now)
+            if group.kind == FULL:
+                kept_tokens.append(kept * group.chunk_tokens)
+        tracker.pinned_tokens = min(kept_tokens, default=0)
+
+    def report(self, tracker: RequestTracker) -> dict[str, Any]:
+        """What the client is told, as ``kv_transfer_params`` of its answer."""
+        report: dict[str, Any] = {"loaded_tokens": self.loaded(tracker)}
+        if tracker.origin.controls.pin_s:
+            report["pinned_tokens"] = tracker.pinned_tokens
+        if tracker.wrong:
+            report["ignored"] = list(tracker.wrong)
+        if tracker.origin.controls.doubted:
+            report["not_stored"] = NOT_STORED
+        return {REPORT: report}
+
+    def loaded(self, tracker: RequestTracker) -> dict[str, int]:
+        """Tokens that were loaded for the request, by the name of the tier: none if its load has
+        failed, or was under way when it was given up."""
+        if tracker.failures or tracker.loading:
+            return {}
+        names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
+        return {names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}

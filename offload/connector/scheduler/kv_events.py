@@ -1,0 +1,183 @@
+"""vLLM's KV events for the tiers: which blocks they have got and lost, for routers that listen.
+
+A chunk is named by the block hash at its end, as vLLM's own offloading connector does. What an
+event of the GPU's cache says beside (tokens, the block before) is not kept, so that nothing has to
+be remembered per chunk; a listener knows it from there.
+
+Changes are told in order, so many per step. What was found on a disk is told behind them, as far as
+it is still there when its turn comes: whoever replays all events knows what the tiers hold. If more
+changes wait than may, they are given up: everything is cleared, and what is there told anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from offload.layout.groups import ModelLayout
+from offload.layout.keys import CPU, GROUP_BYTES, group_of
+from offload.planner.planner import Planner
+
+WAITING_MOST = 1 << 20
+"""Changes that wait. So many come at once only if a large tier loses everything; their keys take
+less memory than its index has just given back."""
+CHANGES_MOST = 4096
+FOUND_MOST = 1024
+"""Chunks that the events of one step tell of: changes, and what was there before them. A thousand
+cost a millisecond or more on the scheduler's thread."""
+_INTEGER_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Chunks that a tier got or lost, or held; those before ``told`` have been told."""
+
+    tier: int
+    keys: Sequence[bytes]
+    is_stored: bool = True
+    told: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.keys) - self.told
+
+    def next(self, most: int) -> Sequence[bytes]:
+        part = self.keys[self.told : self.told + most]
+        self.told += len(part)
+        return part
+
+
+class KvEvents:
+    """Collects events on the scheduler's thread until vLLM takes them. ``lost`` counts changes that
+    were not told one by one."""
+
+    def __init__(self, layout: ModelLayout, planner: Planner) -> None:
+        self.lost = 0
+        self._groups = {group.group: group for group in layout.groups}
+        self._owners = [index.name for index in planner.lower]
+        self._indexes = {CPU: planner.cpu, **dict(enumerate(planner.lower))}
+        self._changes: deque[_Batch] = deque()
+        self._waiting = 0
+        self._is_clear_due = False
+        self._hash_of = _hash_function()
+        self._untold = self._all_there()  # what was found after a restart
+        planner.stats.listener = self
+
+    def _all_there(self) -> deque[_Batch]:
+        """Everything that the tiers hold now."""
+        return deque(_Batch(tier, tuple(index.resident)) for tier, index in self._indexes.items())
+
+    def take(self) -> list[KVCacheEvent]:
+        """What is to be told in this step."""
+        events: list[KVCacheEvent] = [AllBlocksCleared()] if self._is_clear_due else []
+        self._is_clear_due = False
+        room = CHANGES_MOST
+        while room and self._changes:
+            batch = self._changes[0]
+            keys = batch.next(room)
+            room -= len(keys)
+            self._waiting -= len(keys)
+            events += self._events(batch, keys)
+            if not batch.left:
+                self._changes.popleft()
+        room = min(room, FOUND_MOST)
+        while room and self._untold:
+            batch = self._untold[0]
+            keys = batch.next(room)
+            room -= len(keys)
+            events += self._events(batch, self._still_there(batch.tier, keys))
+            if not batch.left:
+                self._untold.popleft()
+        return events
+
+    def _still_there(self, tier: int, keys: Iterable[bytes]) -> list[bytes]:
+        index = self._indexes[tier]
+        return [key for key in keys if key in index]
+
+    def stored(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier can give these chunks now."""
+        self._changed(_Batch(tier, keys, is_stored=True))
+
+    def removed(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier cannot give them any more."""
+        self._changed(_Batch(tier, keys, is_stored=False))
+
+    def _changed(self, batch: _Batch) -> None:
+        if not batch.keys:
+            return
+        self._changes.append(batch)
+        self._waiting += len(batch.keys)
+        if self._waiting > WAITING_MOST:
+            self.lost += self._waiting
+            self.cleared()
+            self._untold = self._all_there()
+
+    def cleared(self) -> None:
+        """No tier can give anything any more."""
+        self._changes.clear()
+        self._untold.clear()
+        self._waiting = 0
+        self._is_clear_due = True
+
+    def _events(self, batch: _Batch, keys: Iterable[bytes]) -> Iterable[KVCacheEvent]:
+        """Events that say of these keys what the batch says."""
+        by_group: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_group.setdefault(group_of(key), []).append(key)
+        for group_id, part in by_group.items():
+            hashes = list(map(self._hash_of, part))
+            make = self._stored if batch.is_stored else self._removed
+            yield make(batch.tier, group_id, hashes)
+
+    def _stored(self, tier: int, group_id: int, hashes: list[bytes | int]) -> BlockStored:
+        group = self._groups[group_id]
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=group.chunk_tokens,
+            lora_id=None,
+            medium=_medium(tier),
+            lora_name=None,
+            group_idx=group_id,
+            kv_cache_spec_kind=group.spec,
+            kv_cache_spec_sliding_window=group.window_tokens or None,
+            locality="LOCAL",
+            ownership=self._owner(tier),
+        )
+
+    def _removed(self, tier: int, group_id: int, hashes: list[bytes | int]) -> BlockRemoved:
+        return BlockRemoved(
+            block_hashes=hashes,
+            medium=_medium(tier),
+            group_idx=group_id,
+            locality="LOCAL",
+            ownership=self._owner(tier),
+        )
+
+    def _owner(self, tier: int) -> str | None:
+        return None if tier == CPU else self._owners[tier]
+
+
+def _medium(tier: int) -> str:
+    return str(MEDIUM_CPU if tier == CPU else MEDIUM_STORAGE)
+
+
+def _hash_function() -> Callable[[bytes], bytes | int]:
+    """How vLLM publishes the hash in a key, as bytes or as an integer of its end: asked once, since
+    vLLM looks into the environment for each hash."""
+    if isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), bytes):
+        return lambda key: key[:-GROUP_BYTES]
+    at = slice(-GROUP_BYTES - _INTEGER_BYTES, -GROUP_BYTES)
+    return lambda key: int.from_bytes(key[at], "big")

@@ -1,0 +1,122 @@
+"""Gathers the numbers of both sides for ``/metrics``, on the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from offload.connector.guard import Faults
+from offload.connector.scheduler.prometheus import OffloadStats
+
+if TYPE_CHECKING:
+    from offload.connector.scheduler.scheduler_side import SchedulerSide
+    from offload.planner.planner import Planner
+
+GAUGE_PERIOD_S = 1.0
+_BY_TIER = (
+    *("corrupt_records", "set_aside", "refused_records"),
+    *("scrubbed_records", "scrubbed_bytes", "scrub_damaged"),
+    *("read_bytes", "read_seconds", "write_bytes", "write_seconds"),
+)
+"""Worker counters by tier number that become metrics with the tier's name."""
+
+
+class StatsCollector:
+    """Differences of counters since the last call, and about once a second gauges and what changes
+    at every step."""
+
+    def __init__(self, scheduler: SchedulerSide, faults: Faults) -> None:
+        self._scheduler = scheduler
+        self._faults = faults
+        self._sent: dict[str, float] = {}
+        self._worker: dict[str, float] = {}
+        self._set_aside_at: dict[str, float] = {}
+        self._gauges_at = 0.0
+        self._log_changes = 0
+
+    def add_worker_counters(self, counters: Mapping[str, float]) -> None:
+        """Counters that workers reported, summed over ranks."""
+        for name, value in counters.items():
+            metric, _, tier = name.partition(":")
+            if metric in _BY_TIER and self._scheduler.planner is not None:
+                tier = self._scheduler.planner.lower[int(tier)].name
+                name = f"{metric}:{tier}"
+            if metric == "set_aside":
+                self._set_aside_at[f"set_aside_timestamp_seconds:{tier}"] = time.time()
+            self._worker[name] = self._worker.get(name, 0) + value
+
+    def collect(self, others: Mapping[str, float]) -> OffloadStats | None:
+        """What changed, in the ``others`` too; ``None`` if nothing did."""
+        data: dict[str, float] = self._worker
+        self._worker = {}
+        self._add_differences(data, self._totals() | dict(others))
+        if data or time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
+            if time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
+                self._gauges_at = time.monotonic()
+                self._add_differences(data, self._steady())
+                data |= self._faults.take_slowest()
+            data |= self._gauges()
+        return OffloadStats(data=data) if data else None
+
+    def _add_differences(self, data: dict[str, float], now: Mapping[str, float]) -> None:
+        for name, value in now.items():
+            difference = value - self._sent.get(name, 0)
+            if difference:
+                data[name] = data.get(name, 0) + difference
+        self._sent |= now
+
+    def _totals(self) -> dict[str, float]:
+        scheduler = self._scheduler
+        totals: dict[str, float] = {f"hook_faults:{k}": v for k, v in self._faults.by_hook.items()}
+        totals["wrong_values"] = scheduler.intake.wrong_values
+        if scheduler.planner is not None:
+            totals |= scheduler.planner.totals()
+        if scheduler.log.changes != self._log_changes:  # not at every step
+            self._log_changes = scheduler.log.changes
+            totals |= scheduler.log.totals()
+        return totals
+
+    def _steady(self) -> dict[str, float]:
+        """Counters that grow at every step: published now and then."""
+        found = self._faults.times()
+        lookups = self._scheduler.lookups
+        if lookups is not None:
+            found |= {"lookups": lookups.count, "lookup_seconds": lookups.seconds}
+        return found
+
+    def _gauges(self) -> dict[str, float]:
+        planner = self._scheduler.planner
+        if planner is None:
+            return {}
+        gauges: dict[str, float] = {"loading_chunks": planner.loading_chunks}
+        gauges |= self._set_aside_at
+        kept = self._scheduler.kept()
+        for number, index in enumerate((planner.cpu, *planner.lower), -1):
+            name, space = index.name, index.space
+            unit = self._scheduler.unit_bytes.get(name, 0)
+            gauges |= {
+                f"resident_chunks:{name}": len(index),
+                f"used_ratio:{name}": space.used / space.capacity if space.capacity else 0.0,
+                f"kept_ratio:{name}": kept.get(name, 0) / max(1, space.capacity),
+                f"queue_depth:{name}": planner.queue_depth(number),
+            }
+            if unit:
+                gauges[f"capacity_bytes:{name}"] = space.capacity * unit
+                gauges[f"used_bytes:{name}"] = space.used * unit
+        return gauges | _gate_gauges(planner)
+
+
+def _gate_gauges(planner: Planner) -> dict[str, float]:
+    gauges: dict[str, float] = {}
+    prefill = planner.gates.prefill.value()
+    if prefill is not None:
+        gauges["prefill_tokens_per_second"] = prefill
+    for gate in planner.gates.tiers:
+        worst = max(gate.reads.state.value, gate.writes.state.value)
+        gauges[f"breaker_state:{gate.name}"] = worst
+        gauges[f"break_even:{gate.name}"] = int(gate.pace.pays)
+        rate = gate.pace.rate.value()
+        if rate is not None:
+            gauges[f"load_tokens_per_second:{gate.name}"] = rate
+    return gauges

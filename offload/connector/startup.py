@@ -1,0 +1,278 @@
+"""Everything that one process of a server derives from vLLM's configuration at start-up.
+
+Scheduler and workers each do this for themselves and must come to the same result; the
+handshake compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.config.machine_checks import load_config
+from offload.config.schema import OffloadConfig, parse_config
+from offload.connector.model.geometry import describe, kernel_of
+from offload.connector.model.identity import geometry_fields, hash_fields, namespace_fields
+from offload.connector.model.layout import model_layout, page_regions
+from offload.connector.startup_checks import (
+    check_vllm_config,
+    recompute_failed_loads,
+    startup_warnings,
+)
+from offload.errors import ConfigError
+from offload.index.tier_index import TierIndex
+from offload.layout.groups import ModelLayout, recorded_group
+from offload.layout.registration import LayerTensors, Registration, as_list
+from offload.namespaces.epochs import TierEpochs
+from offload.namespaces.folders import describe_neighbours
+from offload.namespaces.geometry import Geometry
+from offload.namespaces.manifest import Namespace
+from offload.requests.miss_reasons import RequestLog
+from offload.requests.request_log import RequestFile
+from offload.requests.trace_recorder import TraceRecorder
+from offload.worker.tier_factory import TierSpec
+from offload.worker.tier_folders import TierPlaces
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """Configuration, geometry and identity of one server, seen from one process.
+
+    ``namespace`` is whole in a worker; a scheduler knows its own part of it until it has adopted
+    the workers'. ``shares`` is among how many workers of this machine the capacities are divided:
+    all ranks of all data-parallel replicas.
+    """
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    config: OffloadConfig
+    layout: ModelLayout
+    namespace: Namespace
+    rank: int
+    shares: int
+    replica: int
+    _records: bytes = b""
+    _requests: RequestFile | None = None
+    _geometry: Geometry | None = None
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        is_worker: bool,
+        first_worker: bool,
+    ) -> Setup:
+        """Read everything; the first worker also checks it against the machine, before any
+        process of this server has taken memory or folders.
+
+        Raises ``ConfigError`` and ``LayoutError``.
+        """
+        parallel = vllm_config.parallel_config
+        problems = check_vllm_config(vllm_config)
+        if problems:
+            raise ConfigError(problems)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = cls.check(extra) if first_worker else parse_config(extra)
+        layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)
+        fields = (
+            namespace_fields(vllm_config, kv_cache_config, config.chunk_blocks)
+            if is_worker
+            else {
+                "hash": hash_fields(vllm_config),
+                "geometry": geometry_fields(vllm_config, kv_cache_config, config.chunk_blocks),
+            }
+        )
+        return cls(
+            vllm_config,
+            kv_cache_config,
+            config,
+            layout,
+            Namespace.of(fields),
+            parallel.rank,
+            parallel.world_size * max(1, parallel.data_parallel_size_local),
+            parallel.data_parallel_index,
+        )
+
+    def adopt(self, namespace: Namespace) -> None:
+        """This is what the workers have agreed on."""
+        self.namespace = namespace
+        if self._requests is not None:
+            self._requests.namespace = namespace.name
+
+    @property
+    def fence_is_late(self) -> bool:
+        """Whether blocks are overwritten before ``handle_preemptions`` is called.
+
+        Model Runner V2 (vLLM's choice wherever Triton works) zeroes fresh blocks and copies
+        recurrent states (``update_requests``, ``preprocess_state``) before that hook, V1 after
+        it. Only models that need zeroing, all with recurrent states among them, have either.
+        """
+        runner, cache = self.vllm_config, self.kv_cache_config
+        return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
+
+    @property
+    def publishes_events(self) -> bool:
+        """Whether vLLM publishes KV events."""
+        events = self.vllm_config.kv_events_config
+        return bool(events is not None and events.enable_kv_cache_events)
+
+    @staticmethod
+    def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
+        """Read the configuration and check it against this machine; say what was chosen.
+
+        Raises ``ConfigError`` with every problem.
+        """
+        loaded = load_config(extra_config)
+        for line in loaded.notes:
+            logger.info("kvtiers: %s", line)
+        for warning in loaded.warnings:
+            logger.warning("kvtiers: %s", warning)
+        return loaded.config
+
+    def announce(self) -> None:
+        """Say in the log what was chosen and what a user should know."""
+        if recompute_failed_loads(self.vllm_config):
+            logger.info(
+                "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' "
+                "now: a request whose load fails is computed instead of ended"
+            )
+        for line in startup_warnings(self.vllm_config, self.config):
+            logger.warning("kvtiers: %s", line)
+        cache = self.vllm_config.cache_config
+        if cache.user_specified_block_size:
+            # For hybrid models vLLM has put its own size over the number that was given.
+            used = sorted({group.block_tokens for group in self.layout.groups})
+            text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
+            logger.info(text, " and ".join(map(str, used)))
+        for group in self.layout.groups:
+            if group.chunk_blocks < self.config.chunk_blocks:
+                text = (
+                    "kvtiers: group %d (%s): chunks of %d blocks, not %d, or hits would be missed"
+                )
+                wanted = self.config.chunk_blocks
+                logger.info(text, group.group, group.kind, group.chunk_blocks, wanted)
+        for skipped in self.layout.skipped:
+            logger.info("kvtiers: not offloaded: %s", skipped)
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
+        """Where the KV caches of this worker lie, and on what kind of device."""
+        registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
+        form = _form_of(self.kv_cache_config.num_blocks, kv_caches, self._kernels(kv_caches))
+        self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
+        self._geometry = self._describe(kv_caches, registration)
+        return registration, registration.tensors[0].device.type
+
+    def _kernels(self, kv_caches: Mapping[str, LayerTensors]) -> dict[str, str]:
+        """The kernels of the layers, by name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        found = {}
+        for name in kv_caches:
+            try:
+                found[name] = kernel_of(layers.get(name))
+            except Exception:  # a layer that nobody has thought of; its shape is left to tell
+                found[name] = ""
+        return found
+
+    def _describe(
+        self, kv_caches: Mapping[str, LayerTensors], registration: Registration
+    ) -> Geometry | None:
+        """What engines of other geometry must know of this worker's records; ``None`` if it cannot
+        be said, which is no reason not to start where nobody has asked for it."""
+        try:
+            geometry = describe(
+                self.vllm_config,
+                self.kv_cache_config,
+                self.layout,
+                kv_caches,
+                registration,
+                self._records,
+            )
+            geometry.dump()  # it must fit
+        except Exception as error:  # a model that nobody has thought of
+            if any(tier.geometry != "own" for tier in self.config.tiers):
+                raise
+            text = "kvtiers: engines of other geometry will not be able to read these blocks: %r"
+            logger.warning(text, error)
+            return None
+        return geometry
+
+    def tier_specs(self) -> list[TierSpec]:
+        """This rank's lower tiers; claims their folders for this process. After ``register``.
+
+        Raises ``NamespaceError`` for stored blocks of other geometry that must not be read.
+        """
+        return TierPlaces(
+            self.config,
+            self.namespace,
+            self._records,
+            self.rank,
+            self.replica,
+            self.shares,
+            engine=f"{self.vllm_config.model_config.model}",
+            geometry=self._geometry,
+            ranks=self.vllm_config.parallel_config.world_size,
+        ).specs()
+
+    def tier_epochs(self) -> TierEpochs:
+        """Begins epochs of the lower tiers, which the workers have opened by now."""
+        paths = [tier.path for tier in self.config.tiers]
+        shared = [number for number, tier in enumerate(self.config.tiers) if tier.shared]
+        return TierEpochs(paths, self.namespace, self.replica, shared)
+
+    def recorder(self) -> TraceRecorder | None:
+        """What records this server's prompts, if that is wanted."""
+        path = self.config.record_trace
+        if path is None:
+            return None
+        return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
+
+    def request_log(self) -> RequestLog:
+        """Where this server's lookups are remembered, and written to if that is wanted."""
+        most, path = self.config.recent_requests, self.config.record_requests
+        if path is None:
+            return RequestLog(most)
+        self._requests = RequestFile(self._own(path), most)
+        return RequestLog(most, self._requests)
+
+    def _own(self, path: str) -> str:
+        """A path of this data-parallel replica alone."""
+        if self.vllm_config.parallel_config.data_parallel_size == 1:
+            return path
+        stem, dot, rest = path.rpartition(".jsonl")
+        return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
+
+    def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
+        """In what the records of other namespaces differ, for tiers that hold nothing of ours."""
+        empty = [
+            tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
+        ]
+        folders = [tier.path for tier in empty if tier.path]
+        return [line for path in folders for line in describe_neighbours(path, self.namespace)]
+
+
+def _form_of(
+    num_blocks: int, kv_caches: Mapping[str, LayerTensors], kernels: Mapping[str, str]
+) -> bytes:
+    """How the kernels of this worker order the bytes inside a page: their names, kernel blocks of a
+    block, shape and type, by layer. vLLM may choose other kernels at the next start, with pages of
+    equal size and shape, by what is installed or in the environment; their records are not ours
+    then."""
+    forms = [
+        f"{name} {kernels[name]} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} "
+        f"{tensor.dtype}"
+        for name, tensors in sorted(kv_caches.items())
+        for tensor in as_list(tensors)
+    ]
+    return "\n".join(forms).encode()

@@ -1,0 +1,1 @@
+"""The connector in a worker process of vLLM."""

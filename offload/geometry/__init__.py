@@ -1,0 +1,1 @@
+"""Reading chunks that engines of another geometry have stored. Knows no vLLM."""

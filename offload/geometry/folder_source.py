@@ -1,0 +1,326 @@
+"""Reads the records of another geometry, one replica of one namespace, and puts them together.
+
+The stores may have a live owner: they are read as the command line reads them (decision 0070). What
+the owner removes, replaces or resets meanwhile is a miss. Belongs to one thread; blocks.
+
+Namespaces of the same model below a tier's path that engines of other geometry have written.
+
+Attaching looks at each of them: it is translated, or refused by an error that says which field
+differs, or left alone, as the tier's ``geometry`` says. Namespaces of other models, versions or
+hashes are nobody's business here; their keys can never be asked for.
+
+Nothing here writes below another namespace, claims it or locks it. Everything blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from offload.errors import NamespaceError
+from offload.geometry.compatibility import problems_with, refusal
+from offload.geometry.translate import GroupPlan, Obstacle, apply, plan_group
+from offload.layout.keys import GROUP_BYTES, group_suffix
+from offload.namespaces.claims import entries
+from offload.namespaces.folders import read_epoch
+from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
+from offload.namespaces.inventory import Store
+from offload.namespaces.manifest import (
+    NAME,
+    Namespace,
+    read_manifest,
+    read_small_file,
+    write_durably,
+)
+from tiers.adapters.read_only import ForeignKey, Source
+from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
+from tiers.folders.folder import StoreUnusableError
+from tiers.offline.inspect import Checker, Health, OutsideStore, StoreChangedError
+from tiers.record import Identity
+
+logger = logging.getLogger(__name__)
+
+_GEOMETRY = re.compile(r"rank-([0-9]{1,5})\.geometry\.json", re.ASCII)
+_REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ForeignStore:
+    """One replica of another namespace: what each of its ranks says of its records, by rank."""
+
+    folder: Path
+    epoch: int
+    ranks: tuple[Geometry, ...]
+
+    @property
+    def namespace(self) -> str:
+        """The name of its namespace."""
+        return self.folder.parent.name
+
+    def open(self, now: Geometry, key_file: str) -> TranslatedSource | None:
+        """Look at its records with the geometry ``now``; ``None`` if there is nothing to see."""
+        try:
+            return TranslatedSource(self.folder, self.epoch, self.ranks, now, key_file)
+        except (OSError, StoreUnusableError, NamespaceError) as error:
+            logger.warning("kvtiers: what %s holds cannot be translated: %s", self.folder, error)
+            return None
+
+
+def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
+    """Say durably how the records of this rank are ordered, beside its folder. Raises ``OSError``;
+    writing the same again changes nothing."""
+    path = rank_folder.with_name(f"{rank_folder.name}.geometry.json")
+    content = geometry.dump()
+    try:
+        if read_small_file(path, GEOMETRY_BYTES_MAX) == content:
+            return
+    except NamespaceError:
+        pass  # it is replaced, whatever it is
+    write_durably(path, content)
+
+
+def find_foreign(
+    where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
+) -> list[ForeignStore]:
+    """What of other geometry below ``root`` can be translated to ``now``. With ``how`` "own"
+    nothing is looked for; with "refuse" nothing may be there.
+
+    Raises ``NamespaceError`` that names every field in the way, both values, and the choice, for
+    what is there and cannot be translated, or may not.
+    """
+    found: list[ForeignStore] = []
+    refused: dict[str, list[Obstacle]] = {}
+    if how == "own":
+        return found
+    for name, other in _same_model(Path(root), namespace):
+        stores = list(_stores(Path(root) / name))
+        if not stores:
+            continue  # opened and never written
+        ranks = {str(store.folder): store.ranks for store in stores}
+        problems = problems_with(other, ranks, namespace, now, how)
+        if problems:
+            refused[name] = problems
+        else:
+            found += stores
+    if refused:
+        raise refusal(where, str(root), "path", refused)
+    return found
+
+
+def open_sources(
+    stores: Sequence[ForeignStore], now: Geometry, key_file: str = ""
+) -> Callable[[], list[Source]]:
+    """For ``tiers.adapters.read_only.ForeignTier``."""
+
+    def opened() -> list[Source]:
+        sources = [store.open(now, key_file) for store in stores]
+        return [source for source in sources if source is not None]
+
+    return opened
+
+
+def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespace]]:
+    content = content_fields(namespace.fields)
+    for name in entries(root):
+        if not NAME.fullmatch(name) or name == namespace.name or (root / name).is_symlink():
+            continue
+        try:
+            other = read_manifest(root / name)
+        except NamespaceError:
+            continue  # whoever opens it says so
+        if other is not None and content_fields(other.fields) == content:
+            yield name, other
+
+
+def _stores(home: Path) -> Iterator[ForeignStore]:
+    """The replicas of a namespace that hold anything. One whose weights were replaced while it ran
+    (an odd epoch) or that is damaged has nothing for us."""
+    for replica in entries(home):
+        folder = home / replica
+        if not _REPLICA.fullmatch(replica) or folder.is_symlink():
+            continue
+        ranks = sorted(
+            int(name.partition("-")[2])
+            for name in entries(folder)
+            if re.fullmatch(r"rank-[0-9]{1,5}", name) and Store(folder / name).kind != "empty"
+        )
+        if not ranks:
+            continue
+        try:
+            epoch = read_epoch(folder)
+        except NamespaceError as error:
+            logger.warning("kvtiers: %s", error)
+            continue
+        if epoch % 2:
+            text = "kvtiers: %s is not translated: its weights were replaced while it ran"
+            logger.info(text, folder)
+            continue
+        yield ForeignStore(folder, epoch, tuple(_geometries(folder)))
+
+
+def _geometries(folder: Path) -> Iterator[Geometry]:
+    """What the ranks say of their records; what is damaged is left out."""
+    for name in entries(folder):
+        if not _GEOMETRY.fullmatch(name):
+            continue
+        try:
+            content = read_small_file(folder / name, GEOMETRY_BYTES_MAX)
+            if content is not None:
+                yield Geometry.load(content, str(folder / name))
+        except NamespaceError as error:
+            logger.warning("kvtiers: %s", error)
+
+
+_NOTHING: Buffer = np.empty(0, np.uint8)
+
+
+def padded(size: int) -> int:
+    """Bytes of a record's payload: see ``offload.worker.loads.io_bytes``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class TranslatedSource:
+    """See the module. A ``tiers.adapters.read_only.Source``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int,
+        ranks: Sequence[Geometry],
+        now: Geometry,
+        key_file: str = "",
+    ) -> None:
+        """``folder`` is the replica's; ``ranks`` stand in no obstacle to ``now``.
+
+        Raises ``NamespaceError`` if a rank that is needed is not there or is not what its geometry
+        says, and as ``Store.open`` does.
+        """
+        self._epoch = epoch
+        by_rank = {geometry.rank: geometry for geometry in ranks}
+        first = ranks[0]
+        self._plans: dict[bytes, GroupPlan] = {
+            group_suffix(group.group): plan_group(first, now, group.group) for group in now.groups
+        }
+        needed = sorted({rank for plan in self._plans.values() for rank in plan.ranks})
+        with ExitStack() as undo:
+            self._stores: dict[int, OutsideStore] = {}
+            for rank in needed:
+                if rank not in by_rank:
+                    raise NamespaceError(f"rank {rank} of {first.ranks} does not describe itself")
+                store = Store(folder / f"rank-{rank}").open(key_file)
+                undo.callback(store.close)
+                _check_owner(store, Identity(by_rank[rank].records, rank), epoch)
+                self._stores[rank] = store
+            undo.pop_all()
+        has_key = bool(key_file)
+        self._checkers = {
+            rank: Checker(store, has_key=has_key) for rank, store in self._stores.items()
+        }
+
+    def keys(self) -> list[ForeignKey]:
+        """Chunks that every rank has whose part is needed."""
+        held: dict[int, dict[Key, int]] = {}
+        try:
+            for rank, store in self._stores.items():
+                held[rank] = self._held_by(store)
+        except StoreChangedError as error:
+            logger.info("kvtiers: %s: nothing of it is translated", error)
+            return []
+        found = []
+        for suffix, plan in self._plans.items():
+            size = padded(plan.chunk_bytes)
+            first, *others = (held[rank] for rank in plan.ranks)
+            found += [
+                ForeignKey(key, use_ns, size)
+                for key, use_ns in first.items()
+                if key.endswith(suffix) and all(key in other for other in others)
+            ]
+        return found
+
+    def _held_by(self, store: OutsideStore) -> dict[Key, int]:
+        """Keys of the right size, with the time of their last use."""
+        sizes = {suffix: padded(plan.record_bytes) for suffix, plan in self._plans.items()}
+        return {
+            found.key: found.use_ns
+            for batch in store.batches()
+            for found in batch
+            if sizes.get(found.key[-GROUP_BYTES:]) == found.payload_bytes
+        }
+
+    def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Chunks, one after the other."""
+        return [self._read(key, data) for key, data in zip(keys, into, strict=True)]
+
+    def _read(self, key: Key, into: Buffer) -> ReadOutcome:
+        """One chunk. Of a record that is not there any more, or not of this epoch, nothing is said
+        but that it is missing; one that is damaged is ``CORRUPT``."""
+        plan = self._plans.get(key[-GROUP_BYTES:])
+        if plan is None or into.nbytes < plan.chunk_bytes:
+            return ReadOutcome.CORRUPT
+        records: list[Buffer] = []
+        try:
+            for rank in plan.ranks:
+                outcome, record = self._record(rank, key, plan)
+                if outcome is not ReadOutcome.OK:
+                    return outcome
+                records.append(record)
+        except StoreChangedError:
+            return ReadOutcome.MISS
+        apply(plan, records, into)
+        into[plan.chunk_bytes :] = 0
+        return ReadOutcome.OK
+
+    def _record(self, rank: int, key: Key, plan: GroupPlan) -> tuple[ReadOutcome, Buffer]:
+        """The record of one rank, in memory that is its own until the rank's next one."""
+        store, checker = self._stores[rank], self._checkers[rank]
+        found = store.find(key)
+        if found is None or store.epoch != self._epoch:
+            return ReadOutcome.MISS, _NOTHING
+        if found.payload_bytes != padded(plan.record_bytes):
+            return ReadOutcome.MISS, _NOTHING
+        health, payload = checker.check(found)
+        if store.epoch != self._epoch or health in (Health.GONE, Health.SEALED):
+            return ReadOutcome.MISS, _NOTHING
+        if health is Health.DAMAGED or payload.nbytes != padded(plan.record_bytes):
+            return ReadOutcome.CORRUPT, _NOTHING
+        return ReadOutcome.OK, payload
+
+    def have(self, keys: Sequence[Key]) -> list[bool]:
+        """Which chunks every rank has, now, whose part is needed."""
+        found = [key[-GROUP_BYTES:] in self._plans for key in keys]
+        try:
+            for at, key in enumerate(keys):
+                if found[at]:
+                    plan = self._plans[key[-GROUP_BYTES:]]
+                    found[at] = all(self._has(rank, key, plan) for rank in plan.ranks)
+        except StoreChangedError:
+            return [False] * len(keys)
+        return found
+
+    def _has(self, rank: int, key: Key, plan: GroupPlan) -> bool:
+        store = self._stores[rank]
+        found = store.find(key)
+        return (
+            found is not None
+            and store.epoch == self._epoch
+            and found.payload_bytes == padded(plan.record_bytes)
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        for store in self._stores.values():
+            store.close()
+
+
+def _check_owner(store: OutsideStore, identity: Identity, epoch: int) -> None:
+    """Only records that their rank's geometry describes may be read by it."""
+    if store.owner != identity:
+        raise NamespaceError(f"{store.folder} holds other records than its geometry describes")
+    if store.epoch != epoch:
+        raise NamespaceError(f"{store.folder} is of epoch {store.epoch}, its replica of {epoch}")

@@ -1,0 +1,381 @@
+"""Records of other geometry in a Mooncake store: who is there, and what of it can be read.
+
+Each rank of an engine says in the store how its records are ordered
+(``offload.geometry.mooncake_source``). At the start somebody of the same model whose records cannot
+be translated is a refusal, as with folders, unless nobody has looked after the description for a
+day; whoever comes later is translated, or told of once in the log.
+
+Ownership: ``StoreSource`` is called by several threads; what it knows of others is one value that
+``look`` replaces, and everything else is made for one call.
+
+What a rank says of its records in a store that has no folders: its namespace and its geometry.
+
+It stands on a board (``tiers.mooncake.bulletin``) that engines of one model have in common whatever
+their geometry is, one for each rank. Whatever stands there is read as hostile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from offload.errors import NamespaceError
+from offload.geometry.compatibility import problems_with, refusal
+from offload.geometry.folder_source import padded
+from offload.geometry.translate import GroupPlan, Obstacle, apply, plan_group
+from offload.layout.keys import GROUP_BYTES, group_suffix
+from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
+from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing_fields
+from tiers.adapters.read_only import ForeignKey
+from tiers.base import Buffer, Key, ReadOutcome, TierError, TierIoError
+from tiers.mooncake.bulletin import Notice, Posted, read_boards
+from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings
+from tiers.record import Identity
+
+logger = logging.getLogger(__name__)
+
+NOTICE_FORMAT = 1
+_DOMAIN = b"kvtiers model\n"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A namespace, how one rank orders the records that it keeps there, and whether somebody still
+    says so."""
+
+    namespace: Namespace
+    geometry: Geometry
+    is_alive: bool = True
+
+
+def board_of(fields: Mapping[str, Any], rank: int) -> str:
+    """The name of the board of rank ``rank``. ``fields`` are those of a namespace; of one model
+    they lead to one board, whatever else differs."""
+    content = json.dumps(content_fields(fields), sort_keys=True).encode()
+    digest = hashlib.sha256(_DOMAIN + content).hexdigest()[:32]
+    return f"kvtiers-geometry/{digest}/{rank}"
+
+
+def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
+    """What this rank posts. With ``how`` "own" the log names the others that are there."""
+    content = dump(namespace, geometry)
+    heard = partial(_tell, namespace) if how == "own" and geometry.rank == 0 else _ignore
+    return Notice(board_of(namespace.fields, geometry.rank), content, heard)
+
+
+def dump(namespace: Namespace, geometry: Geometry) -> bytes:
+    """One document of JSON."""
+    document = {
+        "format": NOTICE_FORMAT,
+        "namespace": namespace.name,
+        "fields": namespace.fields,
+        "geometry": geometry.dump().decode("ascii"),
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def load(content: bytes, where: str) -> Described:
+    """What ``dump`` made. Raises ``NamespaceError`` that begins with ``where``."""
+    try:
+        if len(content) > MANIFEST_BYTES_MAX + GEOMETRY_BYTES_MAX:
+            raise ValueError(f"{len(content)} bytes")
+        document = json.loads(content)
+        form, fields = document["format"], document["fields"]
+        if type(form) is not int or form > NOTICE_FORMAT:
+            raise ValueError(f"it has format {form}, this build {NOTICE_FORMAT}")
+        namespace = Namespace.of(fields)
+        if namespace.name != document["namespace"]:
+            raise ValueError("its fields do not fit its namespace")
+        geometry = str(document["geometry"]).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise NamespaceError(f"{where} does not say what it describes: {error!r:.200}") from None
+    return Described(namespace, Geometry.load(geometry, where))
+
+
+def load_all(posted: Sequence[Posted], tell: Callable[[str], object]) -> list[Described]:
+    """What documents say, as far as they can be read; ``tell`` is told of the others."""
+    found = []
+    for each in posted:
+        try:
+            described = load(each.content, "a notice in the store")
+            found.append(replace(described, is_alive=each.is_alive))
+        except NamespaceError as error:
+            tell(f"kvtiers: {error}")
+    return found
+
+
+def _tell(namespace: Namespace, posted: Sequence[Posted]) -> None:
+    others = {
+        found.namespace.name: found.namespace
+        for found in load_all(posted, logger.warning)
+        if found.namespace != namespace
+    }
+    for other in others.values():
+        fields = [
+            f"{path} ({theirs} there, {ours} here)"
+            for path, theirs, ours in differing_fields(other, namespace)
+        ]
+        logger.info(
+            "kvtiers: the store holds blocks of this model in another geometry, too (namespace "
+            '%s): %s. With "geometry": "translate" they would be read where that is exact',
+            other.name,
+            ", ".join(fields[:8]),
+        )
+
+
+def _ignore(_posted: Sequence[Posted]) -> None:
+    """Whoever translates looks for the others himself."""
+
+
+T = TypeVar("T")
+
+FILES_EPOCH = 0
+"""That of the weights of the model's files, which all engines of a namespace have."""
+RANKS_MOST = 1024
+READ_BYTES = 64 << 20
+"""Records of others in memory at a time, or one chunk's."""
+THREADS = 2
+TOLD_MOST = 1000
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """An engine's records that can be read: by the end of a key, how its group is translated; by
+    rank, what the records carry."""
+
+    plans: Mapping[bytes, GroupPlan]
+    identities: Mapping[int, Identity]
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """What this rank looks for: engines of the model of ``namespace`` beside it, whose records are
+    to be read with the geometry ``now``; ``how`` is the tier's ``geometry``."""
+
+    settings: MooncakeSettings
+    namespace: Namespace
+    now: Geometry
+    how: str
+
+    @property
+    def place(self) -> str:
+        """The store, in messages."""
+        return f"the Mooncake store at {self.settings.master}"
+
+    def check(self, where: str) -> None:
+        """Look at the store before anything is made of it. Raises ``NamespaceError`` for what is
+        there and cannot be translated, or may not, and ``TierError`` if it cannot be joined."""
+        client = self.join()
+        try:
+            _, refused = self.look(client, logger.warning)
+        finally:
+            client.close()
+        if refused:
+            raise refusal(where, self.place, "store", refused)
+
+    def join(self) -> MooncakeClient:
+        """A connection. Raises ``TierIoError``."""
+        identity = Identity(self.now.records, self.now.rank)
+        return MooncakeClient(self.settings, identity, None)
+
+    def look(
+        self, client: MooncakeClient, tell: Callable[[str], object]
+    ) -> tuple[list[Neighbour], dict[str, list[Obstacle]]]:
+        """Who is there and can be read, and, by namespace, why others cannot. Raises
+        ``TierIoError``; ``tell`` is told of what makes no sense."""
+        found: list[Neighbour] = []
+        refused: dict[str, list[Obstacle]] = {}
+        for (name, _), described in self._others(client, tell).items():
+            other = described[0].namespace
+            ranks = _by_rank(described, tell)
+            if not ranks:
+                continue
+            replica = {f"namespace {name} in {self.place}": ranks}
+            problems = problems_with(other, replica, self.namespace, self.now, self.how)
+            if problems and any(each.is_alive for each in described):
+                refused[name] = problems
+            if not problems and (neighbour := _neighbour(ranks, self.now)) is not None:
+                found.append(neighbour)
+        return found, refused
+
+    def _others(
+        self, client: MooncakeClient, tell: Callable[[str], object]
+    ) -> dict[tuple[str, bytes], list[Described]]:
+        """By namespace and by what their records carry, what ranks of other engines of this model
+        say."""
+        fields = self.namespace.fields
+        [first] = read_boards(client, [board_of(fields, 0)])
+        described = load_all(first, tell)
+        ranks = max((each.geometry.ranks for each in described), default=1)
+        boards = [board_of(fields, rank) for rank in range(1, min(ranks, RANKS_MOST))]
+        if boards:
+            posted = [each for board in read_boards(client, boards) for each in board]
+            described += load_all(posted, tell)
+        found: dict[tuple[str, bytes], list[Described]] = {}
+        for each in described:
+            if each.namespace != self.namespace:
+                about = (each.namespace.name, each.geometry.records)
+                found.setdefault(about, []).append(each)
+        return found
+
+
+class StoreSource:
+    """See the module. A ``tiers.adapters.remote_read_only.LookingSource``."""
+
+    def __init__(self, view: StoreView) -> None:
+        """Raises ``TierIoError`` if the store cannot be joined."""
+        self._view = view
+        self._client = view.join()
+        self._told: set[str] = set()
+        self._is_failing = False
+        self._neighbours: tuple[Neighbour, ...] = ()
+        try:
+            self.look()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def look(self) -> None:
+        """Find out who is there now."""
+        found, refused = self._called(partial(self._view.look, self._client, self._tell))
+        if len(found) > len(self._neighbours) and self._view.now.rank == 0:
+            text = "kvtiers: %s: blocks of %d engines of other geometry are read translated"
+            logger.info(text, self._view.place, len(found))
+        self._neighbours = tuple(found)
+        for name, problems in refused.items():
+            self._tell(str(refusal(name, self._view.place, "store", {name: problems})))
+
+    def _tell(self, text: str) -> None:
+        """Once."""
+        if text not in self._told and len(self._told) < TOLD_MOST:
+            self._told.add(text)
+            logger.warning("%s", text)
+
+    def keys(self) -> list[ForeignKey]:
+        """A store has no list."""
+        return []
+
+    def have(self, keys: Sequence[Key]) -> list[bool]:
+        """Which chunks somebody has whole."""
+        return self._called(partial(self._have, keys))
+
+    def _have(self, keys: Sequence[Key]) -> list[bool]:
+        found = [False] * len(keys)
+        for neighbour in self._neighbours:
+            for plan, places in _by_plan(keys, neighbour, found):
+                left = places
+                for rank in plan.ranks:
+                    asked = [keys[n] for n in left]
+                    identity = neighbour.identities[rank]
+                    here = self._client.present(asked, FILES_EPOCH, identity) if asked else []
+                    left = [n for n, is_here in zip(left, here, strict=True) if is_here]
+                for n in left:
+                    found[n] = True
+        return found
+
+    def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Chunks, each from the first neighbour that has anything under its key."""
+        return self._called(partial(self._read, keys, into))
+
+    def _read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        outcomes = [ReadOutcome.MISS] * len(keys)
+        for neighbour in self._neighbours:
+            tried = [outcome is not ReadOutcome.MISS for outcome in outcomes]
+            for plan, places in _by_plan(keys, neighbour, tried):
+                size = padded(plan.record_bytes) * len(plan.ranks)
+                step = max(1, min(BATCH, READ_BYTES // size))
+                for at in range(0, len(places), step):
+                    some = places[at : at + step]
+                    found = self._chunks(
+                        neighbour, plan, [keys[n] for n in some], [into[n] for n in some]
+                    )
+                    for n, outcome in zip(some, found, strict=True):
+                        outcomes[n] = outcome
+        return outcomes
+
+    def _chunks(
+        self, neighbour: Neighbour, plan: GroupPlan, keys: Sequence[Key], into: Sequence[Buffer]
+    ) -> list[ReadOutcome]:
+        """At most ``BATCH`` chunks of one group."""
+        size = padded(plan.record_bytes)
+        records = np.empty((len(plan.ranks), len(keys), size), np.uint8)
+        outcomes = [ReadOutcome.OK] * len(keys)
+        for rank, rows in zip(plan.ranks, records, strict=True):
+            left = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
+            if not left:
+                break
+            identity = neighbour.identities[rank]
+            asked, buffers = [keys[n] for n in left], [rows[n] for n in left]
+            found = self._client.get(asked, FILES_EPOCH, buffers, identity)
+            for n, outcome in zip(left, found, strict=True):
+                outcomes[n] = outcome
+        for n, outcome in enumerate(outcomes):
+            if outcome is not ReadOutcome.OK:
+                continue
+            if into[n].nbytes != padded(plan.chunk_bytes):
+                outcomes[n] = ReadOutcome.CORRUPT
+                continue
+            apply(plan, list(records[:, n]), into[n])
+            into[n][plan.chunk_bytes :] = 0
+        return outcomes
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._client.close()
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """While the master is known to be away nothing is tried, because that takes seconds."""
+        if self._is_failing and not self._client.is_healthy:
+            raise TierIoError("the Mooncake master does not answer")
+        try:
+            result = call()
+        except TierError:
+            self._is_failing = True
+            raise
+        self._is_failing = False
+        return result
+
+
+def _by_rank(described: Sequence[Described], tell: Callable[[str], object]) -> list[Geometry]:
+    """What the ranks of an engine say, in their order. Nothing if two say different things of the
+    same records: one of them must not be believed."""
+    by_rank: dict[int, Geometry] = {}
+    for each in described:
+        found = each.geometry
+        if by_rank.setdefault(found.rank, found) != found:
+            name = each.namespace.name
+            tell(f"kvtiers: namespace {name} is described in two ways, and not translated")
+            return []
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _neighbour(ranks: Sequence[Geometry], now: Geometry) -> Neighbour | None:
+    """``None`` while some rank whose records are needed does not say so."""
+    first = ranks[0]
+    plans = {group_suffix(group.group): plan_group(first, now, group.group) for group in now.groups}
+    identities = {geometry.rank: Identity(geometry.records, geometry.rank) for geometry in ranks}
+    needed = {rank for plan in plans.values() for rank in plan.ranks}
+    return Neighbour(plans, identities) if needed <= identities.keys() else None
+
+
+def _by_plan(
+    keys: Sequence[Key], neighbour: Neighbour, done: Sequence[bool]
+) -> list[tuple[GroupPlan, list[int]]]:
+    """Where the keys of each group stand that are not done."""
+    places: dict[bytes, list[int]] = {}
+    for n, key in enumerate(keys):
+        if not done[n] and key[-GROUP_BYTES:] in neighbour.plans:
+            places.setdefault(key[-GROUP_BYTES:], []).append(n)
+    return [(neighbour.plans[suffix], found) for suffix, found in places.items()]
+
+
+def open_store_source(view: StoreView) -> Callable[[], StoreSource]:
+    """For ``tiers.adapters.remote_read_only.RemoteForeignTier``."""
+    return partial(StoreSource, view)

@@ -1,0 +1,343 @@
+"""Reads chunks that an engine of another geometry wrote: what stands in the way, and which bytes go
+where if nothing does.
+
+Every answer is exact or none. Chunks must end at the same tokens on both sides, because a key names
+a chunk's last token and nobody can tell from it which chunks lie before. Blocks and chunks may
+be cut differently within one chunk, heads may be spread over another number of ranks, and pages be
+ordered otherwise. Recurrent states are never split.
+
+Pure but for ``apply``, which moves the bytes.
+
+Block ids where engines split blocks differently.
+
+One side's kernel may see a block as ``ratio`` kernel blocks, another's as more or fewer. The ids of
+kernel blocks only mean something with the ratio of the side that wrote them. Recurrent states are
+never split: a state's block is one kernel block on every side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.errors import InvariantError
+from offload.namespaces.geometry import (
+    COPIES,
+    HEAD,
+    KERNEL_BLOCK,
+    OWN,
+    TOKEN,
+    Geometry,
+    GroupGeometry,
+    LayerGeometry,
+)
+
+
+def expand_blocks(blocks: Sequence[int], ratio: int) -> list[int]:
+    """Kernel blocks of blocks: block ``b`` is ``b * ratio .. (b + 1) * ratio - 1``.
+
+    ``ratio`` is block size / kernel block size on the side that wrote the blocks; 1 for states.
+    """
+    return [block * ratio + part for block in blocks for part in range(ratio)]
+
+
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why stored chunks cannot be read: a field, its value there and here, what is so bad, and the
+    flags that the other side was started with."""
+
+    field: str
+    stored: Any
+    now: Any
+    why: str
+    flags: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.stored} stored, {self.now} now: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """Copy ``shape`` units of ``unit_bytes`` from record ``source`` (an index into
+    ``GroupPlan.ranks``). Offsets and strides are bytes within the record and within the slot."""
+
+    source: int
+    shape: tuple[int, ...]
+    unit_bytes: int
+    from_offset: int
+    from_strides: tuple[int, ...]
+    to_offset: int
+    to_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How a chunk of a group is put together: from the records of ``ranks``, each of
+    ``record_bytes`` (without padding), by ``copies``, into ``chunk_bytes``."""
+
+    ranks: tuple[int, ...]
+    record_bytes: int
+    chunk_bytes: int
+    copies: tuple[StridedCopy, ...]
+
+
+def obstacles(stored: Geometry, now: Geometry) -> list[Obstacle]:
+    """Everything that keeps chunks of geometry ``stored`` from being read with ``now``."""
+    ids = [sorted(side.by_group) for side in (stored, now)]
+    if ids[0] != ids[1]:
+        return [Obstacle("groups", ids[0], ids[1], "keys carry the number of their group")]
+    return [
+        found
+        for group in now.groups
+        for found in _group_obstacles(stored.by_group[group.group], group, stored, now)
+    ]
+
+
+def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
+    """The copies that make a chunk of ``now`` out of records of ``stored``, which must stand in no
+    obstacle. ``stored`` may be any rank's: all ranks of a side are alike."""
+    theirs, ours = stored.by_group[group], now.by_group[group]
+    offsets = dict(_offsets(theirs))
+    ranks: list[int] = []
+    copies: list[StridedCopy] = []
+    for layer, at in _offsets(ours):
+        other, other_at = _layer(theirs, layer.layer), offsets[_layer(theirs, layer.layer)]
+        for rank, head, from_head, heads in _head_runs(other, layer, stored, now):
+            if rank not in ranks:
+                ranks.append(rank)
+            pair = _Pair(other, layer, theirs, ours, other_at, at, ranks.index(rank))
+            copies += pair.copies(from_head, head, heads)
+    plan = GroupPlan(tuple(ranks), theirs.chunk_bytes, ours.chunk_bytes, tuple(copies))
+    moved = sum(int(np.prod(copy.shape)) * copy.unit_bytes for copy in copies)
+    if moved != ours.chunk_bytes:
+        raise InvariantError(f"group {group}: {moved} of {ours.chunk_bytes} bytes are planned")
+    return plan
+
+
+def apply(plan: GroupPlan, records: Sequence[Buffer], into: Buffer) -> None:
+    """Carry out a plan: ``records[i]`` is that of rank ``plan.ranks[i]``. numpy refuses views that
+    leave their buffer, with ``TypeError`` or ``ValueError``."""
+    for copy in plan.copies:
+        shape = (*copy.shape, copy.unit_bytes)
+        there = np.ndarray(
+            shape, np.uint8, records[copy.source], copy.from_offset, (*copy.from_strides, 1)
+        )
+        here = np.ndarray(shape, np.uint8, into, copy.to_offset, (*copy.to_strides, 1))
+        np.copyto(here, there)
+
+
+# -- comparing --------------------------------------------------------------------------------
+
+
+def _group_obstacles(
+    theirs: GroupGeometry, ours: GroupGeometry, stored: Geometry, now: Geometry
+) -> Iterator[Obstacle]:
+    where = f"groups[{ours.group}]"
+    if (theirs.kind, theirs.spec) != (ours.kind, ours.spec):
+        yield Obstacle(f"{where}.spec", theirs.spec, ours.spec, "another kind of KV cache")
+        return
+    if theirs.chunk_tokens != ours.chunk_tokens:
+        yield Obstacle(
+            f"{where}.chunk_tokens",
+            f"{theirs.chunk_tokens} ({theirs.chunk_blocks} blocks of {theirs.block_tokens})",
+            f"{ours.chunk_tokens} ({ours.chunk_blocks} blocks of {ours.block_tokens})",
+            "chunks end at other tokens",
+            f'--block-size {theirs.block_tokens} and "chunk_blocks": {theirs.chunk_blocks}',
+        )
+        return
+    names = [sorted(layer.layer for layer in side.layers) for side in (theirs, ours)]
+    if names[0] != names[1]:
+        odd = sorted(set(names[0]) ^ set(names[1]))
+        yield Obstacle(
+            f"{where}.layers", len(names[0]), len(names[1]), f"only one side has {odd[:3]}"
+        )
+        return
+    for layer in ours.layers:  # one layer stands for all that differ alike
+        found = list(_layer_obstacles(where, _layer(theirs, layer.layer), layer, stored, now))
+        found += _cut_obstacles(where, theirs, ours, layer)
+        if found:
+            yield from found
+            return
+
+
+def _layer_obstacles(
+    where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
+) -> Iterator[Obstacle]:
+    name = ours.layer
+    if OWN in (theirs.split, ours.split) and stored.ranks != now.ranks:
+        why = f"layer {name} ({ours.form}) cannot be split over other ranks"
+        flags = f"--tensor-parallel-size {stored.ranks}"
+        yield Obstacle("parallel.tensor", stored.ranks, now.ranks, why, flags)
+        return
+    for field in ("split", "form"):
+        there, here = getattr(theirs, field), getattr(ours, field)
+        if there != here:
+            why = f"layer {name} has other bytes for the same content"
+            yield Obstacle(f"{where}.{field}", there, here, why)
+            return
+    if ours.split == OWN:
+        if theirs.page_bytes != ours.page_bytes:
+            why = f"layer {name} ({ours.form}) can only be read as it is"
+            yield Obstacle(f"{where}.page_bytes", theirs.page_bytes, ours.page_bytes, why)
+        return
+    by_token = _by_token(theirs) and _by_token(ours)
+    if not by_token and theirs.kernel_tokens != ours.kernel_tokens:
+        why = f"how {ours.form} orders the tokens of a kernel block is not known (layer {name})"
+        yield Obstacle(f"{where}.kernel_block_size", theirs.kernel_tokens, ours.kernel_tokens, why)
+    elif theirs.unit_bytes != ours.unit_bytes:
+        why = f"layer {name} has heads of other sizes"
+        yield Obstacle(f"{where}.head_bytes", theirs.unit_bytes, ours.unit_bytes, why)
+    elif ours.split != COPIES:
+        yield from _head_obstacles(where, theirs, ours, stored, now)
+
+
+def _by_token(layer: LayerGeometry) -> bool:
+    return layer.tokens == layer.kernel_tokens
+
+
+def _head_obstacles(
+    where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
+) -> Iterator[Obstacle]:
+    """All ranks together have as many heads on both sides, or one side holds each head several
+    times, which vLLM does only where every rank has one."""
+    counts = sorted(
+        [(stored.ranks * theirs.heads, theirs.heads), (now.ranks * ours.heads, ours.heads)]
+    )
+    (few, _), (many, each) = counts
+    if few != many and (each != 1 or many % few):
+        yield Obstacle(
+            f"{where}.heads",
+            f"{theirs.heads} on each of {stored.ranks} ranks",
+            f"{ours.heads} on each of {now.ranks}",
+            f"these are not the same heads of layer {ours.layer}",
+            f"--tensor-parallel-size {stored.ranks}",
+        )
+
+
+def _cut_obstacles(
+    where: str, theirs: GroupGeometry, ours: GroupGeometry, layer: LayerGeometry
+) -> Iterator[Obstacle]:
+    if layer.split == OWN and theirs.block_tokens != ours.block_tokens:
+        why = f"layer {layer.layer} ({layer.form}) can only be read as it is"
+        yield Obstacle(f"{where}.block_size", theirs.block_tokens, ours.block_tokens, why)
+
+
+# -- planning ---------------------------------------------------------------------------------
+
+
+def _offsets(group: GroupGeometry) -> Iterator[tuple[LayerGeometry, int]]:
+    """Every layer and where its page begins in a block."""
+    at = 0
+    for layer in group.layers:
+        yield layer, at
+        at += layer.page_bytes
+
+
+def _layer(group: GroupGeometry, name: str) -> LayerGeometry:
+    return next(layer for layer in group.layers if layer.layer == name)
+
+
+def _head_runs(
+    theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
+) -> Iterator[tuple[int, int, int, int]]:
+    """(rank there, first head here, first head there, count) for all heads of this rank.
+
+    Count every rank's heads as places in one row, replicas included. Head ``p // (places / H)`` is
+    at place ``p``, on both sides, for any number ``H`` of heads; so our place ``p`` holds what
+    is at their place ``p * theirs // ours``.
+    """
+    if ours.split == OWN:
+        yield now.rank, 0, 0, 1
+        return
+    places = stored.ranks * theirs.heads
+    runs: list[list[int]] = []
+    for head in range(ours.heads):
+        place = (now.rank * ours.heads + head) * places // (now.ranks * ours.heads)
+        rank, there = divmod(place, theirs.heads)
+        if runs and runs[-1][0] == rank and runs[-1][2] + runs[-1][3] == there:
+            runs[-1][3] += 1
+        else:
+            runs.append([rank, head, there, 1])
+    for rank, head, there, count in runs:
+        yield rank, head, there, count
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One layer on both sides; ``from_at`` and ``at`` are where its page begins in a block."""
+
+    theirs: LayerGeometry
+    ours: LayerGeometry
+    their_group: GroupGeometry
+    our_group: GroupGeometry
+    from_at: int
+    at: int
+    source: int
+
+    def copies(self, from_head: int, head: int, heads: int) -> Iterator[StridedCopy]:
+        """All kernel blocks of a chunk for a run of heads."""
+        theirs, ours = self.theirs, self.ours
+        same_cut = (self.their_group.chunk_blocks, theirs.kernel_blocks, theirs.tokens) == (
+            self.our_group.chunk_blocks,
+            ours.kernel_blocks,
+            ours.tokens,
+        )
+        if same_cut:
+            shape = (self.our_group.chunk_blocks, ours.kernel_blocks, heads, ours.tokens)
+            yield self._copy(shape, (0, from_head, 0), (0, head, 0))
+            return
+        for there, from_token, here, token, tokens in self._overlaps():
+            shape = (1, 1, heads, tokens)
+            yield self._copy(shape, (there, from_head, from_token), (here, head, token))
+
+    def _overlaps(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(kernel block there, its first unit, kernel block here, its first unit, units) for what
+        both have: ids are expanded with the ratio of the side that they belong to."""
+        blocks_there = expand_blocks(
+            range(self.their_group.chunk_blocks), self.theirs.kernel_blocks
+        )
+        blocks_here = expand_blocks(range(self.our_group.chunk_blocks), self.ours.kernel_blocks)
+        size_there, size_here = self.theirs.tokens, self.ours.tokens
+        end = min(len(blocks_there) * size_there, len(blocks_here) * size_here)
+        at = 0
+        while at < end:
+            there, from_token = divmod(at, size_there)
+            here, token = divmod(at, size_here)
+            tokens = min(size_there - from_token, size_here - token)
+            yield blocks_there[there], from_token, blocks_here[here], token, tokens
+            at += tokens
+
+    def _copy(
+        self, shape: tuple[int, ...], there: tuple[int, int, int], here: tuple[int, int, int]
+    ) -> StridedCopy:
+        """``there`` and ``here`` are (kernel block of the chunk, head, token) of the first unit."""
+        from_offset, from_strides = _place(self.theirs, self.their_group, self.from_at, there)
+        to_offset, to_strides = _place(self.ours, self.our_group, self.at, here)
+        return StridedCopy(
+            self.source,
+            shape,
+            self.ours.unit_bytes,
+            from_offset,
+            from_strides,
+            to_offset,
+            to_strides,
+        )
+
+
+def _place(
+    layer: LayerGeometry, group: GroupGeometry, at: int, first: tuple[int, int, int]
+) -> tuple[int, tuple[int, ...]]:
+    """Where a unit lies in a chunk, and the strides of blocks, kernel blocks, heads and tokens."""
+    kernel_block, head, token = first
+    block, part = divmod(kernel_block, layer.kernel_blocks)
+    step = layer.strides
+    strides = (group.block_bytes, step[KERNEL_BLOCK], step[HEAD], step[TOKEN])
+    offset = block * strides[0] + part * strides[1] + head * strides[2] + token * strides[3]
+    return at + offset, strides

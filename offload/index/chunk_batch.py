@@ -1,0 +1,232 @@
+"""What policies are told of chunks, by columns.
+
+A long prompt has thousands of chunks, and most policies never look at what they are told: it is
+made only when somebody does.
+
+Chunks and groups as the planner sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress, repeat
+from operator import attrgetter
+from typing import Any, overload
+
+import numpy as np
+
+from offload.index.request_options import NO_CONTROLS, NO_HINTS, Controls, RequestHints
+from offload.layout.groups import FULL
+from policies import hints as names
+from policies.base import EntryInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The request that a chunk comes from: a digest of the tenant's cache salt and hints, which
+    policies may know, and controls, which the planner obeys."""
+
+    salt: bytes = b""
+    hints: RequestHints = NO_HINTS
+    controls: Controls = NO_CONTROLS
+
+    @property
+    def priority(self) -> str:
+        """How much the client cares."""
+        found: str = self.hints.stored.get(names.PRIORITY, names.NORMAL)
+        return found
+
+
+UNKNOWN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of one group that a request needs, in prefix order and by columns, because a long
+    prompt has thousands of them: their keys; the GPU blocks of all, one after the other and as many
+    of each (below 0: skip); and where each ends in the prompt (tokens)."""
+
+    keys: Sequence[bytes]
+    group: int
+    blocks: Sequence[int]
+    depths: Sequence[int]
+    origin: Origin = UNKNOWN
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def width(self) -> int:
+        """GPU blocks of a chunk."""
+        return len(self.blocks) // len(self.keys) if self.keys else 1
+
+    def part(self, first: int, end: int) -> Run:
+        """Chunks ``[first, end)`` of these."""
+        width = self.width
+        return Run(
+            self.keys[first:end],
+            self.group,
+            self.blocks[first * width : end * width],
+            self.depths[first:end],
+            self.origin,
+        )
+
+    def chosen(self, flags: Sequence[object]) -> Run:
+        """Those with a true flag."""
+        if all(flags):
+            return self
+        blocks = self.blocks
+        if (width := self.width) == 1:
+            chosen = list(compress(blocks, flags))
+        else:
+            rows = compress(zip(*[iter(blocks)] * width, strict=True), flags)
+            chosen = list(chain.from_iterable(rows))
+        keys = list(compress(self.keys, flags))
+        return Run(keys, self.group, chosen, list(compress(self.depths, flags)), self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """What the planner knows of a group: restore rule, tokens of a chunk, and what a chunk
+    takes in each tier (``footprints[t]``, bytes of lower tier ``t``)."""
+
+    kind: str
+    chunk_tokens: int
+    footprints: tuple[int, ...]
+
+    def entries(self, run: Run, size: int) -> Entries:
+        """What policies are told of chunks of this group that take ``size`` of a tier each."""
+        return Entries(self, run.group, run.depths, run.origin, size)
+
+
+PAIR_TOKENS = 30_000.0
+"""At about this depth a token costs twice of what the first one costs, because it attends to all
+before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes of a
+dense model of 8 billion parameters. A policy only compares costs."""
+FEW = 16
+"""For fewer chunks numpy does not pay."""
+
+
+class Entries(Sequence[EntryInfo]):
+    """What policies are told of chunks of one group that take ``size`` of a tier each."""
+
+    __slots__ = ("_depths", "_info", "_origin", "group", "size")
+
+    def __init__(
+        self, info: GroupInfo, group: int, depths: Sequence[int], origin: Origin, size: int
+    ) -> None:
+        self.group = group
+        self.size = size
+        self._info = info
+        self._depths = depths
+        self._origin = origin
+
+    @property
+    def priority(self) -> str:
+        """How much the client cares for these chunks."""
+        return self._origin.priority
+
+    def sized(self, size: int) -> Entries:
+        """The same chunks in another tier."""
+        return Entries(self._info, self.group, self._depths, self._origin, size)
+
+    def chosen(self, flags: Iterable[object]) -> Entries:
+        """Those with a true flag."""
+        return self._with(list(compress(self._depths, flags)))
+
+    def is_like(self, other: object) -> bool:
+        """Whether the two differ in nothing but depths."""
+        return isinstance(other, Entries) and (
+            (self.group, self.size, self._info, self._origin)
+            == (other.group, other.size, other._info, other._origin)
+        )
+
+    def followed_by(self, others: Iterable[Entries]) -> Entries:
+        """These and then others that are like them."""
+        return self._with([*self._depths, *chain.from_iterable(o._depths for o in others)])
+
+    def _with(self, depths: Sequence[int]) -> Entries:
+        return Entries(self._info, self.group, depths, self._origin, self.size)
+
+    def __len__(self) -> int:
+        return len(self._depths)
+
+    @overload
+    def __getitem__(self, at: int) -> EntryInfo: ...
+    @overload
+    def __getitem__(self, at: slice) -> Entries: ...
+    def __getitem__(self, at: int | slice) -> EntryInfo | Entries:
+        if isinstance(at, slice):
+            return self._with(self._depths[at])
+        return next(iter(self._with((self._depths[at],))))
+
+    def __iter__(self) -> Iterator[EntryInfo]:
+        count, depths, origin, info = len(self), self._depths, self._origin, self._info
+        hints = self._hints()
+        constant = (repeat(value, count) for value in (self.group, info.kind))
+        sizes, salts = repeat(self.size, count), repeat(origin.salt, count)
+        columns = *constant, depths, sizes, self._costs(), salts, hints
+        return map(_entry, zip(*columns, strict=True))
+
+    def hints(self) -> Iterable[Mapping[str, Any]]:
+        """The hints of those that have any: see ``policies.base.hints_among``."""
+        told = self._origin.hints
+        return filter(None, self._hints()) if told.stored or told.pinned_tokens else ()
+
+    def _hints(self) -> Iterable[Mapping[str, Any]]:
+        told = self._origin.hints
+        if told.pinned_tokens:
+            return map(told.of_chunk, self._depths)
+        return repeat(told.stored, len(self))
+
+    def _costs(self) -> Sequence[float]:
+        """Of computing a chunk again, in units of a prompt's first token."""
+        depths, tokens = self._depths, self._info.chunk_tokens
+        # All groups but full ones look back at a window, or at a state.
+        slope = tokens / PAIR_TOKENS if self._info.kind == FULL else 0.0
+        if len(depths) < FEW:
+            return [tokens + slope * max(end - tokens / 2, 0.0) for end in depths]
+        if isinstance(depths, range):
+            ends = np.arange(depths.start, depths.stop, depths.step)
+        else:
+            ends = np.asarray(depths)
+        found: list[float] = (tokens + slope * np.maximum(ends - tokens / 2, 0.0)).tolist()
+        return found
+
+
+def chosen(infos: Sequence[EntryInfo], flags: Sequence[object]) -> Sequence[EntryInfo]:
+    """Those with a true flag."""
+    if isinstance(infos, Entries):
+        return infos.chosen(flags)
+    return list(compress(infos, flags))
+
+
+def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
+    """All of them, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    alike = [part for part in parts if isinstance(part, Entries) and part.is_like(parts[0])]
+    if len(alike) == len(parts) > 0:
+        return alike[0].followed_by(alike[1:])
+    return list(chain.from_iterable(parts))
+
+
+def sized(infos: Sequence[EntryInfo], size: int) -> Sequence[EntryInfo]:
+    """The same chunks in a tier of which each takes ``size``."""
+    if isinstance(infos, Entries):
+        return infos.sized(size)
+    # ``_replace`` takes three times as long.
+    return [EntryInfo(*info[:3], size, *info[4:]) for info in infos]
+
+
+def sizes_of(infos: Sequence[EntryInfo]) -> list[int]:
+    """What each of these takes of its tier."""
+    if isinstance(infos, Entries):
+        return [infos.size] * len(infos)
+    return list(map(_size_bytes, infos))
+
+
+_size_bytes = attrgetter("size_bytes")
+_entry = partial(tuple.__new__, EntryInfo)  # without the Python function that names fields

@@ -1,0 +1,61 @@
+"""What a tier held when it was opened, entered into its index. A restart may bring back millions of
+chunks: columns of keys are looked at as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import GROUP_BYTES, groups_of
+from policies.base import EntryInfo
+from tiers.base import KeyColumn
+
+
+def recover(
+    index: TierIndex, columns: Sequence[KeyColumn], infos: Mapping[int, EntryInfo]
+) -> list[bytes]:
+    """Enter the chunks of these columns, oldest first; ``infos`` are what is known of those of each
+    group. Returns the others: of no group here, or without a place."""
+    keys: list[bytes] = []
+    entries: list[EntryInfo] = []
+    rejected: list[bytes] = []
+    for column in columns:
+        if column.itemsize <= GROUP_BYTES:
+            rejected += column.tolist()
+            continue
+        groups = groups_of(column)
+        is_known = np.isin(groups, list(infos))
+        if not is_known.all():
+            rejected += column[~is_known].tolist()
+            column, groups = column[is_known], groups[is_known]
+        keys += column.tolist()
+        if column.size and (groups == groups[0]).all():
+            entries += [infos[int(groups[0])]] * column.size
+        else:
+            entries += map(infos.__getitem__, groups.tolist())
+    return rejected + index.recover(keys, entries)
+
+
+def held_by_all(
+    ranks: Sequence[Sequence[KeyColumn]],
+) -> tuple[Sequence[KeyColumn], set[bytes]]:
+    """The keys that every rank holds, in the order of the first, and those that only some hold (a
+    crash came between them)."""
+    first = ranks[0]
+    if all(_are_equal(first, other) for other in ranks[1:]):
+        return first, set()
+    held = [{key for column in columns for key in column.tolist()} for columns in ranks]
+    everywhere = set.intersection(*held)
+    kept = [
+        column[np.fromiter(map(everywhere.__contains__, column.tolist()), bool, column.size)]
+        for column in first
+    ]
+    return kept, set.union(*held) - everywhere
+
+
+def _are_equal(mine: Sequence[KeyColumn], others: Sequence[KeyColumn]) -> bool:
+    return [(column.itemsize, column.tobytes()) for column in mine] == [
+        (column.itemsize, column.tobytes()) for column in others
+    ]

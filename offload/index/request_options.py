@@ -1,0 +1,361 @@
+"""Controls of clients: what ``kv_transfer_params`` of a request orders for that request alone.
+
+    "kv_transfer_params": {"kvtiers": {"no_store": true, "tiers": ["cpu"], "pin_s": 600}}
+
+Pure. Controls stand beside the hints (``offload.index.request_options``) in the same object; unlike
+those they are obeyed. Nothing a client sends here may raise: what cannot be read is left out and
+described, and the answer's ``kv_transfer_params`` carry that back.
+
+What may have been meant to keep a prompt off the tiers, and was not understood, keeps it off them:
+an unknown name in the object, an object that is none, and what looks like ours elsewhere in the
+parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left alone.
+
+Hints of clients: what ``kv_transfer_params`` of a request says about its future.
+
+    "kv_transfer_params": {"kvtiers": {"session": "c-17", "session_end": true}}
+
+Pure. Names and meanings are those of ``policies.hints``. Nothing a client sends here may raise or
+change an answer: what cannot be read is left out and described.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from offload.layout.keys import CPU
+from policies import hints
+from policies import hints as names
+
+SESSION_MOST = 256
+"""Characters of a session's name."""
+RETURN_MOST_S = 7 * 86_400.0
+TOKENS_MOST = 1 << 53
+"""What is larger than any prompt, and exact as a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a client told of one request. ``stored`` goes with its chunks, ``ended`` is told when
+    it ends; the first ``pinned_tokens`` are to be kept as long as possible."""
+
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    ended: Mapping[str, Any] = field(default_factory=dict)
+    pinned_tokens: float = 0.0
+
+    def of_chunk(self, depth_tokens: int) -> Mapping[str, Any]:
+        """The hints of a chunk that ends at this depth."""
+        if depth_tokens <= self.pinned_tokens:
+            return {**self.stored, names.PINNED: True}
+        return self.stored
+
+
+NO_HINTS = RequestHints()
+
+
+def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
+    """The hints in a request's ``kv_transfer_params``, and what was wrong with others.
+
+    ``session`` is a text or a number; ``session_end``, ``one_shot`` and ``tool_call`` are true or
+    false; ``return_s`` is seconds from now, with ``tool_call``; ``pinned`` is true for the whole
+    prompt, or the number of its first tokens, as those of a system prompt; ``priority`` is ``low``,
+    ``normal`` or ``high``. Controls (``offload.index.request_options``) stand in the same object.
+    """
+    told = params.get(FIELD) if isinstance(params, Mapping) else None
+    if told is None:
+        return NO_HINTS, []
+    if not isinstance(told, Mapping):
+        return NO_HINTS, [f'"{FIELD}" must be an object of hints']
+    good: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, value in islice(told.items(), NAMES_MOST):
+        expected = _EXPECTED.get(name) if isinstance(name, str) else None
+        if name in CONTROL_NAMES:
+            continue
+        if expected is not None and _is_valid(name, value):
+            good[name] = value
+        elif len(wrong) >= WRONG_MOST:
+            continue  # a nearest name is looked for in what is told only
+        elif expected is None:
+            wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
+        else:
+            wrong.append(f"{name} must be {expected} (got {show(value)})")
+    if len(told) > NAMES_MOST:
+        wrong.append(f"{len(told)} names, of which {NAMES_MOST} were read")
+    return _sorted_out(good), wrong[:WRONG_MOST]
+
+
+def _advice(name: object) -> str:
+    near = nearest(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+    return f'did you mean "{near}"?' if near else f"known: {', '.join(KNOWN_NAMES)}"
+
+
+_EXPECTED = {
+    names.SESSION: f"a text of at most {SESSION_MOST} characters or a whole number",
+    names.ONE_SHOT: "true or false",
+    names.PINNED: "true, false or a number of tokens",
+    names.SESSION_END: "true or false",
+    names.TOOL_CALL: "true or false",
+    names.RETURN_S: f"seconds from 0 to {RETURN_MOST_S:.0f}",
+    names.PRIORITY: '"low", "normal" or "high"',
+}
+
+
+def _is_valid(name: str, value: object) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if name == names.SESSION:
+        return whole or (isinstance(value, str) and 0 < len(value) <= SESSION_MOST)
+    if name == names.RETURN_S:
+        number = whole or isinstance(value, float)
+        return number and 0 <= value <= RETURN_MOST_S  # type: ignore[operator]  # not a number: False
+    if name == names.PINNED and whole:
+        return value >= 0  # type: ignore[operator]  # a whole number
+    if name == names.PRIORITY:
+        return isinstance(value, str) and value in names.PRIORITIES
+    return isinstance(value, bool)
+
+
+def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
+    pinned = good.get(names.PINNED, 0)
+    pinned_tokens = float("inf") if pinned is True else float(min(pinned, TOKENS_MOST))
+    stored = {name: good[name] for name in (names.SESSION, names.ONE_SHOT) if good.get(name)}
+    ended = {
+        name: good[name]
+        for name in (names.SESSION_END, names.TOOL_CALL, names.RETURN_S)
+        if good.get(name)
+    }
+    if pinned is True:
+        ended[names.PINNED] = True
+    if good.get(names.PRIORITY, names.NORMAL) != names.NORMAL:
+        stored[names.PRIORITY] = good[names.PRIORITY]
+    if names.SESSION in good:  # also the session 0
+        stored[names.SESSION] = good[names.SESSION]
+    if not (stored or ended or pinned_tokens):
+        return NO_HINTS
+    return RequestHints(stored, ended, pinned_tokens)
+
+
+FIELD = "kvtiers"
+"""Under this name in ``kv_transfer_params``, which other connectors use as well."""
+REPORT = "kvtiers_report"
+"""Under this name in the ``kv_transfer_params`` of the answer. Another name, because some routers
+send an answer's parameters on with the next request."""
+
+NO_STORE = "no_store"
+NO_LOAD = "no_load"
+MAX_LOAD_TOKENS = "max_load_tokens"
+TIERS = "tiers"
+PIN_S = "pin_s"
+CONTROL_NAMES = (NO_STORE, NO_LOAD, MAX_LOAD_TOKENS, TIERS, PIN_S)
+KNOWN_NAMES = (*hints.NAMES, *CONTROL_NAMES)
+"""All that may stand in the object."""
+_PRIVACY = (NO_STORE, TIERS)
+"""Controls that keep a prompt off tiers."""
+
+PIN_MOST_S = 86_400.0
+NAMES_MOST = 64
+"""Names in one request's object that are looked at."""
+NAME_MOST = 40
+"""Characters of a parameter's name that may be meant for ours."""
+NEAR = 0.85
+"""From this similarity on a name is taken for another one."""
+WRONG_MOST = 8
+"""Problems that are described; a request with more has no use for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What one request orders. ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU
+    tier), ``None`` for all; only lower tiers count in ``write``, since every chunk passes the CPU
+    tier. ``max_load_tokens`` bounds what is loaded, ``pin_s`` is how long to keep its chunks.
+    ``doubted``: it is not stored because something was not understood."""
+
+    no_store: bool = False
+    no_load: bool = False
+    max_load_tokens: int | None = None
+    read: frozenset[int] | None = None
+    write: frozenset[int] | None = None
+    pin_s: float = 0.0
+    doubted: bool = False
+
+
+NO_CONTROLS = Controls()
+
+
+def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list[str]]:
+    """The controls in a request's ``kv_transfer_params``, and what was wrong with others.
+
+    ``tiers`` are the names of the lower tiers. ``tiers`` of the request is a list of names that
+    may be read and written, or ``{"read": [...], "write": [...]}``.
+    """
+    if not isinstance(params, Mapping):
+        return NO_CONTROLS, []
+    told = params.get(FIELD)
+    wrong: list[str] = []
+    doubted = _look_around(params, wrong) or not _is_understood(told)
+    controls = NO_CONTROLS
+    if isinstance(told, Mapping) and any(name in told for name in CONTROL_NAMES):
+        controls = _read(told, tiers, wrong)
+    return replace(controls, no_store=True, doubted=True) if doubted else controls, wrong
+
+
+def _read(told: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
+    read, write = _tiers(told.get(TIERS), tiers, wrong)
+    return Controls(
+        no_store=_flag(told, NO_STORE, wrong, unreadable=True) or write == frozenset(),
+        no_load=_flag(told, NO_LOAD, wrong) or read == frozenset(),
+        max_load_tokens=_tokens(told, wrong),
+        read=read,
+        write=write,
+        pin_s=_seconds(told, wrong),
+    )
+
+
+def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
+    """The known name that a client may have meant, if there is one."""
+    matcher = SequenceMatcher(b=_plain(name))
+    best, most = None, NEAR
+    for one in known:
+        matcher.set_seq1(_plain(one))
+        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # the costly last
+        if all(ratio() >= most for ratio in bounds):
+            best, most = one, matcher.ratio()
+    return best
+
+
+def _is_understood(told: object) -> bool:
+    """Whether nothing in our object can be a control of privacy that is not known."""
+    if told is None:
+        return True
+    return (
+        isinstance(told, Mapping)
+        and len(told) <= len(KNOWN_NAMES)
+        and all(name in KNOWN_NAMES for name in told)
+    )
+
+
+def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
+    """Describe what looks like ours beside our object; whether it may be meant to keep the prompt
+    off the tiers."""
+    doubted = False
+    for name, value in islice(params.items(), NAMES_MOST):
+        meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+        if meant is None:
+            continue
+        if meant == FIELD:
+            wrong.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
+            doubted = doubted or not _is_harmless(value)
+        else:
+            wrong.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
+            doubted = doubted or (meant in _PRIVACY and not _says_no(value))
+    return doubted
+
+
+def _is_harmless(value: object) -> bool:
+    """Whether an object under a name like ours orders no privacy."""
+    if not _is_understood(value):
+        return False
+    told = value if isinstance(value, Mapping) else {}
+    return all(_says_no(told.get(name)) for name in _PRIVACY)
+
+
+def _says_no(value: object) -> bool:
+    return value is None or value is False
+
+
+@lru_cache(maxsize=256)
+def _meant(name: str) -> str | None:
+    """Our field or the control that a parameter's name stands for, by exact or similar letters."""
+    if name in (FIELD, REPORT):
+        return None
+    plain = _plain(name)
+    exact = next((one for one in CONTROL_NAMES if _plain(one) == plain), None)
+    if exact is not None:
+        return exact
+    return nearest(name, (FIELD, NO_STORE, NO_LOAD, MAX_LOAD_TOKENS))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def show(value: object) -> str:
+    """A client's value as one short line of plain characters."""
+    try:
+        text = ascii(value[:80] if isinstance(value, str) else value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a very deep list
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _flag(
+    told: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
+) -> bool:
+    """A flag; ``unreadable`` is what it counts as if the client did not say what it wanted."""
+    value = told.get(name, False)
+    if isinstance(value, bool):
+        return value
+    wrong.append(f"{name} must be true or false (got {show(value)})")
+    return unreadable and value is not None
+
+
+def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
+    value = told.get(MAX_LOAD_TOKENS)
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    wrong.append(f"{MAX_LOAD_TOKENS} must be a number of tokens (got {show(value)})")
+    return None
+
+
+def _seconds(told: Mapping[str, Any], wrong: list[str]) -> float:
+    value = told.get(PIN_S, 0.0)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value <= PIN_MOST_S:
+        return float(value)
+    wrong.append(f"{PIN_S} must be seconds from 0 to {PIN_MOST_S:.0f} (got {show(value)})")
+    return 0.0
+
+
+def _tiers(
+    value: object, tiers: Sequence[str], wrong: list[str]
+) -> tuple[frozenset[int] | None, frozenset[int] | None]:
+    """Which tiers may be read and written. A wrong value restricts nothing less than was meant: a
+    name that cannot be read is left out, what is no list at all allows no tier, and beside a part
+    of an unknown name a part that is missing allows none."""
+    if value is None:
+        return None, None
+    if not isinstance(value, Mapping):
+        both = _numbers(TIERS, value, tiers, wrong)
+        return both, both
+    unknown = [name for name in value if name not in ("read", "write")]
+    wrong.extend(
+        f'{TIERS} has no part {show(name)} (parts: "read", "write")'
+        for name in unknown[:WRONG_MOST]
+    )
+    missing = frozenset[int]() if unknown else None
+    read, write = (
+        _numbers(f"{TIERS}.{part}", value[part], tiers, wrong) if part in value else missing
+        for part in ("read", "write")
+    )
+    return read, write
+
+
+def _numbers(where: str, value: object, tiers: Sequence[str], wrong: list[str]) -> frozenset[int]:
+    known = {"cpu": CPU} | {name: number for number, name in enumerate(tiers)}
+    if not isinstance(value, list | tuple):
+        wrong.append(f"{where} must be a list of tiers (got {show(value)})")
+        return frozenset()
+    found = set()
+    for name in value[:NAMES_MOST]:
+        if isinstance(name, str) and name in known:
+            found.add(known[name])
+        else:
+            wrong.append(f"{where}: no tier {show(name)} (tiers: {', '.join(known)})")
+    return frozenset(found)

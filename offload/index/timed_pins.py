@@ -1,0 +1,125 @@
+"""Chunks that clients have asked to keep for a time (``pin_s``).
+
+Part of the scheduler side, on its thread. Such a chunk is no victim of eviction until its time is
+over; it is dropped like any other when it is damaged or the weights change. At most a share of each
+tier is kept, so that no client can fill it: what is beyond is not pinned, and the client is told.
+Memory is bounded by that share too: one entry per kept chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from offload.index.chunk_batch import GroupInfo
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_of
+
+EXPIRED_MOST = 4096
+"""Chunks that one call of ``tick`` lets go, so that a step stays short."""
+
+
+class _Kept:
+    """The kept chunks of one tier: when each may go, and what they take of ``most``. ``sizes`` are
+    by group, in units of the tier's space."""
+
+    def __init__(self, index: TierIndex, sizes: Mapping[int, int], most: int) -> None:
+        self.until: dict[bytes, int] = {}
+        self.used = 0
+        self._index = index
+        self._sizes = sizes
+        self._most = most
+        self._due: dict[int, set[bytes]] = {}
+        self._seconds: list[int] = []  # the keys of ``_due``, as a heap
+        index.kept = self.until
+
+    def keep(self, keys: Sequence[bytes], until: int) -> int:
+        """Keep a prefix of these keys, as far as there is room; returns its length."""
+        for position, key in enumerate(keys):
+            before = self.until.get(key)
+            if before is None:
+                size = self._sizes[group_of(key)]
+                if self.used + size > self._most:
+                    return position
+                self.used += size
+            elif before >= until:
+                continue
+            else:
+                self._due[before].discard(key)
+            self.until[key] = until
+            if until not in self._due:
+                self._due[until] = set()
+                heapq.heappush(self._seconds, until)
+            self._due[until].add(key)
+        return len(keys)
+
+    def tick(self, now: float) -> None:
+        """Let go what is due."""
+        left = EXPIRED_MOST
+        while self._seconds and self._seconds[0] <= now and left:
+            due = self._due[self._seconds[0]]
+            while due and left:
+                key = due.pop()
+                del self.until[key]
+                self.used -= self._sizes[group_of(key)]
+                left -= 1
+            if not due:
+                del self._due[heapq.heappop(self._seconds)]
+
+    def clear(self) -> None:
+        """Keep nothing any more."""
+        self.until.clear()
+        self._due.clear()
+        self._seconds.clear()
+        self.used = 0
+
+
+class TimedPins:
+    """Kept chunks of every tier, of each at most ``share`` of its capacity."""
+
+    def __init__(
+        self,
+        cpu: TierIndex,
+        lower: Sequence[TierIndex],
+        groups: Mapping[int, GroupInfo],
+        share: float,
+    ) -> None:
+        self.refused = 0
+        self._cpu = cpu
+        self._lower = tuple(lower)
+        sizes = [dict.fromkeys(groups, 1)]
+        sizes += [{g: info.footprints[t] for g, info in groups.items()} for t in range(len(lower))]
+        self._tiers = [
+            _Kept(index, size, int(index.space.capacity * share))
+            for index, size in zip((cpu, *lower), sizes, strict=True)
+        ]
+
+    def keep(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
+        """Keep these chunks of one group (prefix order) for so long, as far as some tier holds or
+        gets them; returns how many from the first on are kept in at least one tier."""
+        until = int(now + seconds) + 1
+        held = [key for key in keys if self._is_held(key)]
+        kept = max(tier.keep(held, until) for tier in self._tiers)
+        self.refused += len(held) - kept
+        for position, key in enumerate(held[:kept]):
+            if key != keys[position]:
+                return position  # that one is gone: what comes after it is no prefix
+        return kept
+
+    def _is_held(self, key: bytes) -> bool:
+        return not self._cpu.is_absent(key) or any(key in index for index in self._lower)
+
+    def tick(self, now: float) -> None:
+        """Time passes (monotonic seconds)."""
+        for tier in self._tiers:
+            tier.tick(now)
+
+    def clear(self) -> None:
+        """Everything is forgotten."""
+        for tier in self._tiers:
+            tier.clear()
+
+    def used(self) -> dict[str, int]:
+        """How much of each tier is kept, in units of its space."""
+        indexes = (self._cpu, *self._lower)
+        return {i.name: tier.used for i, tier in zip(indexes, self._tiers, strict=True)}

@@ -1,0 +1,1 @@
+"""Groups, keys and prefix matching; where tensors lie. Only registration imports torch."""

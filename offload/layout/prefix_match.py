@@ -1,0 +1,292 @@
+"""Which prefix can be restored, and which chunks that takes. Pure; changes nothing.
+
+A boundary is a hit if every group can go on there: its chunks from ``tail_start`` to the
+boundary are present or lie before ``start_tokens``, which the GPU's own cache holds already. A
+draft group needs one chunk more as proof, which is not loaded. The answer equals vLLM's
+``find_longest_cache_hit``, which is the oracle of the tests; the largest common boundary is found
+as there, by letting each group lower the bound until none does.
+
+Presence is asked in batches and kept as bytes, one per chunk (0 or 1), so that searching is done
+by ``bytes.find`` in C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+
+from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
+
+BATCH = 512
+"""Chunks asked for at once: large enough for C speed, small enough to stop early at a miss."""
+
+PresentBatch = Callable[[Sequence[bytes]], bytes]
+"""Presence of a batch of keys: one byte per key, 0 or 1."""
+
+RunEnd = Callable[[int, Sequence[bytes], int, int], int]
+"""Of a group (by its place in the layout) with these keys: the first chunk of ``[first, end)`` that
+is not present, or ``end``."""
+
+
+def present_in(*containers: Container[bytes]) -> PresentBatch:
+    """Presence in any of the containers (tiers, from the nearest on)."""
+    if len(containers) == 1:
+        contains = containers[0].__contains__
+        return lambda keys: bytes(map(contains, keys))
+    tests = [container.__contains__ for container in containers]
+    return lambda keys: _present_in_any(keys, tests)
+
+
+def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], bool]]) -> bytes:
+    """Ask one container after the other, until all keys are found. Whole batches, joined as
+    numbers: that is C speed, and asking key by key for what is missing is not."""
+    everything = int.from_bytes(b"\1" * len(keys))
+    found = 0
+    for contains in tests:
+        found |= int.from_bytes(bytes(map(contains, keys)))
+        if found == everything:
+            break
+    return found.to_bytes(len(keys))
+
+
+def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | None:
+    """The first of these that is not present, if any. Of more than ``most`` only every nth is asked
+    for, and the ones around the first that is missing: small gaps may be overlooked."""
+    nth = max(1, -(-len(keys) // most))
+    gap = present(keys[::nth]).find(0)
+    if gap < 0:
+        return None
+    first = max(0, (gap - 1) * nth + 1)
+    return first + present(keys[first : gap * nth + 1]).find(0)
+
+
+class Coordinator:
+    """Longest hit and load ranges over the groups of one layout."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self.layout = layout
+        self._alignment = layout.alignment_tokens
+        self._alone = len(layout.groups) + len(layout.skipped) == 1
+        self._full_first = sorted(
+            range(len(layout.groups)), key=lambda i: layout.groups[i].kind != FULL
+        )
+
+    def longest_hit(
+        self,
+        keys: Sequence[Sequence[bytes]],
+        present: Container[bytes] | PresentBatch,
+        start_tokens: int,
+        limit_tokens: int,
+        run_end: RunEnd | None = None,
+    ) -> int:
+        """The longest restorable prefix in tokens, at most ``limit_tokens``.
+
+        ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a
+        draft group may lie beyond the limit, but not for a model of one group (so does vLLM).
+        Answers ``start_tokens`` if nothing longer can be restored. ``run_end`` is asked instead of
+        ``present`` for groups that need every chunk.
+        """
+        batch = present if callable(present) else present_in(present)
+        bound = limit_tokens // self._alignment * self._alignment
+        counts = [len(mine) for mine in keys]
+        if self._alone:
+            counts[0] = min(counts[0], limit_tokens // self.layout.groups[0].chunk_tokens)
+        groups = [
+            _GroupLookup(
+                self.layout.groups[g],
+                keys[g],
+                counts[g],
+                batch,
+                start_tokens,
+                self._alignment,
+                partial(run_end, g) if run_end is not None else None,
+            )
+            for g in self._full_first
+        ]
+        while bound > start_tokens:
+            before = bound
+            for group in groups:
+                bound = group.lower(bound)
+                if bound <= start_tokens:
+                    return start_tokens
+            if bound == before:
+                return bound
+        return start_tokens
+
+    def next_boundary(self, hit_tokens: int) -> int:
+        """The first boundary that is longer than this prefix."""
+        return (hit_tokens // self._alignment + 1) * self._alignment
+
+    def first_missing(
+        self,
+        keys: Sequence[Sequence[bytes]],
+        present: PresentBatch,
+        start_tokens: int,
+        hit_tokens: int,
+    ) -> tuple[int, int] | None:
+        """What the boundary after a longest hit lacks: a group by its place in the layout, and the
+        chunk; ``None`` if it is a chunk without a key yet (a draft group's proof)."""
+        boundary = self.next_boundary(hit_tokens)
+        for at in self._full_first:
+            group = self.layout.groups[at]
+            known = hit_tokens if group.kind == FULL else start_tokens
+            needed = _needed(group, known, boundary, group.chunk_tokens)
+            proof = needed.stop + (1 if group.draft else 0)
+            gap = present(keys[at][needed.start : proof]).find(0)
+            if gap >= 0:
+                return at, needed.start + gap
+        return None
+
+    def load_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
+        """Chunks of each group to load so that tokens up to ``hit_tokens`` need no computing.
+
+        The proof chunk of a draft group is not among them. The first chunk may be wanted in
+        part only: see ``block_ranges``.
+        """
+        return tuple(
+            _needed(group, start_tokens, hit_tokens, group.chunk_tokens)
+            for group in self.layout.groups
+        )
+
+    def block_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
+        """Blocks of each group to fill, by position in the block table: ``load_ranges`` without
+        what lies before the window or in the GPU's cache already."""
+        return tuple(
+            _needed(group, start_tokens, hit_tokens, group.block_tokens)
+            for group in self.layout.groups
+        )
+
+    def wanted(
+        self, keys: Sequence[Sequence[bytes]], start_tokens: int, limit_tokens: int
+    ) -> list[bytes]:
+        """The keys of every chunk that a hit of at most ``limit_tokens`` could need, group by group
+        in prefix order."""
+        found: list[bytes] = []
+        for group, mine in zip(self.layout.groups, keys, strict=True):
+            first = start_tokens // group.chunk_tokens
+            end = -(-limit_tokens // group.chunk_tokens) + (1 if group.draft else 0)
+            part = enumerate(mine[first:end], first)
+            found += [key for chunk, key in part if self.reachable(group, chunk)]
+        return found
+
+    def reachable(self, group: GroupLayout, chunk: int) -> bool:
+        """Whether this chunk can ever serve a hit. Chunks far from any aligned boundary cannot:
+        states between boundaries, and what lies before the window of the next boundary."""
+        if group.kind == FULL:
+            return True
+        first, last = chunk * group.chunk_tokens, (chunk + 1) * group.chunk_tokens
+        boundary = -(-last // self._alignment) * self._alignment
+        if group.kind == STATE:
+            return last == boundary
+        is_proof = group.draft and first > 0 and first % self._alignment == 0
+        return is_proof or group.tail_start(boundary) < last
+
+
+def _needed(group: GroupLayout, start: int, boundary: int, unit: int) -> range:
+    """Units of ``unit`` tokens that hold ``[max(start, tail_start), boundary)``."""
+    if boundary <= start:
+        return range(0)
+    return range(max(start, group.tail_start(boundary)) // unit, -(-boundary // unit))
+
+
+class _GroupLookup:
+    """Lowers a bound to the longest prefix that one group can restore, of its first ``count``
+    chunks. Bounds only fall, so the presence of each chunk is asked for at most once."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        keys: Sequence[bytes],
+        count: int,
+        batch: PresentBatch,
+        start: int,
+        alignment: int,
+        run_end: Callable[[Sequence[bytes], int, int], int] | None,
+    ) -> None:
+        self._layout = layout
+        self._keys = keys
+        self._count = count
+        self._batch = batch
+        self._start = start
+        self._alignment = alignment
+        self._proof = 1 if layout.draft else 0
+        self._first = start // layout.chunk_tokens
+        self._run_end = -1
+        self._find_run_end = run_end or self._scan_run
+        self._flags = b""
+        self._flags_from = -1
+
+    def lower(self, bound: int) -> int:
+        """The largest aligned boundary up to ``bound`` that this group can restore; at most
+        ``start`` if there is none."""
+        chunks = self._count - self._proof
+        bound = self._align_down(min(bound, chunks * self._layout.chunk_tokens))
+        if self._layout.kind == FULL:
+            return self._lower_full(bound)
+        return self._lower_tail(bound)
+
+    def _align_down(self, tokens: int) -> int:
+        return tokens // self._alignment * self._alignment
+
+    def _lower_full(self, bound: int) -> int:
+        """Presence without a gap from ``start`` on is looked up once, then only trimmed."""
+        size = self._layout.chunk_tokens
+        if self._run_end < 0:
+            end = bound // size + self._proof
+            self._run_end = self._find_run_end(self._keys, self._first, max(end, self._first))
+        return min(bound, self._align_down((self._run_end - self._proof) * size))
+
+    def _scan_run(self, keys: Sequence[bytes], first: int, end: int) -> int:
+        """The first chunk of ``[first, end)`` that is not present, or ``end``."""
+        for low in range(first, end, BATCH):
+            flags = self._batch(keys[low : min(end, low + BATCH)])
+            gap = flags.find(0)
+            if gap >= 0:
+                return low + gap
+        return end
+
+    def _lower_tail(self, bound: int) -> int:
+        """From right to left: a missing chunk rules out every boundary whose tail holds it."""
+        size = self._layout.chunk_tokens
+        while bound > self._start:
+            end = bound // size + self._proof
+            low = max(self._start, self._layout.tail_start(bound)) // size
+            gap = self._last_gap(low, end)
+            if gap < low:
+                return bound
+            last_present = self._last_present(gap)
+            bound = self._align_down((last_present + 1 - self._proof) * size)
+            if self._layout.span_tokens:  # the start of a span needs nothing before it
+                unit = math.lcm(self._layout.span_tokens, self._alignment)
+                bound = max(bound, (gap - self._proof) * size // unit * unit)
+        return bound
+
+    def _last_gap(self, low: int, end: int) -> int:
+        """The last chunk of ``[low, end)`` that is not present; below ``low`` if there is none."""
+        if low >= end:
+            return -1
+        self._ask_down_to(low, end)
+        known = self._flags_from
+        found = self._flags.rfind(0, low - known, end - known)
+        return known + found if found >= 0 else -1
+
+    def _last_present(self, end: int) -> int:
+        """The last present chunk before ``end``; ``first - 1`` if there is none."""
+        while True:
+            found = self._flags.rfind(1, 0, max(0, end - self._flags_from))
+            if found >= 0:
+                return found + self._flags_from
+            if self._flags_from <= self._first:
+                return self._first - 1
+            self._ask_down_to(self._flags_from - 1, end)
+
+    def _ask_down_to(self, low: int, end: int) -> None:
+        """Make ``flags`` cover ``[low, end)``, asking whole batches below what is known."""
+        if self._flags_from < 0:
+            self._flags_from = end
+        if low >= self._flags_from:
+            return
+        low = max(self._first, min(low, self._flags_from - BATCH))
+        self._flags = self._batch(self._keys[low : self._flags_from]) + self._flags
+        self._flags_from = low

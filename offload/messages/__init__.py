@@ -1,0 +1,1 @@
+"""Plans and reports, which cross between processes. Plain values."""

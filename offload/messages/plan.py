@@ -1,0 +1,299 @@
+"""What the scheduler side tells the workers in a step, and what they answer.
+
+Plain frozen values, cheap to pickle. A job has one id and ends exactly once on every rank. The
+jobs of one plan are posted in this order: deletes, stores, demotes, loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, overload
+
+import msgspec
+
+from offload.layout.keys import pack_keys, unpack_keys
+from offload.messages.columns import NO_CHUNKS, Columns, Packed
+
+STAGED = -1
+"""Slot of a load item that only passes through a staging buffer of the worker."""
+IN_SLAB = -1
+"""Tier of a load item whose bytes are in its slot already, or are being read into it."""
+
+
+_pack = msgspec.msgpack.encode
+_SLOTS = msgspec.msgpack.Decoder(list[int])
+_ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
+_PACKED = msgspec.msgpack.Decoder(Packed)
+
+
+class StoreJob:
+    """Copy chunks of one group from GPU blocks into slots: the i-th of as many equal parts of
+    ``blocks`` goes to ``slots[i]``.
+
+    Travels as ``LoadJob`` does.
+    """
+
+    __slots__ = ("_rows", "group", "job")
+
+    def __init__(self, job: int, group: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.job = job
+        self.group = group
+        self._rows: tuple[Sequence[int], Sequence[int]] | bytes = blocks, slots
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """GPU blocks of all chunks, one after the other."""
+        return self._thawed()[0]
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk."""
+        return self._thawed()[1]
+
+    def _thawed(self) -> tuple[Sequence[int], Sequence[int]]:
+        if isinstance(self._rows, bytes):
+            self._rows = _ROWS.decode(self._rows)
+        assert not isinstance(self._rows, bytes)
+        return self._rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = self._rows
+        frozen = rows if isinstance(rows, bytes) else _pack(rows)
+        return _frozen_store, (self.job, self.group, frozen)
+
+    def __repr__(self) -> str:
+        return f"StoreJob({self.job}, {self.group}, {self.blocks}, {self.slots})"
+
+
+def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
+    found = StoreJob(job, group, (), ())
+    found._rows = rows
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DigestJob:
+    """Digest chunks of one group as they are in the KV cache (`offload.worker.verify`); not
+    answered.
+
+    ``blocks`` as in ``StoreJob``. ``early``: they were complete before this step, whose forward
+    pass may overwrite them.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    early: bool = False
+
+
+class LoadItem(NamedTuple):
+    """One chunk of a load. ``tier`` is where to read it first (``IN_SLAB``: no read);
+    ``slot`` is where it lies or passes (``STAGED``: a buffer of the worker's own).
+    Blocks below 0 are not wanted.
+
+    A tuple, because a long prompt has thousands of them, which are made, pickled and unpickled on
+    vLLM's threads: a dataclass takes 30 times as long there.
+    """
+
+    key: bytes
+    group: int
+    blocks: tuple[int, ...]
+    slot: int
+    tier: int
+
+
+class LoadJob:
+    """Restore chunks for one request. Good only if every item is.
+
+    A long load is told part by part, in later plans: ``part`` counts from 0, and the load is over
+    only after the one that ``is_last``. All parts are one job, which is answered once.
+
+    A probe is a load without a request, whose items name no blocks: it only reads. The items are
+    made when somebody first asks for them, which is the worker's loop, not vLLM's threads; until
+    then what came from another process stays the bytes that it came as.
+    """
+
+    __slots__ = ("_chunks", "_items", "is_last", "job", "part", "request")
+
+    def __init__(
+        self,
+        job: int,
+        request: str,
+        chunks: Iterable[LoadItem] | Columns | bytes,
+        part: int = 0,
+        is_last: bool = True,
+    ) -> None:
+        self.job = job
+        self.request = request
+        self.part = part
+        self.is_last = is_last
+        self._items: tuple[LoadItem, ...] | None = None
+        if not isinstance(chunks, Columns | bytes):
+            self._items = tuple(chunks)
+            chunks = Columns.of(self._items) if self._items else NO_CHUNKS
+        self._chunks = chunks
+
+    @property
+    def items(self) -> tuple[LoadItem, ...]:
+        """What to restore."""
+        if self._items is None:
+            chunks = self._chunks
+            columns = chunks if isinstance(chunks, Columns) else _thawed(chunks)
+            self._items = tuple(map(_load_item, columns.rows()))
+        return self._items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        chunks = self._chunks
+        if isinstance(chunks, Columns):
+            chunks = _pack(chunks.pack())
+        return LoadJob, (self.job, self.request, chunks, self.part, self.is_last)
+
+    def __repr__(self) -> str:
+        part = f"part {self.part}{', the last' if self.is_last else ''}"
+        return f"LoadJob({self.job}, {self.request!r}, {self.items}, {part})"
+
+
+def _thawed(chunks: bytes) -> Columns:
+    return _PACKED.decode(chunks).unpack()
+
+
+_load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields
+
+
+class Keys(Sequence[bytes]):
+    """Keys of a plan. In one piece as long as they travel, and on vLLM's threads: they are told
+    apart by whoever first looks at them."""
+
+    __slots__ = ("_keys", "_lengths")
+
+    def __init__(self, keys: Sequence[bytes] | bytes, lengths: Sequence[int] = ()) -> None:
+        self._keys: tuple[bytes, ...] | bytes = keys if isinstance(keys, bytes) else tuple(keys)
+        self._lengths = lengths
+
+    def _thawed(self) -> tuple[bytes, ...]:
+        if isinstance(self._keys, bytes):
+            self._keys = unpack_keys(self._keys, self._lengths)
+        return self._keys
+
+    def __len__(self) -> int:
+        if isinstance(self._keys, bytes) and len(self._lengths) == 1 and self._lengths[0]:
+            return len(self._keys) // self._lengths[0]
+        return len(self._thawed())
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[bytes, ...]: ...
+    def __getitem__(self, at: int | slice) -> bytes | tuple[bytes, ...]:
+        return self._thawed()[at]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._thawed())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._thawed() == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of other sequences that may change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        keys = self._keys
+        return Keys, (keys, self._lengths) if isinstance(keys, bytes) else pack_keys(keys)
+
+    def __repr__(self) -> str:
+        return repr(self._thawed())
+
+
+class DemoteJob:
+    """Write chunks from ``slots`` to a lower tier, by key. Travels as ``LoadJob`` does."""
+
+    __slots__ = ("_slots", "group", "job", "keys", "tier")
+
+    def __init__(
+        self,
+        job: int,
+        tier: int,
+        group: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int] | bytes,
+    ) -> None:
+        self.job = job
+        self.tier = tier
+        self.group = group
+        self.keys: Sequence[bytes] = keys
+        self._slots: Sequence[int] | bytes = slots
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slot of each chunk."""
+        if isinstance(self._slots, bytes):
+            self._slots = _SLOTS.decode(self._slots)
+        assert not isinstance(self._slots, bytes)
+        return self._slots
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        slots = self._slots
+        frozen = slots if isinstance(slots, bytes) else _pack(slots)
+        return DemoteJob, (self.job, self.tier, self.group, Keys(self.keys), frozen)
+
+    def __repr__(self) -> str:
+        return f"DemoteJob({self.job}, {self.tier}, {self.group}, {self.keys}, {self.slots})"
+
+
+class Question:
+    """Asks a shared tier which of ``keys`` it holds."""
+
+    __slots__ = ("keys", "number", "tier")
+
+    def __init__(self, number: int, tier: int, keys: Sequence[bytes]) -> None:
+        self.number = number
+        self.tier = tier
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack_question, (self.number, self.tier, *pack_keys(self.keys))
+
+
+def _unpack_question(number: int, tier: int, packed: bytes, lengths: Sequence[int]) -> Question:
+    return Question(number, tier, unpack_keys(packed, lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything the workers have to do because of one scheduler step.
+
+    ``fence`` names store jobs whose source blocks are given away in this step: they must have
+    read them before the step's forward pass. ``reset`` orders a reset of everything first;
+    ``epochs`` are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have
+    no place in that order. ``digests`` are only there with ``"verify": "device"``. ``idle``: no
+    forward pass in this step.
+    """
+
+    stores: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+    demotes: tuple[DemoteJob, ...] = ()
+    deletes: Mapping[int, Keys] = field(default_factory=dict)
+    touches: Mapping[int, Keys] = field(default_factory=dict)
+    fence: tuple[int, ...] = ()
+    reset: bool = False
+    epochs: Mapping[int, int] = field(default_factory=dict)
+    questions: tuple[Question, ...] = ()
+    digests: tuple[DigestJob, ...] = ()
+    idle: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do for a worker."""
+        return not (
+            self.stores
+            or self.loads
+            or self.demotes
+            or self.deletes
+            or self.touches
+            or self.fence
+            or self.reset
+            or self.epochs
+            or self.questions
+            or self.digests
+        )

@@ -1,0 +1,153 @@
+"""What a rank tells the scheduler: its state after it has started, and then, step by step, how its
+jobs ended and how its tiers are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.namespaces.manifest import Namespace
+from tiers.base import KeyColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """How operations of one lower tier went: those that did their work in time, and those that
+    failed or were late; how often the tier has lost all its records; and the keys of records that
+    it has found damaged without anybody having asked for them."""
+
+    reads_good: int = 0
+    reads_failed: int = 0
+    writes_good: int = 0
+    writes_failed: int = 0
+    losses: int = 0
+    damaged: frozenset[bytes] = frozenset()
+
+    def merge(self, other: Observed) -> Observed:
+        """The sum of two reports."""
+        return Observed(
+            self.reads_good + other.reads_good,
+            self.reads_failed + other.reads_failed,
+            self.writes_good + other.writes_good,
+            self.writes_failed + other.writes_failed,
+            self.losses + other.losses,
+            self.damaged | other.damaged,
+        )
+
+
+@dataclass(slots=True)
+class JobResult:
+    """How one job ended on the ranks that have answered so far.
+
+    ``bad`` are the keys that failed. For a load ``lost`` is the part of ``bad`` that its tier
+    does not hold intact any more (missing or ``corrupt``): those keys are to be forgotten;
+    ``late`` says that it took longer than its request was to wait, and ``seconds`` how long it
+    took on the slowest rank. ``wrong`` are keys whose bytes were not what was computed
+    (`offload.worker.verify`), wherever they came from: no tier may give them again.
+    """
+
+    ranks: int = 1
+    bad: frozenset[bytes] = frozenset()
+    lost: frozenset[bytes] = frozenset()
+    failed: bool = False
+    seconds: float = 0.0
+    corrupt: frozenset[bytes] = frozenset()
+    late: bool = False
+    wrong: frozenset[bytes] = frozenset()
+
+    def merge(self, other: JobResult) -> JobResult:
+        """The sum of two ranks' answers."""
+        return JobResult(
+            self.ranks + other.ranks,
+            self.bad | other.bad,
+            self.lost | other.lost,
+            self.failed or other.failed,
+            max(self.seconds, other.seconds),
+            self.corrupt | other.corrupt,
+            self.late or other.late,
+            self.wrong | other.wrong,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a shared tier holds of a question's keys, as far as ``ranks`` have answered: one byte
+    per key, 1 if each of them has its part. ``None``: one could not say."""
+
+    present: bytes | None
+    ranks: int = 1
+
+    def merge(self, other: Answer) -> Answer:
+        """The answer of both: a chunk is there for every rank or not at all."""
+        ranks = self.ranks + other.ranks
+        if self.present is None or other.present is None:
+            return Answer(None, ranks)
+        both = int.from_bytes(self.present) & int.from_bytes(other.present)
+        return Answer(both.to_bytes(len(self.present)), ranks)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What happened since the last report: the jobs that ended, by job id, how the lower
+    tiers were, by their number and the rank that saw it, and answers by the question's number."""
+
+    results: dict[int, JobResult] = field(default_factory=dict)
+    tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self.results and not self.tiers and not self.answers
+
+    def see(self, tier: int, rank: int, seen: Observed) -> None:
+        """Add what a rank has seen of a tier."""
+        mine = self.tiers.get((tier, rank))
+        self.tiers[tier, rank] = mine.merge(seen) if mine else seen
+
+    def merge(self, other: StepReport) -> StepReport:
+        """The sum of two ranks' reports; used to aggregate over ranks."""
+        merged = dict(self.results)
+        for job, result in other.results.items():
+            mine = merged.get(job)
+            merged[job] = mine.merge(result) if mine else result
+        report = StepReport(merged, dict(self.tiers), dict(self.answers))
+        for (tier, rank), seen in other.tiers.items():
+            report.see(tier, rank, seen)
+        for number, answer in other.answers.items():
+            report.answers[number] = merged_answer(report.answers.get(number), answer)
+        return report
+
+
+def merged_answer(one: Answer | None, other: Answer) -> Answer:
+    """An answer together with those that came before, if any did."""
+    return other if one is None else one.merge(other)
+
+
+@dataclass(frozen=True, eq=False)
+class RankTier:
+    """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id.
+
+    ``keys`` are its records, least recently used first. They travel as columns, in one piece
+    unless their lengths differ: a million single objects take most of a second to pickle. A
+    ``shared`` tier lists none: the scheduler asks it instead.
+    """
+
+    name: str
+    capacity_bytes: int
+    footprints: Mapping[int, int]
+    keys: tuple[KeyColumn, ...]
+    shared: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """What a rank has opened, once, before the first step: its part of the CPU tier, ``slots``
+    slots of ``slot_bytes`` each from ``first_slot`` on, and its lower tiers."""
+
+    rank: int
+    namespace: Namespace
+    first_slot: int
+    slots: int
+    slot_bytes: int
+    tiers: tuple[RankTier, ...]

@@ -1,0 +1,248 @@
+"""Who uses a folder now: claims and short locks, both ``flock`` of the kernel.
+
+A claim ends with its process, however that ends; its file stays and says only who held it last, for
+messages. The tiers' own ``owner.lock`` files count as claims too, and so do the files by which
+engines that share a folder without locks say that they live (``tiers.files.members``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import NamespaceError, TierUnavailableError
+from tiers.files.members import FOLDER as ENGINES
+from tiers.files.members import engine_files, seen_alive
+from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
+
+LOCK_NAME = ".kvtiers.lock"
+LOCK_WAIT_S = 10.0
+CLAIM_WAIT_S = 0.2
+"""Longer than somebody who only asks whether a claim is held keeps it locked."""
+OWNER_WAIT_S = 1.0
+"""Longer than between taking a claim and writing into it who did."""
+SHARERS_MAX = 64
+_CLAIM = re.compile(r"rank-[0-9]+(\.sharer-[0-9]+)?\.claim", re.ASCII)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without ``flock`` answer."""
+_FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that uses a folder now. ``pid`` and ``engine`` are what it wrote about itself;
+    ``shares``: others may use it as well."""
+
+    folder: str
+    pid: int
+    engine: str
+    shares: bool = False
+
+
+def live_owners(root: str | Path) -> list[Owner]:
+    """The processes that hold a claim anywhere below ``root`` now."""
+    found = []
+    for claim in claims_below(Path(root)):
+        owner = holder(claim)
+        if owner is not None:
+            found.append(owner)
+    return found
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
+    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``. With
+    ``may_lack_locks`` a file system without locks is no error: there nothing is held."""
+    fd = _open_lock(folder / LOCK_NAME)
+    try:
+        if not _lock(fd, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
+            raise TierUnavailableError(
+                f"{folder} is locked by another process for more than {LOCK_WAIT_S:g} s"
+            )
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """A lock file, made if need be. Raises ``NamespaceError`` if something else lies there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise NamespaceError(f"{path} is not a regular file") from None
+        raise TierUnavailableError(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NamespaceError(f"{path} is not a regular file")
+    return fd
+
+
+def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
+    """Take an exclusive lock within ``wait_s`` seconds; whether that worked."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        except OSError as error:
+            if not (may_lack_locks and error.errno in _NO_LOCKS):
+                raise
+            return True
+        else:
+            return True
+
+
+def claim_shared(path: Path, engine: str) -> int:
+    """Claim a folder beside others who share it, under a number of this process: ``path`` is where
+    one that does not share would claim it. The descriptor to close when done with it.
+
+    Raises ``TierUnavailableError`` if one that does not share has it, or too many do.
+    """
+    owner = holder(path)
+    if owner is not None:
+        raise TierUnavailableError(
+            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}), which does not "
+            'share it. Stop that server, or give all of them "shared": true'
+        )
+    for number in range(SHARERS_MAX):
+        fd = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
+        if _lock(fd, 0.0, may_lack_locks=True):
+            _write_owner(fd, engine)
+            return fd
+        os.close(fd)
+    raise TierUnavailableError(f"{path.parent} is shared by {SHARERS_MAX} processes already")
+
+
+def sharers(path: Path) -> list[Owner]:
+    """Who shares the folder that would be claimed by ``path``."""
+    claims = sorted(path.parent.glob(f"{path.stem}.sharer-*.claim"))
+    return [owner for one in claims if (owner := holder(one)) is not None]
+
+
+def claim(path: Path, engine: str) -> int:
+    """Claim ``path`` for this process; the descriptor to close when done with it.
+
+    Raises ``TierUnavailableError`` that names the owner if another process has it.
+    """
+    for owner in sharers(path):
+        raise TierUnavailableError(
+            f"{path.parent} is shared by pid {owner.pid} (engine {owner.engine}) and perhaps "
+            'others. Give this server "shared": true as well, or another path.'
+        )
+    fd = _open_lock(path)
+    if not _lock(fd, CLAIM_WAIT_S):
+        owner = _read_owner(fd, path)
+        os.close(fd)
+        raise TierUnavailableError(
+            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}). "
+            "Stop that server or give this one another path."
+        )
+    _write_owner(fd, engine)
+    return fd
+
+
+def _write_owner(fd: int, engine: str) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"pid": os.getpid(), "engine": engine[:200]}).encode(), 0)
+
+
+def holder(claim: Path) -> Owner | None:
+    """Who holds this claim now, found out by trying to take it; ``None`` if nobody does."""
+    if claim.parent.name == ENGINES:
+        return _engine(claim)
+    try:
+        fd = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # A shared lock is enough to find out, and two that ask do not see each other as owners.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _settled_owner(fd, claim)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    finally:
+        os.close(fd)
+    return None
+
+
+def engines(folder: Path) -> list[Owner]:
+    """Who lives among the engines that share a tier's folder without locks."""
+    return [owner for file in engine_files(folder) if (owner := _engine(file)) is not None]
+
+
+def _engine(file: Path) -> Owner | None:
+    seen = seen_alive(file)
+    if seen is None:
+        return None
+    place = "" if seen.is_here else "on another machine"
+    return Owner(str(file.parent.parent), seen.pid, place, shares=True)
+
+
+def _settled_owner(fd: int, path: Path) -> Owner:
+    """The owner of a held claim. One that has just taken it (the ranks of a server start together)
+    has not written yet, and what a dead one wrote may still be there: wait for it."""
+    deadline = time.monotonic() + OWNER_WAIT_S
+    owner = _read_owner(fd, path)
+    while not (owner.pid and os.path.exists(f"/proc/{owner.pid}")):
+        if time.monotonic() > deadline:
+            break  # of another container, say
+        time.sleep(0.01)
+        owner = _read_owner(fd, path)
+    return owner
+
+
+def _read_owner(fd: int, path: Path) -> Owner:
+    """What the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
+    try:
+        found = json.loads(os.pread(fd, 4096, 0))
+        shares = ".sharer-" in path.name
+        if isinstance(found, int):
+            return Owner(str(path.parent), found, "")
+        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), shares)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Owner(str(path.parent), 0, "")
+
+
+def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
+    """Every claim file below ``root``, or below its entry ``only``; held or not.
+
+    What was moved aside may still be in use: its claims moved with it, and are found too.
+    """
+    folders = [root / only if only else root]
+    while folders:
+        folder = folders.pop()
+        if os.path.lexists(folder / TIER_LOCK_NAME):
+            yield folder / TIER_LOCK_NAME
+        yield from engine_files(folder)
+        if folder.name.startswith("rank-"):
+            continue  # payload, perhaps a million files
+        for name in entries(folder):
+            inner = folder / name
+            if _CLAIM.fullmatch(name):
+                yield inner
+            elif _FOLDER.fullmatch(name) and inner.is_dir() and not inner.is_symlink():
+                folders.append(inner)
+
+
+def entries(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

@@ -1,0 +1,68 @@
+"""Begins epochs of a server's lower tiers, on behalf of the scheduler's process."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from offload.errors import TierUnavailableError
+from offload.namespaces.folders import bump_epoch, open_namespace, replica_folder
+from offload.namespaces.manifest import Namespace
+from offload.namespaces.mounts import spot_of
+
+READ_ONLY_EPOCH = 1
+"""What a tier that is only read is told at a reset; it has forgotten everything then."""
+RANDOM_BITS = 30
+
+
+def draw_epoch() -> int:
+    """An epoch of a shared tier for weights that only this engine is known to have: later than
+    those it drew before, and nobody else's.
+
+    Seconds since 1970, then random bits, then a one: odd, as all epochs of changed weights are, and
+    never 0, which is the epoch of the model's files.
+    """
+    return (int(time.time()) << RANDOM_BITS | secrets.randbits(RANDOM_BITS)) << 1 | 1
+
+
+class TierEpochs:
+    """For tiers at ``paths``, which are there now: where they lie is remembered. ``shared`` are the
+    numbers of shared tiers, whose epochs are kept nowhere. Tiers numbered beyond the paths are only
+    read, and their epochs are their owners'."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        namespace: Namespace,
+        replica: int,
+        shared: Collection[int] = (),
+    ) -> None:
+        """Raises ``OSError`` if a path is not there."""
+        self._paths = tuple(paths)
+        self._shared = frozenset(shared)
+        self._spots = {
+            tier: spot_of(path) for tier, path in enumerate(paths) if tier not in self._shared
+        }
+        self._namespace = namespace
+        self._replica = replica
+
+    def begin(self, tier: int, noted: Callable[[], None] = lambda: None) -> int:
+        """Begin a new epoch, durably when this returns. ``noted`` is called as soon as a server
+        that starts would find it, also if this process is killed.
+
+        A disk that has come back empty gets its folders again, so that nobody waits for the other
+        to make them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if the
+        epoch cannot be written; may block as long as the disk does.
+        """
+        if tier >= len(self._paths):
+            return READ_ONLY_EPOCH
+        if tier in self._shared:
+            return draw_epoch()
+        path = self._paths[tier]
+        home = replica_folder(path, self._namespace, self._replica)
+        if not home.parent.is_dir():
+            if not self._spots[tier].is_same_place(spot_of(path)):
+                raise TierUnavailableError(f"{path} lies on another file system than before")
+            open_namespace(path, self._namespace)
+        return bump_epoch(home, noted=noted)

@@ -1,0 +1,332 @@
+"""The folders of namespaces below a tier's path: opening, epochs, owners, and clean-up.
+
+    <path>/                              mode 0700
+      .kvtiers.lock                      held for the moments in which folders come or go
+      <32 hex digits>/                   one namespace
+        kvt-manifest.json                its fields
+        replica-0/                       one data-parallel replica
+          epoch                          weights epoch, bumped by a reset
+          rank-0/                        what the tier of this rank keeps
+          rank-0.claim                   held (flock) by the process that uses rank-0
+      quarantine-<hex>/                  moved aside, because it could not be trusted
+
+Everything here runs at start-up, at a reset, or on the command line. It blocks on the disk and must
+not be called from vLLM's threads while they serve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from offload.errors import NamespaceError, TierUnavailableError
+from offload.namespaces.claims import claim, claim_shared, entries, locked
+from offload.namespaces.cleanup import describe_neighbours, make_room
+from offload.namespaces.manifest import (
+    MANIFEST_NAME,
+    NAME,
+    Namespace,
+    NewerFormatError,
+    read_manifest,
+    read_small_file,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
+from tiers.folders.folder import FolderError
+from tiers.folders.folder import prepare as prepare_folder
+
+__all__ = [  # all that a start-up needs, in one place
+    "OnDamage",
+    "Place",
+    "bump_epoch",
+    "describe_neighbours",
+    "judge_namespace",
+    "judge_replica",
+    "make_room",
+    "open_namespace",
+    "open_place",
+    "open_shared_place",
+    "raise_epoch",
+    "read_epoch",
+    "replica_folder",
+]
+
+logger = logging.getLogger(__name__)
+
+EPOCH_NAME = "epoch"
+_EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
+
+
+def _warn(line: str) -> None:
+    logger.warning("kvtiers: %s", line)
+
+
+@dataclass(slots=True)
+class Place:
+    """The folder of one rank, claimed by this process until ``close``."""
+
+    folder: Path
+    epoch: int
+    _claim_fd: int = field(default=-1, repr=False)
+
+    def close(self) -> None:
+        """Give the claim back. Idempotent."""
+        if self._claim_fd >= 0:
+            os.close(self._claim_fd)
+            self._claim_fd = -1
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OnDamage:
+    """What becomes of a folder that cannot be trusted: it is moved aside, and ``note`` gets one
+    line about it; or, if ``is_strict``, nothing is touched and that is a ``NamespaceError``."""
+
+    note: Callable[[str], None] = _warn
+    is_strict: bool = False
+
+
+MOVE_ASIDE = OnDamage()
+
+
+def open_namespace(
+    root: str | Path, namespace: Namespace, on_damage: OnDamage = MOVE_ASIDE
+) -> Path:
+    """The folder of ``namespace`` below ``root``, made or validated, marked as used now.
+
+    A folder that ``judge_namespace`` finds fault with is moved aside, and an empty one takes its
+    place. Raises ``NamespaceError`` if the manifest is of a newer format (nothing is touched
+    then), ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and
+    ``OSError``.
+    """
+    base = _prepare_root(root)
+    with locked(base):
+        return _open_locked(base, namespace, on_damage)
+
+
+def open_place(
+    root: str | Path,
+    namespace: Namespace,
+    *,
+    replica: int,
+    rank: int,
+    engine: str,
+    at_least: int = 0,
+    starts: bool = False,
+    on_damage: OnDamage = MOVE_ASIDE,
+) -> Place:
+    """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
+    ``at_least`` for a server that has been further already. ``starts``: with weights from the
+    model's files, which those of an odd epoch were not (see ``bump_epoch``).
+
+    ``engine`` names this server in messages to others. A damaged epoch file sends the replica's
+    folder aside, because records of an older epoch could come back with it. Raises as
+    ``open_namespace`` does, and ``TierUnavailableError`` if another process holds the claim.
+    """
+    base = _prepare_root(root)
+    with locked(base):
+        home = _open_locked(base, namespace, on_damage) / f"replica-{replica}"
+        epoch = _prepare_replica(base, home, on_damage)
+        wanted = epoch + epoch % 2 if starts else at_least
+        if epoch < wanted:
+            epoch = raise_epoch(home, wanted)
+        folder = home / f"rank-{rank}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        fd = claim(home / f"rank-{rank}.claim", engine)
+    return Place(folder, epoch, fd)
+
+
+def open_shared_place(
+    root: str | Path,
+    namespace: Namespace,
+    *,
+    rank: int,
+    engine: str,
+    on_damage: OnDamage = MOVE_ASIDE,
+) -> Place:
+    """Claim the folder of one rank beside others who share it: all replicas of all servers with
+    this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
+    epoch file says; what a reset begins is between the tier and its medium (0081).
+
+    Raises as ``open_namespace`` does, and ``TierUnavailableError`` if one that does not share has
+    the folder.
+    """
+    base = _prepare_root(root)
+    with locked(base, may_lack_locks=True):
+        home = _open_locked(base, namespace, on_damage) / "replica-0"
+        home.mkdir(mode=0o700, exist_ok=True)
+        if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
+            _write_epoch(home, 0)
+        folder = home / f"rank-{rank}"  # after that: ranks without an epoch file are damage
+        folder.mkdir(mode=0o700, exist_ok=True)
+        fd = claim_shared(home / f"rank-{rank}.claim", engine)
+    return Place(folder, 0, fd)
+
+
+def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:
+    """Where a replica's epoch lies; for ``read_epoch`` and ``bump_epoch``. Touches nothing."""
+    return Path(root) / namespace.name / f"replica-{replica}"
+
+
+def read_epoch(folder: str | Path) -> int:
+    """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
+
+    Raises ``NamespaceError`` if the file is damaged: then no record below can be trusted.
+    """
+    path = Path(folder) / EPOCH_NAME
+    text = read_small_file(path, 64)
+    if text is None:
+        return 0
+    match = _EPOCH.fullmatch(text)
+    if match is None or match[2] != _epoch_check(match[1]):
+        raise NamespaceError(f"{path} is damaged")
+    return int(match[1])
+
+
+def bump_epoch(
+    folder: str | Path, at_least: int = 0, noted: Callable[[], None] = lambda: None
+) -> int:
+    """Begin a new epoch, none below ``at_least``, and return it. Durable when it returns, whatever
+    happens then. ``noted`` is called as soon as other processes find it, before the syncs.
+
+    It is the next odd number. The weights of a running server have changed, and no file holds the
+    new ones: a server that starts has those of the files, and begins an even epoch if it finds an
+    odd one. Records of earlier epochs are dead from here on. If two processes bump, each gets its
+    own. The namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch
+    is damaged) and ``TierUnavailableError``.
+    """
+    home = Path(folder)
+    home.mkdir(mode=0o700, exist_ok=True)
+    with locked(home):
+        epoch = max(read_epoch(home) + 1, at_least) | 1
+        # A file that a power cut damages here costs nothing: what it would keep is dead.
+        _write_epoch(home, epoch, noted)
+        return epoch
+
+
+def raise_epoch(folder: str | Path, at_least: int) -> int:
+    """Have the epoch of a replica's folder not below ``at_least``; the epoch it has then, durably.
+
+    For a tier before it stores anything under that epoch: none may ever have records of an epoch
+    that ``bump_epoch`` has yet to give out for other weights. Raises as ``bump_epoch`` does, and
+    makes no folder.
+    """
+    home = Path(folder)
+    epoch = read_epoch(home)
+    if epoch < at_least:
+        with locked(home):
+            epoch = max(read_epoch(home), at_least)
+            _write_epoch(home, epoch)
+    return epoch
+
+
+def _prepare_root(root: str | Path) -> Path:
+    base = Path(root)
+    try:
+        prepare_folder(base, allow_network=True)
+    except FolderError as error:
+        raise TierUnavailableError(str(error)) from error
+    return base
+
+
+def judge_namespace(folder: Path) -> str:
+    """Why the folder of a namespace cannot be used; empty if it can, or is not there yet. A start
+    and a look from outside both ask here. Raises ``NewerFormatError``."""
+    if _is_something_else(folder):
+        return "is not a folder"
+    try:
+        found = read_manifest(folder)
+    except NewerFormatError:
+        raise
+    except NamespaceError as error:
+        return str(error)
+    if found is None:
+        content = [name for name in entries(folder) if not name.startswith(".")]
+        return "has no manifest" if content else ""
+    return "" if found.name == folder.name else "holds the manifest of another namespace"
+
+
+def judge_replica(home: Path) -> str:
+    """Why the records of a replica's ranks cannot be used; empty if they can. As
+    ``judge_namespace``."""
+    if _is_something_else(home):
+        return "is not a folder"
+    try:
+        read_epoch(home)
+    except NamespaceError as error:
+        return str(error)
+    is_missing = not (home / EPOCH_NAME).exists()
+    if is_missing and any(name.startswith("rank-") for name in entries(home)):
+        return "its epoch file is missing"
+    return ""
+
+
+def _is_something_else(folder: Path) -> bool:
+    return folder.is_symlink() or (folder.exists() and not folder.is_dir())
+
+
+def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
+    folder = base / namespace.name
+    trouble = judge_namespace(folder)
+    if trouble:
+        _set_aside(base, folder, trouble, on_damage)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (folder / MANIFEST_NAME).exists():
+        write_manifest(folder, namespace)
+        sync_folder(base)
+    os.utime(folder / MANIFEST_NAME)
+    return folder
+
+
+def _prepare_replica(base: Path, home: Path, on_damage: OnDamage) -> int:
+    """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
+    trouble = judge_replica(home)
+    if trouble:
+        _set_aside(base, home, trouble, on_damage)
+    home.mkdir(mode=0o700, exist_ok=True)
+    if not (home / EPOCH_NAME).exists():
+        _write_epoch(home, 0)
+        sync_folder(home.parent)
+    return read_epoch(home)
+
+
+def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
+    if on_damage.is_strict:
+        raise NamespaceError(
+            f"{folder} cannot be trusted ({why}) and was left as it is. To begin empty use "
+            'recovery "quiet", or remove it with kvtiers clear'
+        )
+    label = NAME.search(folder.name) or NAME.search(folder.parent.name)
+    assert label is not None, folder
+    aside = base / f"quarantine-{label[0]}-{secrets.token_hex(4)}"
+    os.rename(folder, aside)
+    sync_folder(base)
+    on_damage.note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
+
+
+def _write_epoch(home: Path, epoch: int, placed: Callable[[], None] | None = None) -> None:
+    digits = str(epoch).encode()
+    content = digits + b" " + _epoch_check(digits) + b"\n"
+    write_durably(home / EPOCH_NAME, content, placed=placed)
+
+
+def _epoch_check(digits: bytes) -> bytes:
+    return hashlib.sha256(b"kvtiers epoch\n" + digits).hexdigest()[:16].encode()

@@ -1,0 +1,215 @@
+"""How the bytes of a chunk are ordered on one rank: enough to read them on a rank of another shape.
+
+A chunk in a slot or a record is its blocks one after the other; in a block lie the pages of the
+group's layers; in a page, outermost first in the order that ``LayerGeometry.order`` says, kernel
+blocks, heads and tokens, and innermost ``unit_bytes`` adjacent bytes that mean something only as a
+whole. What ranks have in common of a layer is its ``split``:
+
+* ``heads``: rank ``r`` of ``R`` has ``heads`` heads. With fewer heads than ranks every head lies on
+  several neighbouring ranks (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
+* ``copies``: every rank has all of it (the latents of MLA).
+* ``own``: what other ranks have is unknown, or a recurrent state: never split, never joined.
+
+Plain numbers that become canonical JSON and back. ``offload.geometry.translate`` compares and
+translates, ``offload.connector.model.geometry`` describes vLLM's tensors. Nothing here knows
+either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from offload.errors import NamespaceError
+
+GEOMETRY_FORMAT = 1
+GEOMETRY_BYTES_MAX = 1 << 20
+HEADS = "heads"
+COPIES = "copies"
+OWN = "own"
+KERNEL_BLOCK, HEAD, TOKEN = "b", "h", "t"
+_DOMAIN = b"kvtiers geometry\n"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One layer's page. ``form`` is what must be equal for the units to mean the same: the kernels
+    and the type of the numbers. ``kernel_tokens`` are the tokens of one kernel block;
+    ``tokens`` is their number if each has a unit of its own, and 1 if a unit is all tokens of a
+    kernel block (and head), ordered as only the kernel knows."""
+
+    layer: str
+    split: str
+    form: str
+    kernel_blocks: int
+    kernel_tokens: int
+    heads: int
+    tokens: int
+    unit_bytes: int
+    order: str = KERNEL_BLOCK + HEAD + TOKEN
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the page, as it lies in a slot."""
+        return self.kernel_blocks * self.heads * self.tokens * self.unit_bytes
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Bytes from one kernel block, head or token to the next within the page."""
+        sizes = {KERNEL_BLOCK: self.kernel_blocks, HEAD: self.heads, TOKEN: self.tokens}
+        found, step = {}, self.unit_bytes
+        for axis in reversed(self.order):
+            found[axis] = step
+            step *= sizes[axis]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """One KV cache group; ``layers`` in the order in which their pages lie in a block."""
+
+    group: int
+    kind: str
+    spec: str
+    block_tokens: int
+    chunk_blocks: int
+    layers: tuple[LayerGeometry, ...]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one chunk."""
+        return self.chunk_blocks * self.block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk on this rank, without the padding of its record."""
+        return self.chunk_blocks * self.block_bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All groups on rank ``rank`` of ``ranks`` (tensor parallel). ``records`` is the namespace that
+    these records carry, so that a description is never taken for that of other records."""
+
+    records: bytes
+    rank: int
+    ranks: int
+    layout: str
+    groups: tuple[GroupGeometry, ...]
+
+    @cached_property
+    def by_group(self) -> dict[int, GroupGeometry]:
+        """The groups by their id."""
+        return {group.group: group for group in self.groups}
+
+    def dump(self) -> bytes:
+        """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``. Folders keep it
+        as a file, stores without folders in a ``offload.geometry.mooncake_source``."""
+        body = {
+            "records": self.records.hex(),
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "layout": self.layout,
+            "groups": [asdict(group) | {"layers": _runs(group.layers)} for group in self.groups],
+        }
+        document = {"format": GEOMETRY_FORMAT, "check": _check(body), "geometry": body}
+        found = _text(document) + b"\n"
+        if len(found) > GEOMETRY_BYTES_MAX:
+            raise ValueError(f"a geometry of {len(found)} bytes is more than {GEOMETRY_BYTES_MAX}")
+        return found
+
+    @classmethod
+    def load(cls, content: bytes, where: str) -> Geometry:
+        """What ``dump`` wrote. Whatever stands there is read as hostile: raises ``NamespaceError``
+        that begins with ``where``."""
+        try:
+            document = json.loads(content)
+            form = document["format"]
+            if type(form) is not int or form > GEOMETRY_FORMAT:
+                raise NamespaceError(f"{where} has format {form}, this build {GEOMETRY_FORMAT}")
+            body = document["geometry"]
+            if document["check"] != _check(body):
+                raise NamespaceError(f"{where} was changed: it does not fit its check value")
+            return _geometry(body)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise NamespaceError(f"{where} is not a geometry: {error!r:.200}") from None
+
+
+def content_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a namespace that say what is in a block, whatever its shape: model, dtype,
+    hashes, versions. Where one of them differs the blocks are another model's."""
+    return {name: value for name, value in fields.items() if name not in ("geometry", "parallel")}
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def _check(body: Any) -> str:
+    return hashlib.sha256(_DOMAIN + _text(body)).hexdigest()[:16]
+
+
+def _runs(layers: Sequence[LayerGeometry]) -> list[list[Any]]:
+    """Neighbours that differ in their name alone share one description: a model has a hundred."""
+    found: list[list[Any]] = []
+    for layer in layers:
+        page = asdict(layer)
+        name = page.pop("layer")
+        if found and found[-1][1] == page:
+            found[-1][0].append(name)
+        else:
+            found.append([[name], page])
+    return found
+
+
+def _geometry(body: Any) -> Geometry:
+    groups = []
+    for group in body["groups"]:
+        layers = tuple(
+            _layer({"layer": name} | page) for names, page in group["layers"] for name in names
+        )
+        groups.append(
+            GroupGeometry(
+                int(group["group"]),
+                str(group["kind"]),
+                str(group["spec"]),
+                _natural(group["block_tokens"]),
+                _natural(group["chunk_blocks"]),
+                layers,
+            )
+        )
+    ranks = _natural(body["ranks"])
+    rank = int(body["rank"])
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}")
+    records = bytes.fromhex(body["records"])
+    return Geometry(records, rank, ranks, str(body["layout"]), tuple(groups))
+
+
+def _layer(body: Any) -> LayerGeometry:
+    found = LayerGeometry(**body)
+    for name in ("kernel_blocks", "kernel_tokens", "heads", "tokens", "unit_bytes"):
+        _natural(getattr(found, name))
+    if sorted(found.order) != [KERNEL_BLOCK, HEAD, TOKEN] or found.split not in _SPLITS:
+        raise ValueError(f"order {found.order!r}, split {found.split!r}")
+    if not isinstance(found.layer, str) or not isinstance(found.form, str):
+        raise TypeError("names are texts")
+    return found
+
+
+_SPLITS = (HEADS, COPIES, OWN)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 < value < 1 << 40:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,292 @@
+"""Finds the stores below a folder, for the command line: whose they are, who uses them, and what a
+start would make of them.
+
+``Store.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
+``judge_replica`` of the folders, ``lmdb_folder`` or ``record_folder`` of the files, and
+``judge_epochs`` of both together.
+
+A folder may be a tier's path (with namespaces, replicas and ranks below), one of these inside it,
+or the folder of a single tier that was opened without vLLM.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.errors import NamespaceError
+from offload.namespaces.claims import Owner, engines, entries, holder, sharers
+from offload.namespaces.cleanup import QUARANTINE, TRASH
+from offload.namespaces.folders import judge_namespace, judge_replica, read_epoch
+from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry
+from offload.namespaces.manifest import (
+    NAME,
+    Namespace,
+    NewerFormatError,
+    read_manifest,
+    read_small_file,
+)
+from tiers.adapters.reopening import judge_epochs
+from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
+from tiers.folders.folder import QUARANTINE_PREFIX, StoreUnusableError
+from tiers.lmdb.folder import is_lmdb_store
+from tiers.lmdb.index import IndexUnusableError, check_owner
+from tiers.offline.file_reader import FileReader, is_file_store
+from tiers.offline.inspect import OutsideStore
+from tiers.offline.lmdb_reader import LmdbReader
+from tiers.record import Identity
+
+_REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
+_RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
+
+
+class Standing(enum.Enum):
+    """What the next start would make of a store: begin with nothing, because nothing was stored
+    (``EMPTY``) or because the weights were replaced since (``STALE``); keep it (``WHOLE``); begin
+    empty because it cannot be trusted, or refuse to start where recovery is strict (``DAMAGED``);
+    refuse to start because a newer version wrote it (``NEWER``)."""
+
+    EMPTY = "empty"
+    WHOLE = "whole"
+    STALE = "stale"
+    DAMAGED = "damaged"
+    NEWER = "newer"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """See ``Standing``; ``why`` is empty if there is nothing to explain."""
+
+    standing: Standing
+    why: str = ""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the store; empty if a start finds no fault with it."""
+        if self.standing is Standing.DAMAGED:
+            return f"damaged: {self.why}"
+        return self.why if self.standing is Standing.NEWER else ""
+
+    @property
+    def remark(self) -> str:
+        """What an operator should know of a store that is not damaged."""
+        return self.why if self.standing is Standing.STALE else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The folder of one rank. ``namespace`` is the name of its namespace's folder, empty for a tier
+    that was opened without one (``replica`` and ``rank`` are 0 then)."""
+
+    folder: Path
+    namespace: str = ""
+    replica: int = 0
+    rank: int = 0
+
+    @property
+    def kind(self) -> str:
+        """``lmdb``, ``file``, or ``empty``."""
+        if is_lmdb_store(self.folder):
+            return "lmdb"
+        return "file" if is_file_store(self.folder) else "empty"
+
+    @property
+    def claim(self) -> Path:
+        """The file by which a server claims this rank."""
+        return self.folder.with_name(f"{self.folder.name}.claim")
+
+    def owner(self) -> Owner | None:
+        """The process that uses it now, or one of those that share it."""
+        found = holder(self.claim) if self.namespace else None
+        return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
+
+    def owners(self) -> list[Owner]:
+        """Every process that uses it now."""
+        owner = self.owner()
+        return self.sharers() or ([owner] if owner is not None else [])
+
+    def sharers(self) -> list[Owner]:
+        """The processes that share it now."""
+        claims = sharers(self.claim) if self.namespace else []
+        locks = sorted(self.folder.glob("sharer-*.lock"))
+        held = [owner for lock in locks if (owner := holder(lock)) is not None]
+        return claims or held or engines(self.folder)
+
+    def aside(self) -> list[Path]:
+        """Folders of files that its tier moved aside, because they could not be trusted."""
+        return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
+
+    def look(self, key_file: str = "") -> tuple[Verdict, OutsideStore | None]:
+        """What a start would make of it, and its records if they can be read (the caller closes
+        that). Raises ``OSError`` or ``TierError``."""
+        has_folders = bool(NAME.fullmatch(self.namespace))
+        verdict = self._judge_folders() if has_folders else None
+        if self.kind == "empty":
+            return verdict or Verdict(Standing.EMPTY), None
+        try:
+            outside = self.open(key_file)
+        except StoreUnusableError as error:
+            return verdict or Verdict(Standing.DAMAGED, str(error)), None
+        if verdict is None and has_folders:
+            verdict = self._judge_records(outside)
+        return verdict or Verdict(Standing.WHOLE), outside
+
+    def _judge_folders(self) -> Verdict | None:
+        """What is wrong with the folders around it."""
+        replica = self.folder.parent
+        try:
+            trouble = judge_namespace(replica.parent) or judge_replica(replica)
+        except NewerFormatError as error:
+            return Verdict(Standing.NEWER, str(error))
+        return Verdict(Standing.DAMAGED, trouble) if trouble else None
+
+    def _judge_records(self, outside: OutsideStore) -> Verdict | None:
+        """Whether its records are those of its place and of its epoch."""
+        epoch = outside.epoch
+        try:
+            noted = read_epoch(self.folder.parent)  # after that: a reset changes it first
+            if outside.owner is not None:
+                records_of = self._described() or outside.owner.namespace
+                check_owner(outside.owner, Identity(records_of, self.rank))
+        except (StoreUnusableError, NamespaceError) as error:
+            return Verdict(Standing.DAMAGED, str(error))
+        if outside.is_shared:  # epochs are a matter of those who share it
+            return None
+        trouble = judge_epochs(epoch, noted)
+        if trouble:
+            return Verdict(Standing.DAMAGED, trouble)
+        start = noted + noted % 2
+        if epoch == start or self.owner() is not None:
+            return None
+        return Verdict(
+            Standing.STALE,
+            f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights were "
+            "replaced since, so none of them will be used",
+        )
+
+    def _described(self) -> bytes:
+        """Whose records the last server said that it keeps here; empty if that is not known."""
+        path = self.folder.with_name(f"{self.folder.name}.geometry.json")
+        try:
+            content = read_small_file(path, GEOMETRY_BYTES_MAX)
+            return Geometry.load(content, str(path)).records if content is not None else b""
+        except NamespaceError:
+            return b""
+
+    def open(self, key_file: str = "") -> OutsideStore:
+        """Look at its records. Raises ``StoreUnusableError``, ``OSError`` or ``TierError``."""
+        if self.kind == "file":
+            return FileReader(self.folder)
+        is_owned = self.owner() is not None
+        try:
+            return LmdbReader(self.folder, is_owned=is_owned, key_file=key_file)
+        except IndexUnusableError:
+            # A server that starts now writes what was being checked: look again as at any live one.
+            if is_owned or self.owner() is None:
+                raise
+            return LmdbReader(self.folder, is_owned=True, key_file=key_file)
+
+
+@dataclass(slots=True)
+class Home:
+    """A namespace below a path, or something that was moved aside. ``problem`` says what is wrong
+    with its manifest."""
+
+    name: str
+    folder: Path
+    fields: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    stores: list[Store] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """The model's name, empty if it is not known."""
+        return model_of(self.fields)
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it was moved aside because it could not be trusted."""
+        return bool(QUARANTINE.fullmatch(self.name))
+
+    @property
+    def is_trash(self) -> bool:
+        """Whether it was removed, and not all of it could be deleted."""
+        return bool(TRASH.fullmatch(self.name))
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a start may use what lies here, so that damage in it matters."""
+        return not (self.is_aside or self.is_trash)
+
+    def owners(self) -> list[Owner]:
+        """Who uses any of its ranks now."""
+        return [owner for store in self.stores for owner in store.owners()]
+
+
+def model_of(fields: dict[str, Any]) -> str:
+    """The model's name in the fields of a namespace."""
+    model = fields.get("model")
+    name = model.get("name") if isinstance(model, dict) else model
+    return name if isinstance(name, str) else ""
+
+
+def find_homes(folder: Path) -> list[Home]:
+    """Everything of ours at or below ``folder``: namespaces by name, then what was moved aside and
+    what is left of removed ones, or one nameless home with the single tier that lies here. Raises
+    ``NotADirectoryError``."""
+    if not folder.is_dir():
+        raise NotADirectoryError(str(folder))
+    inside = _inside_a_namespace(folder)
+    if inside is not None:
+        return [inside]
+    names = entries(folder)
+    homes = [_home(folder / name) for name in names if NAME.fullmatch(name)]
+    aside = [folder / name for name in names if QUARANTINE.fullmatch(name)]
+    homes += [_home(path) for path in aside if _is_real(path)]
+    trash = [folder / name for name in names if TRASH.fullmatch(name)]
+    homes += [Home(path.name, path, problem="could not be deleted") for path in trash]
+    if not homes and (is_lmdb_store(folder) or is_file_store(folder)):
+        homes = [Home("", folder, stores=[Store(folder)])]
+    return homes
+
+
+def _inside_a_namespace(folder: Path) -> Home | None:
+    """The namespace that ``folder`` is, or lies in, with only the stores at or below it."""
+    for parent in (folder.absolute(), *folder.absolute().parents[:2]):
+        if NAME.fullmatch(parent.name) or QUARANTINE.fullmatch(parent.name):
+            home = _home(parent)
+            home.stores = [s for s in home.stores if s.folder.is_relative_to(folder.absolute())]
+            return home
+    return None
+
+
+def _home(folder: Path) -> Home:
+    found = Home(folder.name, folder)
+    try:
+        if NAME.fullmatch(folder.name):
+            found.problem = judge_namespace(folder)
+        if _is_real(folder):
+            found.stores = list(_stores(folder))
+            namespace: Namespace | None = read_manifest(folder)
+            found.fields = namespace.fields if namespace else {}
+    except NamespaceError as error:
+        found.problem = str(error)
+    return found
+
+
+def _stores(home: Path) -> Iterator[Store]:
+    for replica in entries(home):
+        if (number := _REPLICA.fullmatch(replica)) is None or not _is_real(home / replica):
+            continue
+        for rank in entries(home / replica):
+            folder = home / replica / rank
+            if (which := _RANK.fullmatch(rank)) is not None and _is_real(folder):
+                yield Store(folder, home.name, int(number[1]), int(which[1]))
+
+
+def _is_real(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink()

@@ -1,0 +1,252 @@
+"""The identity of stored blocks: named fields, their digest, and the manifest that says so.
+
+Two servers may read each other's records only if every field that can change a byte of a block, or
+which block a key means, is equal. The fields are plain JSON values
+(``offload.connector.model.identity`` collects them from vLLM). Their canonical JSON is hashed; the
+16-byte digest stands in every record and its 32 hex digits name the folder, so nothing that a user
+or a model says is ever part of a path.
+
+This module owns the value and the manifest file. Folders, epochs and clean-up of namespaces are in
+``offload.namespaces.folders``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from offload.errors import NamespaceError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "kvt-manifest.json"
+MANIFEST_BYTES_MAX = 64 * 1024
+NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_DOMAIN = b"kvtiers namespace\n"
+_MEMBERS = frozenset({"format", "namespace", "fields"})
+
+
+class NewerFormatError(NamespaceError):
+    """Written by a newer version of this package: to be left alone."""
+
+
+class _Absent:
+    """What the other side lacks; equal to no JSON value."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """An immutable set of named fields. Equal if and only if the canonical texts are equal."""
+
+    canonical: bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Namespace:
+        """The namespace of these fields: strings to JSON values; a tuple counts as a list.
+
+        Raises ``TypeError`` for anything else and ``ValueError`` for NaN and infinities, because a
+        value without one canonical text would make two namespaces out of one, or one out of two.
+        """
+        plain = {_name(name): _plain(value, str(name)) for name, value in fields.items()}
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return cls(text.encode("ascii"))
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields by name. A copy of the identity: changing it changes nothing."""
+        found: dict[str, Any] = json.loads(self.canonical)
+        return found
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes of SHA-256 over the canonical text; the ``namespace`` of every record."""
+        return hashlib.sha256(_DOMAIN + self.canonical).digest()[:16]
+
+    @property
+    def name(self) -> str:
+        """The digest as 32 hex digits; the name of the folder."""
+        return self.digest.hex()
+
+    def __repr__(self) -> str:
+        return f"Namespace({self.name})"
+
+
+def differing_fields(a: Namespace, b: Namespace) -> list[tuple[str, Any, Any]]:
+    """(path, value in ``a``, value in ``b``) of every leaf that differs, sorted by path.
+
+    A path looks like ``geometry.groups[0].block_size``; what one side lacks is ``ABSENT`` there.
+    """
+    return list(_differences("", a.fields, b.fields))
+
+
+def write_manifest(folder: str | Path, namespace: Namespace) -> None:
+    """Say durably whose records ``folder`` holds. Atomic; writing the same again changes nothing.
+
+    Raises ``OSError`` from the file system and ``ValueError`` if the fields do not fit.
+    """
+    write_durably(Path(folder) / MANIFEST_NAME, dump_manifest(namespace))
+
+
+def dump_manifest(namespace: Namespace) -> bytes:
+    """The content of a manifest. Raises ``ValueError`` if the fields do not fit."""
+    document = {"format": FORMAT_VERSION, "namespace": namespace.name, "fields": namespace.fields}
+    text = json.dumps(document, indent=1, sort_keys=True).encode("ascii") + b"\n"
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise ValueError(
+            f"the manifest has {len(text)} bytes, more than {MANIFEST_BYTES_MAX}: "
+            "put a digest of the large field into the namespace instead"
+        )
+    return text
+
+
+def read_manifest(folder: str | Path) -> Namespace | None:
+    """The namespace that ``folder`` says it holds; ``None`` if it has no manifest.
+
+    Whatever lies there is read as hostile: only a regular file of at most 64 KiB is opened
+    for reading, and its digest must fit its fields. Raises ``NamespaceError`` that says what is
+    wrong with it.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    text = read_small_file(path, MANIFEST_BYTES_MAX)
+    if text is None:
+        return None
+    try:
+        document = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise NamespaceError(f"{path} is not a manifest: {_short(error)}") from None
+    return _checked(document, path)
+
+
+def read_small_file(path: Path, size_max: int) -> bytes | None:
+    """The content of a regular file of at most ``size_max`` bytes; ``None`` if there is none.
+
+    Never follows a link, never waits for a pipe. Raises ``NamespaceError``.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NamespaceError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NamespaceError(f"{path} is not a regular file")
+        if found.st_size > size_max:
+            raise NamespaceError(f"{path} has {found.st_size} bytes, more than {size_max}")
+        return os.read(fd, size_max)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:
+    """Replace ``path`` by ``content`` so that a crash leaves the old or the new file, whole.
+
+    The file and its folder are synced before this returns. With ``placed`` the file takes its place
+    before it is synced, and ``placed`` is called in between: other processes find it from then on,
+    also if this one is killed, but a power cut may leave a damaged one.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            if placed is None:
+                os.fsync(fd)
+            os.replace(draft, path)
+            if placed is not None:
+                placed()
+                os.fsync(fd)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new entries in ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checked(document: Any, path: Path) -> Namespace:
+    if not isinstance(document, dict) or not isinstance(document.get("format"), int):
+        raise NamespaceError(f"{path} is not a manifest: it has no format number")
+    if document["format"] > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{path} has format {document['format']}, newer than this build's {FORMAT_VERSION}. "
+            "Upgrade kvtiers or use another folder."
+        )
+    fields = document.get("fields")
+    if not isinstance(fields, dict) or set(document) != _MEMBERS:
+        raise NamespaceError(f"{path} is not a manifest: its members are not those of format 1")
+    try:
+        namespace = Namespace.of(fields)
+    except (ValueError, RecursionError) as error:
+        raise NamespaceError(f"{path} is not a manifest: {_short(error)}") from None
+    if namespace.name != document["namespace"]:
+        raise NamespaceError(f"{path} was changed: its fields do not fit its namespace")
+    return namespace
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a field's name must be a string, not {name!r}")
+    return name
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {_name(name): _plain(item, f"{where}.{name}") for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"field {where} is a {type(value).__name__}, not a JSON value")
+
+
+def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in sorted({*a, *b}):
+            inner = f"{path}.{name}" if path else name
+            yield from _differences(inner, a.get(name, ABSENT), b.get(name, ABSENT))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(f"{path}[{index}]", left, right)
+    elif a is ABSENT or b is ABSENT or _text(a) != _text(b):
+        yield path, a, b
+
+
+def _text(value: Any) -> str:
+    """For comparing: Python holds 1, 1.0 and True to be equal, the digest does not."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _no_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return found
+
+
+def _short(error: BaseException) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]

@@ -1,0 +1,1 @@
+"""Decides loads, stores and write-through, from the health and contents of the tiers. Pure."""

@@ -1,0 +1,179 @@
+"""Builds the planner from what the ranks have opened. Ranks must agree, and only chunks that every
+rank holds count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from offload.config.fields import PolicyConfig
+from offload.config.schema import OffloadConfig, TierConfig
+from offload.errors import NamespaceError, TierUnavailableError
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo
+from offload.index.recovery import held_by_all, recover
+from offload.index.tier_index import TierIndex
+from offload.layout.groups import ModelLayout
+from offload.messages.report import RankState
+from offload.namespaces.manifest import Namespace, differing_fields
+from offload.planner.planner import Planner
+from offload.planner.presence import KNOWN_MOST, SharedLimits
+from offload.planner.tier_health import GateLimits, Gates
+from offload.planner.write_through import DemotionQueue
+from policies.admission import WriteBudget
+from policies.base import AdmissionPolicy, EntryInfo
+from policies.registry import make_admission, make_policy
+
+logger = logging.getLogger(__name__)
+
+DAY_S = 86_400.0
+
+
+def make_planner(
+    config: OffloadConfig,
+    layout: ModelLayout,
+    ranks: Sequence[RankState],
+    num_blocks: int,
+) -> Planner:
+    """The planner for these ranks; the GPU cache has ``num_blocks`` blocks.
+
+    Raises ``TierUnavailableError`` if two ranks did not come up with the same tiers.
+    """
+    first = ranks[0]
+    _check_agreement(ranks)
+    groups = {
+        group.group: GroupInfo(
+            group.kind,
+            group.chunk_tokens,
+            tuple(tier.footprints[group.group] for tier in first.tiers),
+        )
+        for group in layout.groups
+    }
+    slots = min(rank.slots for rank in ranks)
+    cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), make_policy(config.cpu.policy.spec))
+    lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
+    chunk_tokens = max(group.chunk_tokens for group in layout.groups)
+    limits = GateLimits(config.breaker_failures, config.break_even, chunk_tokens)
+    gates = Gates([index.name for index in lower], limits)
+    queues = [
+        DemotionQueue(
+            tier,
+            index,
+            gate=gates.tiers[tier],
+            admissions=_tier_admissions(config.lower[tier], len(ranks)),
+            read_only=config.is_read_only(tier),
+            max_waiting=max(1, slots * 3 // 4),
+            max_flying=max(1, slots // 4),  # what hangs keeps its slots
+        )
+        for tier, index in enumerate(lower)
+    ]
+    slot_total = first.slot_bytes * len(ranks)
+    planner = Planner(
+        groups,
+        cpu,
+        lower,
+        ranks=len(ranks),
+        max_store_chunks=max(1, config.max_inflight_store // slot_total),
+        max_load_chunks=max(1, config.max_inflight_load // slot_total),
+        admission=_admission(config.cpu.admission),
+        max_load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
+        gates=gates,
+        demotions=queues,
+        shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
+        shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
+    )
+    for tier in range(len(lower)):
+        _recover(planner, tier, ranks, groups)
+    return planner
+
+
+def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
+    """Bytes, all ranks together, of what each tier's space counts: slots, or bytes of one rank."""
+    lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
+    return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
+
+
+def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
+    """The namespace in which the workers store. ``own`` are the fields that the scheduler knows by
+    itself: it makes the keys and the layout.
+
+    Raises ``NamespaceError`` that names the fields if two processes do not agree.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        _check_equal(other.namespace, f"rank {other.rank}", first.namespace, f"rank {first.rank}")
+    said = first.namespace.fields
+    theirs = Namespace.of({name: said.get(name) for name in own.fields})
+    _check_equal(theirs, f"rank {first.rank}", own, "the scheduler")
+    return first.namespace
+
+
+def _check_equal(one: Namespace, whose: str, other: Namespace, whose_else: str) -> None:
+    found = [f"{path} ({a} and {b})" for path, a, b in differing_fields(one, other)]
+    if found:
+        raise NamespaceError(
+            f"kvtiers: {whose} and {whose_else} differ in {', '.join(found[:8])}. All processes "
+            "of a server must see the same model files, flags, environment and versions."
+        )
+
+
+def _check_agreement(ranks: Sequence[RankState]) -> None:
+    first = ranks[0]
+    for other in ranks:
+        mine = [(tier.name, tier.footprints, tier.shared) for tier in first.tiers]
+        if other.slot_bytes != first.slot_bytes or mine != [
+            (tier.name, tier.footprints, tier.shared) for tier in other.tiers
+        ]:
+            raise TierUnavailableError(
+                f"kvtiers: rank {other.rank} has slots of {other.slot_bytes} bytes and tiers "
+                f"{[t.name for t in other.tiers]}, rank {first.rank} {first.slot_bytes} and "
+                f"{[t.name for t in first.tiers]}. Ranks with different KV geometry cannot share "
+                "one plan: use the same number of layers and heads on every rank."
+            )
+
+
+def _lower_index(config: OffloadConfig, ranks: Sequence[RankState], tier: int) -> TierIndex:
+    capacity = min(rank.tiers[tier].capacity_bytes for rank in ranks)
+    settings = config.lower[tier]
+    share = 1.0 if config.is_read_only(tier) else settings.high_watermark
+    space = ByteSpace(int(capacity * share))
+    state = ranks[0].tiers[tier]
+    if state.shared:  # what is known of it; it keeps its capacity itself
+        space = ByteSpace(KNOWN_MOST * max(state.footprints.values()))
+    low = settings.low_watermark / settings.high_watermark
+    name = ranks[0].tiers[tier].name
+    return TierIndex(name, space, make_policy(settings.policy.spec), low_watermark=low)
+
+
+def _recover(
+    planner: Planner,
+    tier: int,
+    ranks: Sequence[RankState],
+    groups: Mapping[int, GroupInfo],
+) -> None:
+    """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
+    columns, lost = held_by_all([rank.tiers[tier].keys for rank in ranks])
+    infos = {
+        group: EntryInfo(group, info.kind, 0, info.footprints[tier])
+        for group, info in groups.items()
+    }
+    index = planner.lower[tier]
+    rejected = recover(index, columns, infos)
+    planner.delete(tier, [*lost, *rejected])
+    logger.info("kvtiers: %s: %d chunks recovered", index.name, len(index))
+
+
+def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
+    """What a chunk must pass to be written. The daily budget is the server's, one rank's share
+    is counted because every rank writes alike."""
+    chosen = _admission(tier.admission)
+    found = [chosen] if chosen is not None else []
+    if tier.write_budget_per_day:
+        per_rank = tier.write_budget_per_day / ranks
+        found.append(WriteBudget(per_rank / DAY_S, burst_bytes=per_rank / 24))
+    return found
+
+
+def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
+    """``None`` stands for "all", which needs no question per chunk."""
+    return None if policy.name == "all" else make_admission(policy.spec)

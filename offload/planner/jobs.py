@@ -1,0 +1,155 @@
+"""The ledger: jobs that workers have not finished, and the GPU blocks they read.
+
+A job is opened once, answered once per rank, and closed when the last rank has answered. Late
+answers to jobs that are not open (a worker that was restarted) are counted, never acted on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from offload.errors import InvariantError
+from offload.index.chunk_batch import chosen
+from offload.layout.keys import CPU
+from offload.messages.report import JobResult
+from policies.base import EntryInfo
+
+
+class JobKind(enum.Enum):
+    """What a job moves."""
+
+    STORE = "store"
+    LOAD = "load"
+    DEMOTE = "demote"
+    PROBE = "probe"
+
+
+@dataclass(slots=True)
+class Job:
+    """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
+    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads, ``holds`` counts
+    those that a load fills; ``write`` are the lower tiers that may get what a store fills
+    (``None``: all); ``infos`` are of ``fills`` where the index does not remember them. What a
+    ``distrusted`` job fills is never committed, whatever the ranks
+    answer."""
+
+    job: int
+    kind: JobKind
+    fills: Sequence[bytes] = ()
+    fill_tier: int = CPU
+    pins: Sequence[tuple[int, Sequence[bytes]]] = ()
+    blocks: Sequence[int] = ()
+    request: str = ""
+    chunks: int = 0
+    holds: int = 0
+    tokens_by_tier: Mapping[int, int] | None = None
+    write: frozenset[int] | None = None
+    infos: Sequence[EntryInfo] | None = None
+    result: JobResult | None = None
+    distrusted: bool = False
+
+    @property
+    def answer(self) -> JobResult:
+        """The answer of all ranks of a job that has ended."""
+        if self.result is None:
+            raise InvariantError(f"ledger: job {self.job} ended without an answer")
+        return self.result
+
+    def verdict(self) -> tuple[list[bytes], list[bytes]]:
+        """Which of the keys that an ended job filled may be committed, and which must not."""
+        if self.answer.failed or self.distrusted:
+            return [], list(self.fills)
+        bad = self.answer.bad
+        if not bad:
+            return list(self.fills), []
+        return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
+
+    def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo] | None:
+        """``infos`` of some of ``fills``, in their order."""
+        if self.infos is None or len(keys) == len(self.fills):
+            return self.infos
+        wanted = set(keys)
+        return chosen(self.infos, [key in wanted for key in self.fills])
+
+
+class Ledger:
+    """Open jobs by id, and for every GPU block the stores that still read it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._next = 1
+        self._jobs: dict[int, Job] = {}
+        self._readers: dict[int, tuple[int, ...]] = {}
+        self.late_answers = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def next_id(self) -> int:
+        """A job id that was never used before."""
+        self._next += 1
+        return self._next - 1
+
+    def open(self, job: Job) -> None:
+        """Enter a job."""
+        if job.job in self._jobs:
+            raise InvariantError(f"ledger: job {job.job} is open already")
+        self._jobs[job.job] = job
+        if job.blocks:
+            readers = self._readers
+            own: tuple[int, ...] = (job.job,)
+            mine = dict.fromkeys(job.blocks, own)
+            if not readers.keys().isdisjoint(mine):
+                mine = {block: readers.get(block, ()) + own for block in mine}
+            readers.update(mine)
+
+    def close(self, job_id: int) -> Job:
+        """Take a job out, whatever its answers."""
+        job = self._jobs.pop(job_id)
+        blocks = set(job.blocks)
+        found = list(map(self._readers.pop, blocks))
+        if found.count((job_id,)) < len(found):
+            for block, readers in zip(blocks, found, strict=True):
+                others = tuple(reader for reader in readers if reader != job_id)
+                if others:
+                    self._readers[block] = others
+        return job
+
+    def answer(self, job_id: int, result: JobResult) -> Job | None:
+        """Add ranks' answers; returns the job, closed, once every rank has answered."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            self.late_answers += 1
+            return None
+        job.result = job.result.merge(result) if job.result else result
+        if job.result.ranks < self._ranks:
+            return None
+        if job.result.ranks > self._ranks:
+            raise InvariantError(
+                f"ledger: {job.kind.value} job {job_id} has {job.result.ranks} answers "
+                f"from {self._ranks} ranks"
+            )
+        return self.close(job_id)
+
+    def readers(self, blocks: Iterable[int]) -> set[int]:
+        """The open stores that read any of these GPU blocks."""
+        if not self._readers:
+            return set()
+        return set(chain.from_iterable(set(filter(None, map(self._readers.get, blocks)))))
+
+    def distrust(self, kind: JobKind) -> None:
+        """Nothing that open jobs of this kind fill may be committed."""
+        for job in self._jobs.values():
+            if job.kind is kind:
+                job.distrusted = True
+
+    def count(self, kind: JobKind) -> int:
+        """How many jobs of a kind are open."""
+        return sum(1 for job in self._jobs.values() if job.kind is kind)
+
+    def jobs(self) -> list[Job]:
+        """The open jobs, oldest first."""
+        return list(self._jobs.values())

@@ -1,0 +1,307 @@
+"""What shared tiers are known to hold: asked of them, and remembered for a short time.
+
+Other engines write to a shared tier, so the index that this engine has of it is not the truth: it
+holds what the tier has said, or was given by us, within the last ``remember_s``. What the tier did
+not have is remembered as long. Questions travel with a step's plan and answers with a report;
+nobody waits here. What is asked and what is remembered is bounded.
+
+Part of the planner, on the same thread; pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.index.chunk_batch import GroupInfo
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_of
+from offload.messages.plan import Question
+from offload.messages.report import Answer, merged_answer
+from offload.planner.tier_health import TierGate
+from policies.base import EntryInfo
+
+KNOWN_MOST = 262_144
+"""Chunks of one tier that are remembered to be there, and as many that are not."""
+EXPIRED_MOST = 4096
+"""Chunks that one call of ``tick`` forgets, so that a step stays short."""
+STEPS_LEAST = 3
+"""An answer takes that many steps in an engine that computes others meanwhile."""
+ANSWER_MOST_S = 30.0
+"""A question without an answer is forgotten then."""
+PROBE_KEY = b"kvtiers-probe"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """How long a request waits for an answer and how long that is remembered (seconds), and how
+    many chunks may be asked of one tier at a time."""
+
+    lookup_timeout_s: float = 0.05
+    remember_s: float = 5.0
+    asked_most: int = 65_536
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a request has asked, when, and in which step; whether it has gone on since."""
+
+    numbers: frozenset[int]
+    since: float
+    step: int
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _Open:
+    """A question that not all ranks have answered."""
+
+    question: Question
+    since: float
+    is_probe: bool = False
+    answer: Answer | None = None
+
+
+class _Memory:
+    """What is remembered of one tier. The dicts of what is ``absent``, ``there`` or could not be
+    said (``silent``) hold until when, oldest first: everything is remembered equally long."""
+
+    def __init__(self, tier: int, index: TierIndex, groups: Mapping[int, GroupInfo]) -> None:
+        self.index = index
+        self.asked: dict[bytes, int] = {}
+        self.absent: dict[bytes, float] = {}
+        self.there: dict[bytes, float] = {}
+        self.silent: dict[bytes, float] = {}
+        self.asked_chunks = self.found_chunks = self.unanswered = 0
+        self._infos = {
+            group: EntryInfo(group, info.kind, 0, info.footprints[tier])
+            for group, info in groups.items()
+        }
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of which nothing is known and nobody has asked."""
+        resident, absent, asked = self.index.resident, self.absent, self.asked
+        return [k for k in keys if not (k in resident or k in absent or k in asked)]
+
+    def found(self, keys: Sequence[bytes], until: float) -> None:
+        """The tier holds these (prefix order)."""
+        index = self.index
+        fresh = [key for key in reversed(keys) if index.is_absent(key)]
+        infos = [self._infos[group_of(key)] for key in fresh]
+        short = index.space.missing(sum(info.size_bytes for info in infos))
+        if short:
+            index.evict(short)
+        index.recover(fresh, infos)
+        self.remember([key for key in keys if key in index], until)
+
+    def remember(self, keys: Iterable[bytes], until: float) -> None:
+        """These are in the index now."""
+        for key in keys:
+            self.absent.pop(key, None)
+            self.there.pop(key, None)
+            self.there[key] = until
+
+    def missed(self, keys: Iterable[bytes], until: float) -> None:
+        """The tier does not hold these; what was written since it was asked is there."""
+        for key in keys:
+            if key not in self.index:
+                self.absent.pop(key, None)
+                self.absent[key] = until
+
+    def tick(self, now: float, remember_s: float) -> None:
+        """Forget what is too old, and the oldest of too much."""
+        for known in (self.absent, self.silent):
+            for _ in _due(known, now):
+                pass
+        due = list(_due(self.there, now))
+        in_use = [key for key in due if self.index.is_pinned(key)]
+        self.index.drop(set(due).difference(in_use))
+        for key in in_use:
+            self.there[key] = now + remember_s
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        for known in (self.asked, self.absent, self.there, self.silent):
+            known.clear()
+
+
+class SharedTiers:
+    """The shared ones among ``lower``: their numbers are ``tiers``. ``steps`` counts plans."""
+
+    def __init__(
+        self,
+        tiers: Collection[int],
+        lower: Sequence[TierIndex],
+        gates: Sequence[TierGate],
+        groups: Mapping[int, GroupInfo],
+        ranks: int = 1,
+        limits: SharedLimits | None = None,
+    ) -> None:
+        self.tiers = frozenset(tiers)
+        self.limits = limits or SharedLimits()
+        self.steps = 0
+        self.timeouts = 0
+        self._gates = gates
+        self._ranks = ranks
+        self._memories = {tier: _Memory(tier, lower[tier], groups) for tier in sorted(tiers)}
+        self._planned: list[Question] = []
+        self._open: dict[int, _Open] = {}
+        self._closed: set[int] = set()
+        self._next = 1
+
+    def __len__(self) -> int:
+        """Questions without an answer."""
+        return len(self._open)
+
+    # -- a request ---------------------------------------------------------------------------
+
+    def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> Wait:
+        """Ask every shared tier among ``read`` (``None``: all) which of these keys it holds, as far
+        as that is not known, nor asked already, nor too much at once."""
+        numbers: set[int] = set()
+        for tier, memory in self._memories.items():
+            if tier in self._closed or not self._gates[tier].readable:
+                continue
+            if read is not None and tier not in read:
+                continue
+            numbers.update(number for key in keys if (number := memory.asked.get(key)))
+            room = max(0, self.limits.asked_most - len(memory.asked))
+            unknown = memory.unknown(keys)[:room]
+            if unknown:
+                number = self._ask(tier, tuple(unknown), now)
+                memory.asked.update(dict.fromkeys(unknown, number))
+                memory.asked_chunks += len(unknown)
+                numbers.add(number)
+        return Wait(frozenset(numbers), now, self.steps)
+
+    def is_waiting(self, wait: Wait, now: float) -> bool:
+        """Whether a request should go on waiting for what it has asked."""
+        if wait.is_over:
+            return False
+        if not wait.numbers.isdisjoint(self._open):
+            deadline = wait.since + self.limits.lookup_timeout_s
+            if now < deadline or self.steps < wait.step + STEPS_LEAST:
+                return True
+            self.timeouts += 1
+        wait.is_over = True
+        return False
+
+    def is_stale(self, wait: Wait, now: float) -> bool:
+        """Whether to ask again, since what the tiers have said may be forgotten. Never before the
+        request has gone on once: in an engine of long steps it would wait for ever."""
+        return wait.is_over and now > wait.since + self.limits.remember_s
+
+    def is_unanswered(self, tier: int, key: bytes) -> bool:
+        """Whether the tier was asked about this chunk and has not answered yet, or could not."""
+        memory = self._memories.get(tier)
+        return memory is not None and (key in memory.asked or key in memory.silent)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        for number, asked in list(self._open.items()):
+            if now < asked.since + ANSWER_MOST_S:
+                break  # they are in the order in which they were asked
+            self._close(number, now)
+        for memory in self._memories.values():
+            memory.tick(now, self.limits.remember_s)
+
+    def take(self) -> tuple[Question, ...]:
+        """The questions of this step."""
+        self.steps += 1
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def answered(self, answers: Mapping[int, Answer], now: float) -> None:
+        """What ranks have said; a late answer is remembered like any other."""
+        for number, answer in answers.items():
+            asked = self._open.get(number)
+            if asked is not None:
+                asked.answer = merged_answer(asked.answer, answer)
+                if asked.answer.ranks >= self._ranks:
+                    self._close(number, now)
+
+    def plan_probe(self, tier: int, now: float) -> int:
+        """Ask a tier that is shut out for nobody, to see whether it answers."""
+        number = self._ask(tier, (PROBE_KEY,), now)
+        self._open[number].is_probe = True
+        return number
+
+    # -- what is known otherwise -------------------------------------------------------------
+
+    def written(self, tier: int, keys: Sequence[bytes], now: float) -> None:
+        """These were written to a tier and entered into its index."""
+        if tier in self.tiers:
+            self._memories[tier].remember(keys, now + self.limits.remember_s)
+
+    def forget_all(self) -> None:
+        """New weights: what is known of shared tiers, and what is being asked, is of the old ones.
+        They are asked again after ``begin_epochs``."""
+        for asked in self._open.values():
+            if asked.is_probe:
+                self._gates[asked.question.tier].probe = None
+        self._open.clear()
+        self._planned.clear()
+        for memory in self._memories.values():
+            memory.clear()
+        self._closed = set(self.tiers)
+
+    def begin_epochs(self, tiers: Iterable[int]) -> None:
+        """The workers are told the new epochs of these tiers before what is asked from now on."""
+        self._closed.difference_update(tiers)
+
+    def totals(self) -> dict[str, float]:
+        """Counters by flat name; those of a tier end in ``:`` and its name."""
+        found: dict[str, float] = {}
+        for memory in self._memories.values():
+            name = memory.index.name
+            found[f"asked_chunks:{name}"] = memory.asked_chunks
+            found[f"found_chunks:{name}"] = memory.found_chunks
+            found[f"unanswered_questions:{name}"] = memory.unanswered
+        return found | ({"lookup_timeouts": self.timeouts} if self.tiers else {})
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _ask(self, tier: int, keys: Sequence[bytes], now: float) -> int:
+        number = self._next
+        self._next += 1
+        question = Question(number, tier, keys)
+        self._planned.append(question)
+        self._open[number] = _Open(question, now)
+        return number
+
+    def _close(self, number: int, now: float) -> None:
+        asked = self._open.pop(number)
+        question, present = asked.question, asked.answer.present if asked.answer else None
+        if asked.is_probe:
+            self._gates[question.tier].asked(now, good=present is not None)
+            return
+        memory = self._memories[question.tier]
+        for key in question.keys:
+            memory.asked.pop(key, None)
+            memory.silent.pop(key, None)
+        until = now + self.limits.remember_s
+        if present is None:
+            memory.unanswered += 1
+            memory.silent.update(dict.fromkeys(question.keys, until))
+            return
+        there = [key for key, is_there in zip(question.keys, present, strict=True) if is_there]
+        memory.found_chunks += len(there)
+        memory.found(there, until)
+        missing = [
+            key for key, is_there in zip(question.keys, present, strict=True) if not is_there
+        ]
+        memory.missed(missing, until)
+
+
+def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
+    """Take out what is due, a bounded number, and the oldest while there is too much."""
+    taken = 0
+    while known and taken < EXPIRED_MOST:
+        key, until = next(iter(known.items()))
+        if until > now and len(known) <= KNOWN_MOST:
+            return
+        del known[key]
+        taken += 1
+        yield key

@@ -1,0 +1,158 @@
+"""What the lookups of a request have found, so that the next one need not ask for it again.
+
+A long prompt has thousands of chunks, and each is a few misses of the processor's cache: they are
+asked for over several steps, and a request that waits longer is asked for again in each. Part of
+the scheduler side, on its thread; pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from offload.layout.prefix_match import BATCH, RunEnd, present_in
+from offload.telemetry.removed_chunks import Removals
+
+LOOKUP_CHUNKS = 768
+"""Chunks that the lookups of one short step ask for: about half a millisecond."""
+FEW = 256
+"""So many each lookup may ask for, whatever others have asked for in this step."""
+FIRST = 16
+"""So many are asked for together before one was found."""
+
+Holders = tuple[Container[bytes], ...]
+
+
+class LookupRoom:
+    """What all lookups of one engine share: how many chunks those of this step may still ask for
+    (``few`` each in any case), and what has left the tiers."""
+
+    def __init__(
+        self, removals: Removals, step_chunks: int = LOOKUP_CHUNKS, few: int = FEW
+    ) -> None:
+        self.removals = removals
+        self.few = few
+        self._step_chunks = self._whole = self.left = step_chunks
+
+    def next_step(self, times: int = 1) -> int:
+        """A step is over; how many chunks were asked for. The next one may ask for so many times
+        what a short one may."""
+        asked = self._whole - self.left
+        self._whole = self.left = times * self._step_chunks
+        return asked
+
+
+class _Run:
+    """Chunks ``[first, end)`` of one group that ``holders`` have, and whether the next one is
+    missing. ``mark`` is up to when removals were looked at."""
+
+    __slots__ = ("chunk_of", "end", "first", "has_gap", "holders", "mark")
+
+    def __init__(self, first: int, holders: Holders, mark: int) -> None:
+        self.first = self.end = first
+        self.has_gap = False
+        self.holders = holders
+        self.mark = mark
+        self.chunk_of: dict[bytes, int] | None = None  # made when it is first needed
+
+    def is_of(self, first: int, holders: Holders) -> bool:
+        """Whether it says something of chunks from ``first`` on in these holders."""
+        if not self.first <= first <= self.end or len(holders) != len(self.holders):
+            return False
+        return all(a is b for a, b in zip(holders, self.holders, strict=True))
+
+    def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
+        """Without what nobody holds any more of those that have left a tier."""
+        if self.chunk_of is None:
+            found = keys[self.first : self.end]
+            self.chunk_of = dict(zip(found, range(self.first, self.end), strict=True))
+        present = present_in(*self.holders)
+        for batch in gone:
+            mine = list(filter(self.chunk_of.__contains__, batch))
+            for key, is_there in zip(mine, present(mine), strict=True):
+                if not is_there and self.chunk_of[key] < self.end:
+                    self.end, self.has_gap = self.chunk_of[key], True
+
+    def extend(self, keys: Sequence[bytes], end: int, most: int) -> int:
+        """Ask for up to ``most`` more chunks before ``end``; how many were asked for."""
+        present, asked = present_in(*self.holders), 0
+        while self.end < end and asked < most:
+            size = min(self._batch(), end - self.end, most - asked)
+            part = keys[self.end : self.end + size]
+            gap = present(part).find(0)
+            there = gap if gap >= 0 else size
+            if self.chunk_of is not None:
+                chunks = range(self.end, self.end + there)
+                self.chunk_of.update(zip(part[:there], chunks, strict=True))
+            self.end += there
+            self.has_gap = gap >= 0
+            asked += size
+            if self.has_gap:
+                break
+        return asked
+
+    def _batch(self) -> int:
+        """Chunks to ask for next: few where mostly the first is missing, as of a new prompt, and
+        one that was missing alone, because mostly it still is."""
+        if self.has_gap:
+            return 1
+        return BATCH if self.end > self.first else FIRST
+
+
+class KnownPrefix:
+    """What is known of one request's chunks. ``is_partial`` after a lookup that ended before it
+    knew all: it is to be repeated in the next step, which goes on where this one has ended.
+
+    Each step asks for a bounded number, but a request does not wait for ever: where so much leaves
+    the tiers that what was found is forgotten again and again, everything is asked for at once.
+    """
+
+    def __init__(self) -> None:
+        self.is_partial = False
+        self._runs: dict[tuple[int | None, int], _Run] = {}
+        self._partial_lookups = 0
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self._runs.clear()
+        self.is_partial, self._partial_lookups = False, 0
+
+    def begin(self) -> None:
+        """A lookup begins."""
+        self._partial_lookups += self.is_partial
+        self.is_partial = False
+
+    def runs_in(self, above: int | None, holders: Holders, room: LookupRoom) -> RunEnd:
+        """Where runs of chunks end that ``holders`` have, for `Coordinator.longest_hit`: too early,
+        with ``is_partial``, if this step may not ask for more. ``above`` names the holders."""
+
+        def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
+            run = self._known((above, group), keys, first, holders, room.removals)
+            most = max(room.left, room.few)
+            if self._partial_lookups > 2 * (end - first) // room.few + 1:
+                most = end - first
+            room.left -= run.extend(keys, end, most)
+            if run.end < end and not run.has_gap:
+                self.is_partial = True
+            return max(first, min(run.end, end))
+
+        return run_end
+
+    def _known(
+        self,
+        name: tuple[int | None, int],
+        keys: Sequence[bytes],
+        first: int,
+        holders: Holders,
+        removals: Removals,
+    ) -> _Run:
+        """What is still known from before, or nothing yet."""
+        run = self._runs.get(name)
+        if run is not None and run.is_of(first, holders):
+            gone = removals.since(run.mark)
+            if gone:
+                run.cut(keys, gone)
+            if gone is not None and run.end >= first:
+                run.mark = removals.count
+                return run
+        run = self._runs[name] = _Run(first, holders, removals.count)
+        return run

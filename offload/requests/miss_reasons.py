@@ -1,0 +1,307 @@
+"""Why a request missed: the first chunk that was not there, and what is known of it.
+
+Part of the scheduler side, on its thread; pure. Explained once per request, when vLLM has accepted
+what the lookup found: one boundary's chunks are looked at again, whatever the prompt's length.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from offload.index.tier_index import TierIndex
+from offload.layout.groups import FULL
+from offload.layout.keys import CPU
+from offload.layout.prefix_match import Coordinator, present_in
+from offload.messages.report import JobResult
+from offload.planner.planner import Planner
+from offload.requests.request_state import RequestTracker
+from offload.telemetry.removed_chunks import Cause, Departure
+
+FOREIGN_S = 3600.0
+"""So long after the start what was never stored here may lie in another namespace."""
+
+
+class Reason(enum.Enum):
+    """Why the prefix was not longer. The names are those of the metric and of the file."""
+
+    COMPLETE = "complete"
+    NEVER_STORED = "never_stored"
+    EVICTED = "evicted"
+    NO_ROOM = "no_room"
+    NOT_ADMITTED = "not_admitted"
+    STORING = "storing"
+    STORE_FAILED = "store_failed"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    NAMESPACE = "namespace"
+    RESET = "reset"
+    WINDOW = "window"
+    FILTERED = "filtered"
+    BUDGET = "budget"
+    BREAKER = "breaker"
+    BREAK_EVEN = "break_even"
+    DEADLINE = "deadline"
+    LOAD_FAILED = "load_failed"
+    UNANSWERED = "unanswered"
+
+
+MEANINGS: dict[Reason, str] = {
+    Reason.COMPLETE: "nothing was missing",
+    Reason.NEVER_STORED: "nobody has stored this prefix here, or so long ago that it is forgotten",
+    Reason.EVICTED: "it was stored and had to make room; the tier is too small for this traffic",
+    Reason.NO_ROOM: "it found no place when it was computed: everything was in use, or too much "
+    "was being stored at once",
+    Reason.NOT_ADMITTED: "the tier's admission policy turned it away",
+    Reason.STORING: "it is being stored at this moment",
+    Reason.STORE_FAILED: "storing it failed, or its GPU blocks were reused before it was copied",
+    Reason.CORRUPT: "its record was damaged and was dropped",
+    Reason.LOST: "its record had disappeared from the tier",
+    Reason.NAMESPACE: "it may be among the records of another namespace, which are not used",
+    Reason.RESET: "everything was forgotten on request, as after a change of weights",
+    Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, though "
+    "the layers that keep every token may have it",
+    Reason.FILTERED: "the request did not want it, or may not take part",
+    Reason.BUDGET: "too many loads were under way",
+    Reason.BREAKER: "its tier is shut out for failures",
+    Reason.BREAK_EVEN: "loading from its tier is slower than computing",
+    Reason.DEADLINE: "loading took longer than load_timeout_s",
+    Reason.LOAD_FAILED: "loading failed",
+    Reason.UNANSWERED: "a shared tier did not say in time whether it has it "
+    "(lookup_timeout_s), or could not",
+}
+_OF_CAUSE = {
+    Cause.EVICTED: Reason.EVICTED,
+    Cause.CORRUPT: Reason.CORRUPT,
+    Cause.LOST: Reason.LOST,
+    Cause.FAILED: Reason.STORE_FAILED,
+    Cause.CANCELLED: Reason.STORE_FAILED,
+    Cause.NO_ROOM: Reason.NO_ROOM,
+    Cause.NOT_ADMITTED: Reason.NOT_ADMITTED,
+    Cause.RESET: Reason.RESET,
+}
+
+
+@dataclass(slots=True)
+class Miss:
+    """Why a prefix was not longer. ``depth_tokens`` is where the missing chunk ends, ``ago_s`` how
+    long ago it went, ``policy`` what evicted it; ``note`` says more."""
+
+    reason: Reason
+    group: int = -1
+    depth_tokens: int = 0
+    key: bytes = b""
+    tier: str = ""
+    policy: str = ""
+    ago_s: float | None = None
+    note: str = ""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What a request found. Tokens: ``gpu_tokens`` came from vLLM's own cache,
+    ``wanted_tokens`` beyond them were looked for and ``hit_tokens`` of those are there; ``loaded``
+    says which tier gave how many. ``time_s`` is unix time; a ``final`` record is not changed."""
+
+    request: str
+    time_s: float
+    prompt_tokens: int
+    gpu_tokens: int
+    wanted_tokens: int = 0
+    hit_tokens: int = 0
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
+    final: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, as the file holds them."""
+        miss = self.miss
+        found: dict[str, Any] = {
+            "request": self.request,
+            "time": round(self.time_s, 3),
+            "prompt_tokens": self.prompt_tokens,
+            "gpu_tokens": self.gpu_tokens,
+            "wanted_tokens": self.wanted_tokens,
+            "loaded_tokens": dict(self.loaded),
+            "reason": miss.reason.value,
+        }
+        if miss.key:
+            found["missing"] = {
+                "group": miss.group,
+                "at_token": miss.depth_tokens,
+                "key": miss.key.hex(),
+            }
+        more = {"tier": miss.tier, "policy": miss.policy, "note": miss.note}
+        found |= {name: value for name, value in more.items() if value}
+        if miss.ago_s is not None:
+            found["ago_s"] = round(miss.ago_s, 1)
+        return found
+
+
+class Explainer:
+    """Finds the reason. ``foreign`` says in which fields records of other namespaces differ, for
+    tiers that began empty."""
+
+    def __init__(self, coordinator: Coordinator, foreign: Sequence[str] = ()) -> None:
+        self._coordinator = coordinator
+        self._foreign = "; ".join(foreign)[:500]
+        self._started_s: float | None = None
+
+    def why(
+        self, planner: Planner, tracker: RequestTracker, start: int, hit: int, limits: range
+    ) -> Miss:
+        """Why the prefix ends at ``hit`` tokens after a lookup from ``start`` on; ``limits`` are
+        the most that the request wanted and the most that its prompt could have had."""
+        now = planner.stats.now
+        self._started_s = now if self._started_s is None else self._started_s
+        boundary = self._coordinator.next_boundary(hit)
+        if boundary > limits.stop:
+            return Miss(Reason.COMPLETE)
+        if boundary > limits.start:
+            return Miss(Reason.FILTERED, depth_tokens=boundary, note="max_load_tokens")
+        present = present_in(*planner.holders_for(tracker.origin))
+        found = self._coordinator.first_missing(tracker.keys, present, start, hit)
+        if found is None:
+            return Miss(Reason.COMPLETE)
+        index, chunk = found
+        group = self._coordinator.layout.groups[index]
+        key = tracker.keys[index][chunk]
+        miss = self._absent(planner, tracker, key, group.kind, now)
+        miss.key, miss.group = key, group.group
+        miss.depth_tokens = (chunk + 1) * group.chunk_tokens
+        return miss
+
+    def _absent(
+        self, planner: Planner, tracker: RequestTracker, key: bytes, kind: str, now: float
+    ) -> Miss:
+        held = self._held_back(planner, tracker.origin.controls.read, key)
+        if held is not None:
+            return held
+        if any(index.is_filling(key) for index in (planner.cpu, *planner.lower)):
+            return Miss(Reason.STORING)
+        silent = self._not_said(planner, tracker.origin.controls.read, key)
+        if silent is not None:
+            return silent
+        departure = planner.stats.departures.find(key)
+        if departure is not None:
+            return _departed(planner, departure, now)
+        if kind != FULL:
+            return Miss(Reason.WINDOW)
+        assert self._started_s is not None
+        if self._foreign and now - self._started_s < FOREIGN_S:
+            return Miss(Reason.NAMESPACE, note=self._foreign)
+        return Miss(Reason.NEVER_STORED)
+
+    @staticmethod
+    def _not_said(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
+        """Why a shared tier did not say whether it has a chunk, if one did not."""
+        for tier in sorted(planner.shared.tiers):
+            name, gate = planner.lower[tier].name, planner.gates.tiers[tier]
+            if planner.shared.is_unanswered(tier, key):
+                return Miss(Reason.UNANSWERED, tier=name)
+            if not gate.reads.closed and (read is None or tier in read):
+                return Miss(Reason.BREAKER, tier=name, note="it was not asked")
+        return None
+
+    @staticmethod
+    def _held_back(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
+        """Why a chunk that a tier holds was not asked for, if one does."""
+        found = None
+        if key in planner.cpu:
+            found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
+        for tier, (index, gate) in enumerate(zip(planner.lower, planner.gates.tiers, strict=True)):
+            if key not in index:
+                continue
+            if read is not None and tier not in read:
+                found = found or Miss(Reason.FILTERED, tier=index.name, note="tiers")
+            elif not gate.reads.closed:
+                return Miss(Reason.BREAKER, tier=index.name)
+            elif not gate.pace.pays:
+                return Miss(Reason.BREAK_EVEN, tier=index.name)
+        return found
+
+
+def _departed(planner: Planner, departure: Departure, now: float) -> Miss:
+    index = planner.cpu if departure.tier == CPU else planner.lower[departure.tier]
+    policy = _policy_of(index) if departure.cause is Cause.EVICTED else ""
+    ago_s = max(0.0, now - departure.time_s)
+    return Miss(_OF_CAUSE[departure.cause], tier=index.name, policy=policy, ago_s=ago_s)
+
+
+def _policy_of(index: TierIndex) -> str:
+    return type(getattr(index.policy, "active", index.policy)).__name__
+
+
+def failed(result: JobResult | None) -> Reason:
+    """Why a load failed; ``None``: it has not ended yet."""
+    if result is None or result.late:
+        return Reason.DEADLINE
+    if result.corrupt:
+        return Reason.CORRUPT
+    return Reason.LOST if result.lost else Reason.LOAD_FAILED
+
+
+class Sink(Protocol):
+    """What takes records that will not change any more; waits for nothing and never raises.
+    ``dropped`` counts those that it had no time for."""
+
+    dropped: int
+
+    def __call__(self, record: RequestRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RequestLog:
+    """The last ``most`` requests, and all of them counted; ``changes`` counts how often the totals
+    have changed. ``sink`` gets each request when its outcome is known."""
+
+    def __init__(self, most: int = 256, sink: Sink | None = None) -> None:
+        self.last: deque[RequestRecord] = deque(maxlen=most)
+        self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.wanted_tokens = 0
+        self.changes = 0
+        self._sink = sink
+
+    def add(self, record: RequestRecord) -> None:
+        """A request was looked up for good."""
+        self.last.append(record)
+        self.wanted_tokens += record.wanted_tokens
+        self._count(record, record.wanted_tokens - record.hit_tokens)
+
+    def failed(self, record: RequestRecord, reason: Reason) -> None:
+        """What it found could not be loaded. It counts for that once more."""
+        record.loaded = {}
+        record.miss = Miss(reason)
+        self._count(record, record.hit_tokens)
+
+    def known(self, record: RequestRecord) -> None:
+        """Nothing will change any more."""
+        record.final = True
+        if self._sink is not None:
+            self._sink(record)
+
+    def close(self) -> None:
+        """The server stops."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def _count(self, record: RequestRecord, tokens: int) -> None:
+        self.requests[record.miss.reason] += 1
+        self.recomputed_tokens[record.miss.reason] += tokens
+        self.changes += 1
+
+    def totals(self) -> dict[str, float]:
+        """Counters by flat name."""
+        totals: dict[str, float] = {"wanted_tokens": self.wanted_tokens}
+        for reason in Reason:
+            totals[f"misses:{reason.value}"] = self.requests[reason]
+            totals[f"recomputed_tokens:{reason.value}"] = self.recomputed_tokens[reason]
+        del totals["misses:complete"], totals["recomputed_tokens:complete"]
+        lost = self._sink.dropped if self._sink is not None else 0
+        complete = self.requests[Reason.COMPLETE]
+        return totals | {"complete_lookups": complete, "requests_lost": lost}

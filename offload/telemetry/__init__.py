@@ -1,0 +1,1 @@
+"""Counters, metrics and what left the tiers. Imports nothing that decides."""

@@ -1,0 +1,234 @@
+"""Counters of the scheduler side. Plain numbers, read and reset by whoever publishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offload.layout.keys import CPU
+from offload.telemetry.removed_chunks import Cause, Departure, Departures
+
+LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
+"""Why chunks leave a tier that they were in; the other causes are of chunks that did not enter."""
+
+
+class ChunkListener(Protocol):
+    """Who wants to know which chunks a tier can give (``CPU`` or a lower tier's number)."""
+
+    def stored(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier can give these chunks now."""
+
+    def removed(self, tier: int, keys: Sequence[bytes]) -> None:
+        """A tier cannot give them any more."""
+
+    def cleared(self) -> None:
+        """No tier can give anything any more."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in one tier, in chunks or tokens."""
+
+    stored_chunks: int = 0
+    store_failures: int = 0
+    evicted_chunks: int = 0
+    dropped_chunks: int = 0
+    loaded_tokens: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PlannerStats:
+    """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier.
+
+    ``now`` is the planner's clock; ``departures`` remembers what left lately, and ``listener`` is
+    told of every chunk that comes or goes.
+    """
+
+    lower_names: Sequence[str]
+    tiers: dict[str, TierCounters] = field(default_factory=dict)
+    loads: int = 0
+    load_failures: int = 0
+    load_refusals: int = 0
+    short_loads: int = 0
+    store_refusals: int = 0
+    stores_cancelled: int = 0
+    resets: int = 0
+    removed: dict[str, int] = field(default_factory=dict)
+    now: float = 0.0
+    departures: Departures = field(default_factory=Departures)
+    listener: ChunkListener | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", *self.lower_names):
+            self.tiers[name] = TierCounters()
+
+    def tier(self, number: int) -> TierCounters:
+        """The counters of a tier by its number."""
+        return self.tiers["cpu" if number == CPU else self.lower_names[number]]
+
+    def stored(self, tier: int, good: Sequence[bytes], bad: Sequence[bytes]) -> None:
+        """Chunks committed to a tier, and chunks that could not be written."""
+        self.tier(tier).stored_chunks += len(good)
+        self.tier(tier).store_failures += len(bad)
+        if bad:
+            self._gone(tier, bad, Cause.FAILED)
+        if good and self.listener is not None:
+            self.listener.stored(tier, good)
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """Chunks that were read into the CPU tier."""
+        if keys and self.listener is not None:
+            self.listener.stored(CPU, keys)
+
+    def evicted(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Chunks that left a tier to make room."""
+        if keys:
+            self.tier(tier).evicted_chunks += len(keys)
+            self._left(tier, keys, Cause.EVICTED)
+
+    def dropped(self, tier: int, keys: Sequence[bytes], corrupt: Container[bytes]) -> None:
+        """Chunks forgotten because they were damaged (those in ``corrupt``) or missing."""
+        self.tier(tier).dropped_chunks += len(keys)
+        damaged = [key for key in keys if key in corrupt]
+        self._left(tier, damaged, Cause.CORRUPT)
+        self._left(tier, [key for key in keys if key not in corrupt], Cause.LOST)
+
+    def refused(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
+        """Chunks that did not enter a tier."""
+        self._gone(tier, keys, cause)
+
+    def planned(self, tokens_by_tier: Mapping[int, int]) -> None:
+        """A load of so many tokens from each tier was planned: the tiers above lack them."""
+        for tier, tokens in tokens_by_tier.items():
+            self.tier(tier).hit_tokens += tokens
+            for above in range(CPU, tier):
+                self.tier(above).missed_tokens += tokens
+
+    def missed(self, tokens: int) -> None:
+        """So many wanted tokens are in no tier, or not to be loaded."""
+        for counters in self.tiers.values():
+            counters.missed_tokens += tokens
+
+    def reset(self, keys: Sequence[bytes], counts: Mapping[int, int]) -> None:
+        """Everything was forgotten: ``counts`` chunks of each tier, ``keys`` among them."""
+        self.resets += 1
+        for tier, count in counts.items():
+            self._count_removed(tier, Cause.RESET, count)
+        self.departures.clear()
+        self._gone(CPU, keys, Cause.RESET)
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def _left(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
+        if keys:
+            self._count_removed(tier, cause, len(keys))
+            self._gone(tier, keys, cause)
+            if self.listener is not None:
+                self.listener.removed(tier, keys)
+
+    def _count_removed(self, tier: int, cause: Cause, count: int) -> None:
+        name = f"{'cpu' if tier == CPU else self.lower_names[tier]}:{cause.value}"
+        self.removed[name] = self.removed.get(name, 0) + count
+
+    def _gone(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
+        self.departures.note(keys, Departure(cause, tier, self.now))
+
+    def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:
+        """One load that ended."""
+        if failed:
+            self.load_failures += 1
+            return
+        self.loads += 1
+        for tier, tokens in tokens_by_tier.items():
+            self.tier(tier).loaded_tokens += tokens
+
+    def totals(self) -> dict[str, float]:
+        """All counters by flat name; those of a tier end in ``:`` and its name."""
+        flat: dict[str, float] = {
+            "loads": self.loads,
+            "load_failures": self.load_failures,
+            "load_refusals": self.load_refusals,
+            "short_loads": self.short_loads,
+            "store_refusals": self.store_refusals,
+            "stores_cancelled": self.stores_cancelled,
+            "resets": self.resets,
+        }
+        flat |= {f"removed_chunks:{name}": count for name, count in self.removed.items()}
+        for name, counters in self.tiers.items():
+            flat |= {f"{field}:{name}": getattr(counters, field) for field in counters.__slots__}
+        return flat
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """Counters of one rank. Bytes and seconds by direction; reads and writes by tier number."""
+
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    load_timeouts: int = 0
+    fence_timeouts: int = 0
+    write_failures: int = 0
+    tier_errors: int = 0
+    verified_chunks: int = 0
+    differing_chunks: int = 0
+    unverified_chunks: int = 0
+    corrupt_records: dict[int, int] = field(default_factory=dict)
+    scrubbed_records: dict[int, int] = field(default_factory=dict)
+    scrubbed_bytes: dict[int, int] = field(default_factory=dict)
+    scrub_damaged: dict[int, int] = field(default_factory=dict)
+    set_aside: dict[int, int] = field(default_factory=dict)
+    refused_records: dict[int, int] = field(default_factory=dict)
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    read_seconds: dict[int, float] = field(default_factory=dict)
+    write_bytes: dict[int, int] = field(default_factory=dict)
+    write_seconds: dict[int, float] = field(default_factory=dict)
+
+    def corrupt(self, tier: int) -> None:
+        """A record that failed verification."""
+        self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
+
+    def scrubbed(self, tier: int, records: int, nbytes: int, damaged: int) -> None:
+        """Records that nobody asked for were verified."""
+        for counter, count in (
+            (self.scrubbed_records, records),
+            (self.scrubbed_bytes, nbytes),
+            (self.scrub_damaged, damaged),
+            (self.corrupt_records, damaged),
+        ):
+            counter[tier] = counter.get(tier, 0) + count
+
+    def opened(self, tier: int, counts: Mapping[str, int], set_aside: int) -> None:
+        """A tier was opened; ``counts`` are what it says of itself, ``set_aside`` how much was
+        moved out of its way before."""
+        self.refused_records[tier] = counts.get("dropped_at_open", 0)
+        self.set_aside[tier] = counts.get("quarantined", 0) + set_aside
+
+    def lost(self, tier: int) -> None:
+        """A tier was opened again and holds nothing of what it held."""
+        self.set_aside[tier] = self.set_aside.get(tier, 0) + 1
+
+    def read(self, tier: int, nbytes: int, seconds: float) -> None:
+        """One batch read from a lower tier."""
+        self.read_bytes[tier] = self.read_bytes.get(tier, 0) + nbytes
+        self.read_seconds[tier] = self.read_seconds.get(tier, 0.0) + seconds
+
+    def wrote(self, tier: int, nbytes: int, seconds: float) -> None:
+        """One batch written to a lower tier."""
+        self.write_bytes[tier] = self.write_bytes.get(tier, 0) + nbytes
+        self.write_seconds[tier] = self.write_seconds.get(tier, 0.0) + seconds
+
+    def totals(self) -> dict[str, float]:
+        """All counters by flat name; those of a tier end in ``:`` and its number."""
+        flat: dict[str, float] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                flat |= {f"{name}:{tier}": amount for tier, amount in value.items()}
+            else:
+                flat[name] = value
+        return flat

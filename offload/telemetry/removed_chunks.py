@@ -1,0 +1,124 @@
+"""What became of chunks that are not there any more: the most recent ones, with the cause.
+
+Part of the planner, on its thread. A dict per batch that has left, of which the oldest are
+forgotten: making one is C speed, and there is none so large that it takes long to grow.
+
+What has left the tiers lately, for whoever remembers what he has found there.
+
+Part of the planner, on its thread. One log of all tiers, bounded: who comes too late to it must
+look again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+KEPT_MOST = 16_384
+"""Keys of which is known that they have left; a step evicts a thousand at most."""
+
+
+class Removals:
+    """The last ``most`` keys or so that a tier cannot give any more, though another may. ``count``
+    is how many have left ever: a mark, to be given to ``since`` later."""
+
+    def __init__(self, most: int = KEPT_MOST) -> None:
+        self.count = 0
+        self._most = most
+        self._batches: deque[Sequence[bytes]] = deque()
+        self._forgotten = 0  # of ``count``, those before the first batch
+
+    def note(self, keys: Collection[bytes]) -> None:
+        """These have left."""
+        if not keys:
+            return
+        self._batches.append(tuple(keys))
+        self.count += len(keys)
+        while self.count - self._forgotten > self._most:
+            self._forgotten += len(self._batches.popleft())
+
+    def note_all(self) -> None:
+        """A tier has lost everything."""
+        self._batches.clear()
+        self.count += 1
+        self._forgotten = self.count
+
+    def since(self, mark: int) -> list[Sequence[bytes]] | None:
+        """What has left since ``count`` was ``mark``, perhaps with some that had left before;
+        ``None`` if that is not known any more."""
+        if mark < self._forgotten:
+            return None
+        left, found = self.count - mark, []
+        for batch in reversed(self._batches):
+            if left <= 0:
+                break
+            found.append(batch)
+            left -= len(batch)
+        return found
+
+
+KEPT_MOST = 65_536
+"""Keys that are remembered; about 11 MiB."""
+PART_MOST = 512
+"""Keys of small batches that share a dict."""
+
+
+class Cause(enum.Enum):
+    """Why a chunk is in no tier, or not in this one."""
+
+    EVICTED = "evicted"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    FAILED = "failed"
+    NO_ROOM = "no_room"
+    NOT_ADMITTED = "not_admitted"
+    CANCELLED = "cancelled"
+    RESET = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Cause, the tier's number, and when (seconds of the planner's clock)."""
+
+    cause: Cause
+    tier: int
+    time_s: float
+
+
+class Departures:
+    """The last ``most`` keys or so, each with its latest departure."""
+
+    def __init__(self, most: int = KEPT_MOST) -> None:
+        self._most = most
+        self._part_most = min(PART_MOST, most // 2)
+        self._parts: deque[dict[bytes, Departure]] = deque()  # the youngest first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def note(self, keys: Iterable[bytes], departure: Departure) -> None:
+        """These keys have gone, or did not come."""
+        gone = dict.fromkeys(islice(keys, self._most), departure)
+        if not gone:
+            return
+        if self._parts and len(self._parts[0]) + len(gone) <= self._part_most:
+            self._count -= len(self._parts[0])
+            self._parts[0].update(gone)
+        else:
+            self._parts.appendleft(gone)
+        self._count += len(self._parts[0])
+        while self._count > self._most:
+            self._count -= len(self._parts.pop())
+
+    def find(self, key: bytes) -> Departure | None:
+        """The latest departure of a key, if it is remembered."""
+        return next((part[key] for part in self._parts if key in part), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._parts.clear()
+        self._count = 0

@@ -1,0 +1,1 @@
+"""Carries out plans on one rank and opens its tiers. asyncio lives here."""

@@ -1,0 +1,123 @@
+"""Digests of KV blocks, computed where the blocks are: one number per block and layer.
+
+Whole-number arithmetic in torch, so that a digest is the same on every processor and on a GPU,
+where it runs in the order of the stream that it is called on. Each 64-bit word of a page is mixed
+with a number that depends on its position, by steps that are one-to-one (the constants and the
+shape of the mix are those of splitmix64, Steele et al., OOPSLA 2014), and the results are summed.
+So a digest always sees one changed word, and misses any other change with a chance of 2^-64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.layout.registration import Registration
+from tiers.copy.base import GroupRegions
+
+BLOCKS_MAX = 256
+"""Blocks that are gathered at a time: their pages are copied once, one layer after the other."""
+_LOW = 0xFFFFFFFF
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of one region: ``words[b]`` is block ``b``, as 64-bit words, or as bytes where they
+    do not lie on 64-bit boundaries; ``first`` is where its salts begin in those of its layer."""
+
+    layer: int
+    words: torch.Tensor
+    first: int
+
+
+class DeviceDigest:
+    """Digests of the registered KV caches.
+
+    Owned by nobody: it only reads the caches. What it reads is decided by the stream on which
+    `of` is called.
+    """
+
+    def __init__(self, registration: Registration) -> None:
+        tensors = registration.tensors
+        storages = {t.untyped_storage().data_ptr(): t for t in tensors}
+        self._bytes = [
+            torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+            for t in storages.values()
+        ]
+        self.device: torch.device = tensors[0].device
+        self._layers: dict[int, tuple[str, ...]] = {}
+        self._pages: dict[int, list[_Pages]] = {}
+        most = 0
+        for group in registration.groups:
+            most = max(most, self._add(group, registration.num_blocks))
+        self._salts = _salts(most).to(self.device)
+
+    def _add(self, group: GroupRegions, num_blocks: int) -> int:
+        """Enter a group; returns how many words its largest layer has."""
+        layers = tuple(dict.fromkeys(region.layer for region in group.regions))
+        used = dict.fromkeys(layers, 0)
+        pages = []
+        for region in group.regions:
+            words = self._words(region.address, region.block_stride, region.page_bytes, num_blocks)
+            pages.append(_Pages(layers.index(region.layer), words, used[region.layer]))
+            used[region.layer] += words.shape[1]
+        self._layers[group.group], self._pages[group.group] = layers, pages
+        return max(used.values())
+
+    def _words(self, address: int, stride: int, page: int, num_blocks: int) -> torch.Tensor:
+        """``[num_blocks, words of a page]``, a view of the cache."""
+        memory = next(m for m in self._bytes if 0 <= address - m.data_ptr() < m.numel())
+        first = address - memory.data_ptr()
+        if first % 8 or stride % 8 or page % 8:
+            return memory.as_strided((num_blocks, page), (stride, 1), first)
+        words = memory[: memory.numel() // 8 * 8].view(torch.int64)
+        return words.as_strided((num_blocks, page // 8), (stride // 8, 1), first // 8)
+
+    def layers(self, group: int) -> tuple[str, ...]:
+        """Names of the layers of a group, in the order of the digests' columns."""
+        return self._layers[group]
+
+    def of(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        """Digests of these blocks: int64 ``[blocks, layers of the group]``, on the device. Does not
+        wait for the device."""
+        ids = torch.from_numpy(np.asarray(blocks, dtype=np.int64)).to(self.device)
+        found = torch.zeros(
+            (len(ids), len(self._layers[group])), dtype=torch.int64, device=self.device
+        )
+        for at in range(0, len(ids), BLOCKS_MAX):
+            some = ids[at : at + BLOCKS_MAX]
+            for pages in self._pages[group]:
+                words = pages.words.index_select(0, some).to(torch.int64)
+                salts = self._salts[pages.first : pages.first + words.shape[1]]
+                found[at : at + BLOCKS_MAX, pages.layer] += _mixed(words.bitwise_xor_(salts)).sum(1)
+        return found
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Each word mixed by itself, one-to-one and in place."""
+    words.mul_(_signed(_MIX_1))
+    words.bitwise_xor_((words >> 32).bitwise_and_(_LOW))
+    words.mul_(_signed(_MIX_2))
+    return words.bitwise_xor_((words >> 29).bitwise_and_(_signed((1 << 35) - 1)))
+
+
+def _salts(count: int) -> torch.Tensor:
+    """A number for each position: the first ``count`` outputs of splitmix64."""
+    with np.errstate(over="ignore"):
+        state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
+        found: npt.NDArray[np.int64] = (state ^ (state >> np.uint64(31))).view(np.int64)
+    return torch.from_numpy(found)
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as torch takes them."""
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,460 @@
+"""The executor: carries out plans on one rank.
+
+Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
+and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
+runner (or to the loop itself, in one process) and own `_fences` and `_open`. Plans cross by
+``call_soon_threadsafe``, answers by a deque; there is no lock.
+
+Every job is answered exactly once, also when it failed, hung or could not be understood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.messages.plan import LoadJob, Question, StepPlan, StoreJob
+from offload.messages.report import Answer, JobResult, Observed
+from offload.telemetry.counters import WorkerStats
+from offload.worker.fences import Fences
+from offload.worker.health import Health
+from offload.worker.idle_scrub import IdleScrub, ScrubLimits
+from offload.worker.loads import LoadLane, LoadTask
+from offload.worker.pending import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
+from offload.worker.presence_queries import Asker
+from offload.worker.tier_monitor import TierWatch, close_tier
+from offload.worker.tier_writer import TierWriter
+from tiers.base import Scrubbed, Tier
+from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
+from tiers.slab.slab import HostSlab
+
+if TYPE_CHECKING:
+    from offload.worker.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+STALL_S = 5.0
+"""So long after its deadline a load is given up without the loop, which must have stopped."""
+
+
+class Executor:
+    """Runs plans with a copy engine and tiers over one slab.
+
+    ``staging`` are slots of the slab that the planner does not know; chunks that find no slot
+    pass through them. ``scrubs`` are the tiers that verify their records while they are idle.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        engine: CopyEngine,
+        groups: Sequence[GroupRegions],
+        tiers: Sequence[Tier] = (),
+        *,
+        staging: Sequence[int] = (),
+        limits: ExecutorLimits | None = None,
+        rank: int = 0,
+        verifier: Verifier | None = None,
+        scrubs: Mapping[int, ScrubLimits] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.limits = limits or ExecutorLimits()
+        self.stats = verifier.stats if verifier is not None else WorkerStats()
+        self._verifier = verifier
+        self._engine = engine
+        self._groups = {group.group: group for group in groups}
+        self._tiers = tuple(tiers)
+        self._seen: deque[tuple[int, Observed]] = deque()
+        watches = [
+            TierWatch(self.limits.tier_timeout_s, partial(self._see, tier))
+            for tier in range(len(self._tiers))
+        ]
+        self._lane = LoadLane(
+            slab,
+            engine,
+            self._groups,
+            self._tiers,
+            watches,
+            staging,
+            self.limits,
+            self.stats,
+            verifier,
+        )
+        for number, tier in enumerate(self._tiers):
+            tier.on_loss(partial(self._lose, number))
+        self._writers = [
+            TierWriter(tier, watch, slab, self._groups, self.stats)
+            for tier, watch in zip(self._tiers, watches, strict=True)
+        ]
+        self._scrubs = [
+            IdleScrub(self._tiers[n], watches[n], bounds, partial(self._take_scrubbed, n))
+            for n, bounds in (scrubs or {}).items()
+        ]
+        self._asker = Asker(self._tiers, self._writers, self._see)
+        self._answers: deque[tuple[int, Answer]] = deque()
+        self._results: deque[tuple[int, JobResult]] = deque()
+        self._ended: deque[tuple[int, bool]] = deque()
+        self._fences = Fences()
+        self._open = OpenLoads()
+        self._health = Health()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_result: Callable[[], None] = lambda: None
+
+    # -- the driver's thread -----------------------------------------------------------------
+
+    def post(self, plan: StepPlan, *, refused: str = "") -> None:
+        """Hand over a plan; call after the step's forward pass was submitted. Never waits.
+        ``refused``: why its stores and loads must fail, if so."""
+        if plan.empty or self._loop is None:
+            return
+        if self._verifier is not None:
+            self._verifier.after_step(plan)
+        due = time.monotonic() + self.limits.load_timeout_s + STALL_S
+        loads = self._open.expect(plan.loads, due)
+        if self._health.is_stalled:
+            self._refuse_unposted(plan, plan.stores, "the loop does not answer")
+            plan = replace(plan, loads=(), stores=(), fence=(), questions=())
+        elif refused:
+            self._refuse_unposted(plan, plan.stores, refused)
+            plan = replace(plan, loads=(), stores=())
+        elif plan.loads and self._open.are_stuck:
+            self._refuse_unposted(plan, (), "copies of earlier loads hang")
+            plan = replace(plan, loads=())
+        try:
+            sources = self._fences.add(plan.stores)
+            after = self._engine.record_event()
+            self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
+        except Exception as error:  # the plan's jobs must be answered all the same
+            self._fences.remove(store.job for store in plan.stores)
+            self._degrade(f"a plan could not be posted: {error!r}")
+            self._refuse(Unanswered(plan))
+            self._refuse_on_loop(plan.loads)
+
+    def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
+        """Fail the loads of a plan and these stores without the loop, which has no part in them."""
+        if count := self._lane.failed.add(why):
+            logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
+        self._refuse(Unanswered(StepPlan(loads=plan.loads, stores=tuple(stores))))
+        self._refuse_on_loop(plan.loads)
+
+    def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
+        """Nobody may join what these loads were to read, nor wait for their parts."""
+        if loads and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
+                self._loop.call_soon_threadsafe(self._lane.refuse, loads)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Call before the step's forward pass, which may overwrite what it does not own."""
+        if self._verifier is not None:
+            self._verifier.before_step(plan)
+
+    def fence(self, jobs: Sequence[int]) -> None:
+        """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
+
+        A store that has not even started by then never will; one that is under way is failed,
+        whatever it copies. Either way its slot is never committed.
+        """
+        self.stats.fence_timeouts += self._fences.wait(jobs, self.limits.fence_timeout_s)
+
+    def poison(self, jobs: Sequence[int]) -> None:
+        """Fail these stores, whatever they copy from here on."""
+        self._fences.poison(jobs)
+
+    def drain(self, wait_s: float = 0.0) -> Drained:
+        """Everything that ended since the last call; waits for a first result at most
+        ``wait_s``, which only an idle engine should ask for."""
+        if wait_s > 0.0:
+            deadline = time.monotonic() + wait_s
+            while not (self._results or self._ended or self._answers):
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.0001)
+        out = Drained()
+        while self._ended:
+            job, is_ok = self._ended.popleft()
+            self._open.end(job, is_ok=is_ok)
+        while self._results:
+            job, result = self._results.popleft()
+            out.report.results[job] = self._fences.answered(job, result)
+        self._watch_loop()
+        for request, is_ok in self._open.take_ended():
+            out.finished.add(request)
+            if not is_ok:
+                out.failed.add(request)
+        while self._seen:
+            tier, seen = self._seen.popleft()
+            out.report.see(tier, self.rank, seen)
+        while self._answers:
+            number, answer = self._answers.popleft()
+            out.report.answers[number] = answer
+        return out
+
+    def _watch_loop(self) -> None:
+        """Give up loads that should have ended long ago, and see whether the loop still turns: a
+        loop that stands still is given nothing to copy. Slots of such loads stay taken, because
+        reads may still write into them."""
+        now = time.monotonic()
+        late = self._open.give_up_overdue(now)
+        if late and self._loop is not None:
+            self._health.suspect(self._loop.call_soon_threadsafe, late, now)
+        self._health.look(now)
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def start(self, on_result: Callable[[], None] | None = None) -> None:
+        """Bind to the running loop; ``on_result`` is called there after each answer."""
+        self._loop = asyncio.get_running_loop()
+        if self._verifier is not None:
+            self._verifier.start(self._loop.call_soon_threadsafe)
+        if on_result is not None:
+            self._on_result = on_result
+        for writer in self._writers:
+            writer.start(self._answer)
+        for scrub in self._scrubs:
+            scrub.start()
+
+    def accept(
+        self,
+        plan: StepPlan,
+        sources: dict[int, Future[None]],
+        loads: dict[int, OpenLoad],
+        after: object | None,
+    ) -> None:
+        """Start everything in a plan. Order: reset, deletes, stores, demotes, loads."""
+        unanswered = Unanswered(plan)
+        try:
+            self._accept(plan, sources, loads, after, unanswered)
+        except Exception as error:  # every job must be answered, whatever went wrong
+            self._degrade(f"a plan could not be carried out: {error!r}")
+            for job in unanswered.jobs:
+                if job in sources:
+                    _reads_nothing(sources[job])
+            self._refuse(unanswered)
+            self._lane.refuse(unanswered.loads)
+
+    def _accept(
+        self,
+        plan: StepPlan,
+        sources: dict[int, Future[None]],
+        loads: dict[int, OpenLoad],
+        after: object | None,
+        unanswered: Unanswered,
+    ) -> None:
+        if plan.reset:
+            self._lane.cancel_all()
+        for tier, writer in enumerate(self._writers):
+            if tier in plan.epochs:
+                writer.reset(plan.epochs[tier])
+            writer.delete(plan.deletes.get(tier, ()))
+        for question in plan.questions:
+            self._spawn(self._ask(question))
+        for store in plan.stores:
+            self._accept_store(store, sources[store.job], after)
+            unanswered.jobs.remove(store.job)
+        for demote in plan.demotes:
+            self._writers[demote.tier].write(demote)
+            unanswered.jobs.remove(demote.job)
+        for tier, writer in enumerate(self._writers):
+            writer.touch(plan.touches.get(tier, ()))
+        for load in plan.loads:
+            if load.part:
+                self._lane.go_on(load)
+            else:
+                task = self._lane.open(load, loads[load.job], after)
+                self._spawn(self._run_load(task)).add_done_callback(partial(self._load_ended, task))
+                unanswered.jobs.remove(load.job)
+            unanswered.loads.remove(load)
+
+    def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
+        if self.degraded:
+            _reads_nothing(source)
+            self._answer(store.job, JobResult(failed=True))
+            return
+        if not source.set_running_or_notify_cancel():
+            self._answer(store.job, JobResult(failed=True))
+            return
+        try:
+            self._lane.overwrite(store.slots)
+            batch = CopyBatch(
+                store.group,
+                np.asarray(store.blocks, dtype=np.int64).reshape(len(store.slots), -1),
+                np.asarray(store.slots, dtype=np.int64),
+            )
+            ticket = self._engine.submit_store([batch], after)
+        except Exception as error:  # any fault of the engine must still answer the job
+            self._degrade(f"a store could not be submitted: {error!r}")
+            source.set_result(None)
+            self._answer(store.job, JobResult(failed=True))
+            return
+        nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
+        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
+
+    def _stored(
+        self,
+        job: int,
+        source: Future[None],
+        nbytes: int,
+        started: float,
+        error: TransferError | None,
+    ) -> None:
+        """A store has been copied, or could not be."""
+        end = partial(self._end_store, job, source, error)
+        if error is not None:
+            if count := self._lane.failed.add("store"):
+                logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
+            end()
+            return
+        self.stats.store_bytes += nbytes
+        self.stats.store_seconds += time.perf_counter() - started
+        if self._verifier is None:
+            end()
+        else:  # whoever finds the chunk finds its digest
+            self._spawn(self._verifier.settled()).add_done_callback(end)
+
+    def _end_store(
+        self, job: int, source: Future[None], error: TransferError | None, *_task: object
+    ) -> None:
+        source.set_result(None)
+        self._answer(job, JobResult(failed=error is not None))
+
+    async def _ask(self, question: Question) -> None:
+        self._answers.append((question.number, await self._asker.ask(question)))
+        self._on_result()
+
+    def leave(self, request: str) -> None:
+        """Nobody wants this request's load any more: it ends as soon as none of its copies is
+        under way. Call on the loop."""
+        assert self._loop is not None
+        self._loop.call_soon(self._lane.leave, request)  # after the plan with the load is accepted
+
+    def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
+        """Where the loop ends with everything on it, the task is cancelled, perhaps before it has
+        begun. Whoever waits for the request must hear when its blocks are free all the same."""
+        if task.cancelled() or task.exception() is not None:
+            load.give_up()
+            self._spawn(self._end_when_free(load))
+
+    async def _end_when_free(self, load: LoadTask) -> None:
+        await load.copies_ended()
+        self._end_load(load.job, is_ok=False)
+
+    async def _run_load(self, task: LoadTask) -> None:
+        """Answer the request by the deadline, or as soon as nobody wants it; the job when nobody
+        writes into its slots."""
+        body = asyncio.ensure_future(task.run())
+        self._tasks.add(body)
+        body.add_done_callback(self._tasks.discard)
+        timeout_s = self.limits.load_timeout_s
+        while not (body.done() or task.left.done()) and (left_s := task.time_left(timeout_s)) > 0:
+            either: set[asyncio.Future[Any]] = {body, task.left}
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not body.done():
+            if not task.left.done():
+                task.give_up(late=True)
+                self.stats.load_timeouts += 1
+            await task.copies_ended()
+            self._end_load(task.job, is_ok=False)
+            self._answer(task.job, await body)
+            return
+        result = await body
+        # The answer first: whoever sees that the request has ended must find it.
+        self._answer(task.job, result)
+        self._end_load(task.job, is_ok=not (result.failed or result.bad))
+
+    def _refuse(self, unanswered: Unanswered) -> None:
+        """Fail what nobody has taken charge of."""
+        for job in unanswered.jobs:
+            self._answer(job, JobResult(failed=True))
+        for load in unanswered.loads:
+            if not load.part:
+                self._end_load(load.job, is_ok=False)
+
+    def _end_load(self, job: int, *, is_ok: bool) -> None:
+        """Have the request told of the end of its load, if this is a load and one waits for it."""
+        self._ended.append((job, is_ok))
+        self._on_result()
+
+    def _see(self, tier: int, seen: Observed) -> None:
+        self._seen.append((tier, seen))
+        self._on_result()
+
+    def _take_scrubbed(self, tier: int, found: Scrubbed) -> None:
+        self.stats.scrubbed(tier, found.records, found.payload_bytes, len(found.damaged))
+        if found.damaged:
+            text = "kvtiers: tier %d: %d damaged records were found and removed"
+            logger.warning(text, tier, len(found.damaged))
+            self._see(tier, Observed(damaged=frozenset(found.damaged)))
+
+    def _lose(self, tier: int) -> None:
+        self.stats.lost(tier)
+        self._see(tier, Observed(losses=1))
+
+    def _answer(self, job: int, result: JobResult) -> None:
+        self._results.append((job, result))
+        self._on_result()
+
+    def _spawn(self, coroutine: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]  # coroutines only
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._degrade(f"a transfer task died: {task.exception()!r}")
+
+    @property
+    def degraded(self) -> str:
+        """Why this rank stores nothing at present; empty if it does."""
+        return self._health.degraded
+
+    def _degrade(self, why: str) -> None:
+        self._health.degrade(why, time.monotonic())
+
+    async def settle(self) -> None:
+        """Wait until the tiers have done everything that was posted so far."""
+        await asyncio.sleep(0)  # a plan that was posted on this loop is accepted first
+        await asyncio.gather(*(writer.finish() for writer in self._writers))
+
+    async def aclose(self, timeout_s: float = 2.0) -> None:
+        """Give what flies ``timeout_s`` seconds, then let go of tiers and engine. Nothing is copied
+        any more when it returns. If it was cancelled, call it again."""
+        for scrub in self._scrubs:
+            scrub.stop()
+        finishing = [asyncio.ensure_future(writer.finish()) for writer in self._writers]
+        try:
+            if pending := {*self._tasks, *finishing}:
+                await asyncio.wait(pending, timeout=timeout_s)
+            for tier in self._tiers:
+                await close_tier(tier, timeout_s)
+        finally:
+            for finish in finishing:
+                finish.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.stop()
+        self._engine.close()
+        if self._tasks:  # they end while the loop still runs
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        if self._verifier is not None:
+            self._verifier.stop()
+
+
+def _reads_nothing(source: Future[None]) -> None:
+    """A store that does not begin: no fence has to wait for it."""
+    if source.set_running_or_notify_cancel():
+        source.set_result(None)

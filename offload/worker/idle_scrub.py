@@ -1,0 +1,87 @@
+"""Has a tier verify records that nobody asks for, while nobody asks for anything.
+
+It begins with a batch only when the tier has been quiet for a moment, and reads one batch at a
+time: a request's read meets one of them at most.
+
+Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.worker.tier_monitor import TierWatch
+from tiers.base import Scrubbed, Tier, TierClosedError
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 1 << 20
+QUIET_S = 1.0
+"""So long nothing must have been asked of a tier."""
+NOTHING_DUE_S = 60.0
+TROUBLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubLimits:
+    """At most so many bytes per second, and each record once in ``period_s``."""
+
+    bytes_per_s: float
+    period_s: float
+
+
+class IdleScrub:
+    """``watch`` sees all that is asked of the tier; ``report`` takes what each batch has found."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        watch: TierWatch,
+        limits: ScrubLimits,
+        report: Callable[[Scrubbed], None],
+    ) -> None:
+        self._tier = tier
+        self._watch = watch
+        self._limits = limits
+        self._report = report
+        self._task: asyncio.Task[None] | None = None
+        self._is_warned = False
+
+    def start(self) -> None:
+        """Begin, on the running loop."""
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Begin with no batch any more. One that is under way ends before the tier closes."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            left = self._watch.seconds_until_quiet(QUIET_S)
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            try:
+                found = await self._tier.scrub(BATCH_BYTES, self._limits.period_s)
+            except TierClosedError:
+                return
+            except Exception as error:  # of a tier that may be somebody else's
+                found = Scrubbed(trouble=repr(error))
+            await asyncio.sleep(self._take(found))
+
+    def _take(self, found: Scrubbed | None) -> float:
+        """Report what was found; how long to wait for the next."""
+        if found is None:
+            return min(NOTHING_DUE_S, self._limits.period_s)
+        if found.trouble:
+            if not self._is_warned:
+                self._is_warned = True
+                logger.warning("kvtiers: a tier cannot be scrubbed: %s", found.trouble)
+            return TROUBLE_S
+        self._is_warned = False
+        self._report(found)
+        return found.payload_bytes / self._limits.bytes_per_s

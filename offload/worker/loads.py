@@ -1,0 +1,396 @@
+"""Loads on one rank: chunks that lie in slots, chunks to be read into slots first, and chunks
+that only pass through a staging buffer. All parts overlap; a batch goes to the load stream as
+soon as its bytes have landed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
+from offload.messages.report import JobResult
+from offload.telemetry.counters import WorkerStats
+from offload.worker.pending import ExecutorLimits, OpenLoad
+from offload.worker.staging import Staging, Window
+from offload.worker.tier_monitor import TierWatch
+from tiers.base import ALIGNMENT, ReadOutcome, Tier
+from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
+from tiers.copy.failures import Tally
+from tiers.slab.slab import HostSlab
+
+if TYPE_CHECKING:
+    from offload.worker.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+def io_bytes(group: GroupRegions) -> int:
+    """Bytes of a chunk's record: padded, so that a tier can use direct I/O on the slot itself."""
+    return -(-group.chunk_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class LoadLane:
+    """What all loads of a rank share: the staging window, reads in flight, and fills.
+
+    A fill is a future per slot: whether the bytes that a load reads into the slot are good.
+    Loads of other requests that use the slot wait for it. A failed fill stays until the slot is
+    used again, because a plan made before the failure was known may still name it.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        engine: CopyEngine,
+        groups: Mapping[int, GroupRegions],
+        tiers: Sequence[Tier],
+        watches: Sequence[TierWatch],
+        staging: Sequence[int],
+        limits: ExecutorLimits,
+        stats: WorkerStats,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self.verifier = verifier
+        self.slab = slab
+        self.engine = engine
+        self.groups = groups
+        self.tiers = tiers
+        self.watches = watches
+        self.stats = stats
+        self.read_batch = limits.read_batch
+        # Of each tier, and of its probes: a tier that hangs must hold up neither the others nor
+        # the probe that finds out that it works again.
+        self._reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
+        self._probes = [asyncio.Semaphore(1) for _ in tiers]
+        self.staging = Staging(staging, len(tiers))
+        self._fills: dict[int, asyncio.Future[bool]] = {}
+        self._open: dict[int, LoadTask] = {}
+        self.failed = Tally()  # copies
+
+    def open(self, job: LoadJob, load: OpenLoad, after: object | None = None) -> LoadTask:
+        """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
+        GPU blocks wait for ``after``: a pass that was launched before may still read them."""
+        task = LoadTask(self, job, load, after)
+        task.add(job)
+        self._open[job.job] = task
+        return task
+
+    def go_on(self, job: LoadJob) -> None:
+        """A further part of a load. If that is over, because it was given up, nobody reads into the
+        part's slots, which others may be about to join."""
+        task = self._open.get(job.job)
+        if task is not None:
+            task.add(job)
+        else:
+            self.refuse([job])
+
+    def refuse(self, jobs: Sequence[LoadJob]) -> None:
+        """These loads, or parts of loads, are not carried out."""
+        for job in jobs:
+            if task := self._open.get(job.job):
+                task.give_up()
+        for job in jobs:
+            try:
+                self.expect(job.items)
+                self.fail(job.items)
+            except Exception as error:  # one that cannot be read must not keep the others
+                logger.warning("kvtiers: a load could not be refused: %r", error)
+
+    def expect(self, items: Iterable[LoadItem]) -> None:
+        """These are about to be read."""
+        loop = asyncio.get_running_loop()
+        for item in items:
+            if item.tier != IN_SLAB and item.slot != STAGED:
+                self._fills[item.slot] = loop.create_future()
+
+    def fail(self, items: Iterable[LoadItem]) -> None:
+        """Whatever of these was not read by now never will be."""
+        for item in items:
+            if item.tier != IN_SLAB and item.slot != STAGED:
+                self.filled(item.slot, good=False)
+
+    def ended(self, task: LoadTask) -> None:
+        """A load is over."""
+        del self._open[task.job]
+
+    def leave(self, request: str) -> None:
+        """Nobody wants this request's load any more."""
+        for task in self._open.values():
+            if task.request == request:
+                task.leave()
+
+    def cancel_all(self) -> None:
+        """No open load may reach its request any more (the cache was reset)."""
+        for task in self._open.values():
+            task.give_up()
+
+    def overwrite(self, slots: Iterable[int]) -> None:
+        """A store takes these slots over."""
+        for slot in slots:
+            self._fills.pop(slot, None)
+
+    def fill(self, slot: int) -> asyncio.Future[bool] | None:
+        """The fill of a slot, if a load reads or read into it."""
+        return self._fills.get(slot)
+
+    def filled(self, slot: int, good: bool) -> None:
+        """The read into a slot has ended."""
+        future = self._fills.get(slot)
+        if future is not None and not future.done():
+            future.set_result(good)
+
+    def turn(self, tier: int, *, probe: bool) -> asyncio.Semaphore:
+        """What a read of this tier holds while it is under way."""
+        return (self._probes if probe else self._reads)[tier]
+
+
+class LoadTask:
+    """One load. `run` returns when nobody touches its slots any more: when all parts have come and
+    ended, or it was given up and those that had come have ended."""
+
+    def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
+        self.job = job.job
+        self.request = job.request
+        self._lane = lane
+        self._load = load
+        self._items: list[LoadItem] = []
+        self._after = after
+        self._is_whole = False
+        self._parts = 0
+        self._new: list[LoadItem] = []
+        self._news = asyncio.Event()
+        self._came_at = 0.0
+        self._running = 0
+        self._abandoned = False
+        self._late = False
+        self._bad: set[bytes] = set()
+        self._lost: set[bytes] = set()
+        self._corrupt: set[bytes] = set()
+        self._wrong: frozenset[bytes] = frozenset()
+        self._failed = False
+        self._copying = 0
+        self._no_copies = asyncio.Event()
+        self._no_copies.set()
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when nobody wants the load any more."""
+
+    def add(self, job: LoadJob) -> None:
+        """A part of it has come. If one before it has not, the load is given up: nobody must take
+        what has come for the whole."""
+        if job.part != self._parts:
+            self.give_up()
+        self._parts = job.part + 1
+        self._lane.expect(job.items)
+        self._items += job.items
+        self._new += job.items
+        self._is_whole = self._is_whole or job.is_last
+        self._came_at = asyncio.get_running_loop().time()
+        self._news.set()
+
+    def time_left(self, timeout_s: float) -> float:
+        """Seconds until it is late: ``timeout_s`` after its newest part has come, and not as long
+        as it only waits for the next."""
+        if not self._running and not self._news.is_set():
+            return timeout_s
+        return self._came_at + timeout_s - asyncio.get_running_loop().time()
+
+    async def copies_ended(self) -> None:
+        """Wait until no copy into the request's GPU blocks is under way."""
+        await self._no_copies.wait()
+
+    def give_up(self, *, late: bool = False) -> None:
+        """The request does not wait any more (``late``: it has waited too long): start no further
+        copy into its GPU blocks."""
+        self._abandoned = True
+        self._late = self._late or late
+        self._news.set()
+
+    def leave(self) -> None:
+        """Nobody wants it any more: its request need not wait for reads."""
+        self.give_up()
+        if not self.left.done():
+            self.left.set_result(None)
+
+    async def run(self) -> JobResult:
+        """Restore every item; never raises."""
+        started = time.perf_counter()
+        parts: list[asyncio.Future[list[BaseException | None]]] = []
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if self._new:
+                    parts += self._start()
+                if self._is_whole or self._abandoned:
+                    break
+            for outcome in [one for part in parts for one in await part]:
+                if outcome is not None:
+                    logger.warning("kvtiers: a load failed: %r", outcome)
+                    self._failed = True
+        finally:
+            for part in parts:
+                part.cancel()
+            self._lane.fail(self._items)
+            self._lane.ended(self)
+        seconds = time.perf_counter() - started
+        self._lane.stats.load_seconds += seconds
+        return JobResult(
+            bad=frozenset(self._bad),
+            lost=frozenset(self._lost),
+            failed=self._failed or self._abandoned,
+            seconds=seconds,
+            corrupt=frozenset(self._corrupt),
+            late=self._late,
+            wrong=self._wrong,
+        )
+
+    def _start(self) -> list[asyncio.Future[list[BaseException | None]]]:
+        """Begin with what has come; with nothing if that cannot be understood."""
+        items, self._new = self._new, []
+        try:
+            ready, joined, reads = self._sort(items)
+        except Exception as error:  # what has begun must come to its end all the same
+            logger.warning("kvtiers: a part of a load could not be read: %r", error)
+            self.give_up()
+            return []
+        pieces = [self._join(ready), self._join(joined)]
+        pieces += [self._read(tier, batch) for tier, batch in reads]
+        part = asyncio.gather(*pieces, return_exceptions=True)
+        self._running += 1
+        part.add_done_callback(self._part_ended)
+        return [part]
+
+    def _part_ended(self, _part: object) -> None:
+        self._running -= 1
+
+    def _sort(
+        self, new: Sequence[LoadItem]
+    ) -> tuple[list[LoadItem], list[LoadItem], list[tuple[int, list[LoadItem]]]]:
+        ready: list[LoadItem] = []
+        joined: list[LoadItem] = []
+        by_source: dict[tuple[int, bool], list[LoadItem]] = {}
+        for item in new:
+            if item.tier != IN_SLAB:
+                by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
+            elif item.slot == STAGED:
+                self._bad.add(item.key)  # nobody holds it: the planner asked for a failure
+            else:
+                fill = self._lane.fill(item.slot)
+                (joined if fill is not None and not fill.done() else ready).append(item)
+        reads = []
+        for (tier, staged), items in by_source.items():
+            step = self._lane.read_batch
+            if staged:
+                step = max(1, min(step, self._window(tier).size))
+            reads += [(tier, items[at : at + step]) for at in range(0, len(items), step)]
+        return ready, joined, reads
+
+    def _window(self, tier: int) -> Window:
+        return self._lane.staging.window(tier, probe=not self.request)
+
+    async def _join(self, items: Sequence[LoadItem]) -> None:
+        """Copy what lies in slots, once the reads into them (of other loads) have ended well."""
+        good = []
+        for item in items:
+            fill = self._lane.fill(item.slot)
+            if fill is None or await asyncio.shield(fill):
+                good.append(item)
+            else:
+                self._bad.add(item.key)
+        await self._copy(good)
+
+    async def _read(self, tier: int, items: Sequence[LoadItem]) -> None:
+        """Read one batch from a lower tier and send on what arrived intact."""
+        staged = items[0].slot == STAGED
+        window = self._window(tier)
+        if staged and not window.size:
+            self._bad.update(item.key for item in items)
+            return
+        slots = await window.take(len(items)) if staged else [item.slot for item in items]
+        try:
+            async with self._lane.turn(tier, probe=not self.request):
+                outcomes = await self._read_into(tier, items, slots)
+            good = []
+            for item, slot, outcome in zip(items, slots, outcomes, strict=True):
+                if outcome is ReadOutcome.OK:
+                    good.append((item, slot))
+                else:
+                    self._note_bad(item, outcome)
+                if not staged:
+                    self._lane.filled(slot, outcome is ReadOutcome.OK)
+            await self._copy([item for item, _ in good], [slot for _, slot in good])
+        finally:
+            if staged:
+                window.give(slots)
+
+    async def _read_into(
+        self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
+    ) -> list[ReadOutcome]:
+        lane = self._lane
+        if self._abandoned:
+            return [ReadOutcome.BUSY] * len(items)
+        sizes = [io_bytes(lane.groups[item.group]) for item in items]
+        views = [lane.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
+        started = time.perf_counter()
+        try:
+            reading = lane.tiers[tier].read([item.key for item in items], views)
+            outcomes = await lane.watches[tier].read(reading, len(items))
+        except Exception as error:  # of a tier that may be somebody else's
+            logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
+            return [ReadOutcome.BUSY] * len(items)
+        lane.stats.read(tier, sum(sizes), time.perf_counter() - started)
+        return outcomes
+
+    def _note_bad(self, item: LoadItem, outcome: ReadOutcome) -> None:
+        self._bad.add(item.key)
+        if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT):
+            self._lost.add(item.key)
+        if outcome is ReadOutcome.CORRUPT:
+            self._corrupt.add(item.key)
+            self._lane.stats.corrupt(item.tier)
+
+    async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
+        """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""
+        if not items or not items[0].blocks or self._abandoned:
+            return
+        if slots is None:
+            slots = [item.slot for item in items]
+        by_group: dict[int, list[int]] = {}
+        for position, item in enumerate(items):
+            by_group.setdefault(item.group, []).append(position)
+        batches = [
+            CopyBatch(
+                group,
+                np.asarray([items[at].blocks for at in positions], dtype=np.int64),
+                np.asarray([slots[at] for at in positions], dtype=np.int64),
+            )
+            for group, positions in by_group.items()
+        ]
+        self._copying += 1
+        self._no_copies.clear()
+        try:
+            ticket = self._load.submit(lambda: self._lane.engine.submit_load(batches, self._after))
+            if ticket is None:
+                self._failed = True
+                return
+            await ticket.ended()
+            if self._lane.verifier is not None:
+                wrong = await self._lane.verifier.wrong(items)
+                self._wrong |= wrong
+                self._bad |= wrong
+        except TransferError as error:
+            if count := self._lane.failed.add("load"):
+                logger.warning("kvtiers: %d loads were not copied, the last: %s", count, error)
+            self._failed = True
+            return
+        finally:
+            self._copying -= 1
+            if not self._copying:
+                self._no_copies.set()
+        self._lane.stats.load_bytes += sum(
+            self._lane.groups[item.group].chunk_bytes for item in items
+        )

@@ -1,0 +1,162 @@
+"""What a rank still owes, and by when: an end to every load that a request waits for, and answers
+to the jobs of a plan. And what it has answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from offload.messages.plan import LoadJob, StepPlan
+from offload.messages.report import StepReport
+from tiers.copy.base import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
+    that a fence may hold up a step (seconds), after how long an operation of a lower tier is
+    late (seconds), the most chunks in one read, and the most reads of one tier at a time."""
+
+    load_timeout_s: float = 10.0
+    fence_timeout_s: float = 2.0
+    tier_timeout_s: float = 5.0
+    read_batch: int = 16
+    reads_in_flight: int = 4
+
+
+class _Copy:
+    """A copy into the blocks of a request, from before it is submitted until it has ended."""
+
+    __slots__ = ("is_refused", "ticket")
+
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+        self.is_refused = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_refused or (self.ticket is not None and self.ticket.done())
+
+
+class OpenLoad:
+    """A load whose request has not been told of its end.
+
+    Two threads meet here, without a lock. ``submit`` belongs to the loop, which enters a copy
+    before it asks whether the load has ended; everything else belongs to the driver, which ends a
+    load before it asks for copies. Whichever comes second sees what the other did, so no copy
+    begins in blocks that the request has lost. ``is_ok`` is ``None`` until the load has ended;
+    ``due`` is when the driver gives it up (monotonic seconds), ``None`` while parts of it are to
+    come: that is the scheduler's turn, whose steps may take any time.
+    """
+
+    __slots__ = ("_copies", "due", "is_ok", "request")
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self.due: float | None = None
+        self.is_ok: bool | None = None
+        self._copies: list[_Copy] = []
+
+    def submit(self, submit: Callable[[], Ticket]) -> Ticket | None:
+        """Submit a copy into the request's blocks; ``None`` if the load has ended. Raises what
+        ``submit`` raises."""
+        copy = _Copy()
+        self._copies = [one for one in self._copies if not one.has_ended] + [copy]
+        if self.is_ok is not None:
+            copy.is_refused = True
+            return None
+        try:
+            copy.ticket = submit()
+        except BaseException:
+            copy.is_refused = True
+            raise
+        return copy.ticket
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy may still write into the request's blocks."""
+        return not all(copy.has_ended for copy in self._copies)
+
+
+class OpenLoads:
+    """The loads of a rank by job, for the driver's thread.
+
+    By job, not by request: a request's name may be used again while the first load under it has
+    not come to its end here.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, OpenLoad] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether copies of a load that has ended are still under way. Whatever is submitted after
+        them has to wait for them."""
+        return any(load.is_ok is not None for load in self._open.values())
+
+    def expect(self, jobs: Iterable[LoadJob], due: float) -> dict[int, OpenLoad]:
+        """Loads, or parts of loads, are posted. Returns those that begin. What comes of a load
+        after its end needs no end any more, and nobody waits for a probe."""
+        begun = {}
+        for job in jobs:
+            if job.part == 0:
+                begun[job.job] = OpenLoad(job.request)
+                if job.request:
+                    self._open[job.job] = begun[job.job]
+            if job.is_last and (load := self._open.get(job.job)) is not None:
+                load.due = due
+        return begun
+
+    def end(self, job: int, *, is_ok: bool) -> None:
+        """A load has ended. The first word counts."""
+        load = self._open.get(job)
+        if load is not None and load.is_ok is None:
+            load.is_ok = is_ok
+
+    def give_up_overdue(self, now: float) -> int:
+        """Fail the loads whose time is over; returns how many."""
+        late = 0
+        for load in self._open.values():
+            if load.is_ok is None and load.due is not None and load.due < now:
+                load.is_ok = False
+                late += 1
+        return late
+
+    def take_ended(self) -> list[tuple[str, bool]]:
+        """Requests whose load has ended since the last call, and whether it went well. One into
+        whose blocks something is still being copied is kept back: vLLM gives these blocks to
+        others as soon as it hears of the end."""
+        ended = [
+            (job, load)
+            for job, load in self._open.items()
+            if load.is_ok is not None and not load.is_copying
+        ]
+        for job, _ in ended:
+            del self._open[job]
+        return [(load.request, bool(load.is_ok)) for _, load in ended]
+
+
+class Unanswered:
+    """The jobs of a plan that nobody has taken charge of yet; ``loads`` are its loads and parts of
+    loads, which are answered by their first part."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.loads = list(plan.loads)
+        self.jobs = [
+            *(store.job for store in plan.stores),
+            *(demote.job for demote in plan.demotes),
+            *(load.job for load in plan.loads if not load.part),
+        ]
+
+
+@dataclass(slots=True)
+class Drained:
+    """What ended since the last ``drain``: requests whose load is done, the failed ones among
+    them, and the jobs' results. A request may end before its job does (a read that hangs)."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    report: StepReport = field(default_factory=StepReport)

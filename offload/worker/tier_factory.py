@@ -1,0 +1,141 @@
+"""Makes the lower tiers that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.config.schema import OffloadConfig, TierConfig
+from offload.worker.idle_scrub import ScrubLimits
+from tiers.adapters.reopening import ReopeningTier
+from tiers.base import Tier
+from tiers.files.shared_tier import SharedFileTier
+from tiers.files.tier import FileTier
+from tiers.lmdb.files import LmdbOptions, Recovery
+from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.lmdb.tier import LmdbTier
+from tiers.mooncake.bulletin import Notice
+from tiers.mooncake.client import MooncakeSettings
+from tiers.mooncake.tier import MooncakeTier
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """One lower tier of one rank: where it was configured, its name in logs and metrics, its
+    folder, its share of the capacity in bytes, and what its records must carry.
+
+    ``renew(epoch)`` claims the folder once more after its medium had failed, for a tier that has
+    reached this epoch, and raises while it is not back; without it a failed tier stays shut.
+    ``make`` makes a tier that is none of the configured types.
+    ``notice`` is what a tier on a store tells others of its records.
+    ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch.
+    ``set_aside`` is how many folders were moved aside, because they could not be trusted, when
+    this one was claimed."""
+
+    where: str
+    name: str
+    config: TierConfig
+    folder: Path
+    capacity_bytes: int
+    namespace: bytes
+    rank: int
+    epoch: int
+    renew: Callable[[int], TierSpec] | None = None
+    keep_epoch: Callable[[int], object] = lambda _epoch: None
+    make: Callable[[], Tier] | None = None
+    notice: Notice | None = None
+    set_aside: int = 0
+
+
+def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
+    """The tiers that verify their records while they are idle, by number, with the part of the rate
+    that one of ``shares`` workers has."""
+    return {
+        number: ScrubLimits(tier.options["scrub_rate"] / shares, tier.options["scrub_period_s"])
+        for number, tier in enumerate(config.tiers)
+        if tier.options.get("scrub") == "idle" and not tier.shared
+    }
+
+
+def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:
+    """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given;
+    ``memory`` are the addresses that payloads are read into and written from."""
+
+    def make_again(epoch: int) -> Tier:
+        nonlocal spec
+        assert spec.renew is not None
+        spec = spec.renew(epoch)
+        return _MAKERS[spec.config.type](spec, record_bytes)
+
+    if spec.make is not None:
+        return spec.make()
+    if spec.config.type == "mooncake":
+        return _mooncake(spec, memory)
+    tier = _MAKERS[spec.config.type](spec, record_bytes)
+    if spec.renew is None:
+        return tier
+    is_strict = spec.config.recovery == Recovery.STRICT.value
+    return ReopeningTier(tier, make_again, spec.keep_epoch, spec.epoch, is_strict=is_strict)
+
+
+def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
+    config = spec.config
+    options = LmdbOptions(
+        namespace=spec.namespace,
+        rank=spec.rank,
+        epoch=spec.epoch,
+        io_threads=config.io_threads,
+        recovery=Recovery(config.recovery),
+        reserve_bytes=config.reserve,
+        record_bytes=record_bytes,
+        direct_io=config.options.get("direct_io") != "off",
+        key_file=config.encryption.key_file if config.encryption else "",
+        compress=config.compression == "zstd",
+    )
+    where = (spec.folder, spec.capacity_bytes)
+    if config.shared:
+        return SharedLmdbTier(*where, options=options, low_watermark=config.low_watermark)
+    return LmdbTier(*where, options=options)
+
+
+def _file(spec: TierSpec, record_bytes: int) -> Tier:
+    make = SharedFileTier if spec.config.shared else FileTier
+    return make(
+        spec.folder,
+        spec.capacity_bytes,
+        namespace=spec.namespace,
+        rank=spec.rank,
+        epoch=spec.epoch,
+        depth=spec.config.io_threads,
+    )
+
+
+def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSettings:
+    """How to join the store of a tier, giving it that much memory."""
+    options = config.options
+    host = options["master"].rpartition(":")[0]
+    return MooncakeSettings(
+        options["master"],
+        options["metadata"] or f"http://{host}:8080/metadata",
+        segment_bytes,
+        options["protocol"],
+        options["device"],
+        options["host"],
+    )
+
+
+def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
+    """It finds its master again by itself, so nobody has to open it again."""
+    return MooncakeTier(
+        mooncake_settings(spec.config, spec.capacity_bytes),
+        namespace=spec.namespace,
+        rank=spec.rank,
+        epoch=spec.epoch,
+        memory=memory,
+        threads=spec.config.io_threads,
+        notice=spec.notice,
+    )
+
+
+_MAKERS: dict[str, Callable[[TierSpec, int], Tier]] = {"lmdb": _lmdb, "file": _file}

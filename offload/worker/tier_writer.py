@@ -1,0 +1,192 @@
+"""One lower tier's writes on one rank, in the order of the plans.
+
+Deletes and resets are barriers: a write planned after a delete may need its space, and a record
+planned before a reset must not carry the new epoch. Writes between barriers overlap.
+
+What failed is done before the next write. A reset above all: until it is done the tier holds what
+was stored under other weights, and says OK to a write of a key that it has, so every write fails.
+And deletions: nobody above counts the space of their keys any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+
+from offload.messages.plan import DemoteJob
+from offload.messages.report import JobResult
+from offload.telemetry.counters import WorkerStats
+from offload.worker.loads import io_bytes
+from offload.worker.tier_monitor import TierWatch
+from tiers.base import Tier, TierError, WriteOutcome
+from tiers.copy.base import GroupRegions
+from tiers.slab.slab import HostSlab
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[int, JobResult], None]
+
+WRITES_IN_FLIGHT = 4
+
+
+class TierWriter:
+    """A FIFO of operations for one tier, run by one task."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        watch: TierWatch,
+        slab: HostSlab,
+        groups: Mapping[int, GroupRegions],
+        stats: WorkerStats,
+    ) -> None:
+        self._tier = tier
+        self._watch = watch
+        self._slab = slab
+        self._groups = groups
+        self._stats = stats
+        self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._slots = asyncio.Semaphore(WRITES_IN_FLIGHT)
+        self._writing: set[asyncio.Task[None]] = set()
+        self._answer: Answer = lambda _job, _result: None
+        self._task: asyncio.Task[None] | None = None
+        self._reported = False
+        self._undeleted: dict[bytes, None] = {}
+        self._epoch_due: int | None = None
+        self._resets = 0  # in the queue
+        self._caught_up = asyncio.Event()
+
+    def start(self, answer: Answer) -> None:
+        """Begin to work; ``answer`` takes each demotion's result."""
+        self._answer = answer
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Stop at once; what waits is abandoned."""
+        if self._task is not None:
+            self._task.cancel()
+        for task in self._writing:
+            task.cancel()
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Whether the tier is of the epoch that was last asked for; waits for that, not longer
+        than ``timeout_s``."""
+        if self._is_behind():
+            self._caught_up.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._caught_up.wait(), timeout_s)
+        return not self._is_behind()
+
+    def _is_behind(self) -> bool:
+        return self._resets > 0 or self._epoch_due is not None
+
+    async def finish(self) -> None:
+        """Wait until everything that was asked so far has been done."""
+        await self._queue.join()
+        await self._drain_writes()
+
+    def write(self, job: DemoteJob) -> None:
+        """Queue a demotion."""
+        self._queue.put_nowait(lambda: self._start_write(job))
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Queue a deletion; a barrier for later writes."""
+        if keys:
+            self._queue.put_nowait(lambda: self._delete(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Queue a note of use."""
+        if keys:
+            self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(tuple(keys))))
+
+    def reset(self, epoch: int) -> None:
+        """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""
+        self._resets += 1
+        self._queue.put_nowait(lambda: self._reset(epoch))
+
+    async def _run(self) -> None:
+        while True:
+            operation = await self._queue.get()
+            try:
+                await operation()
+            except TierError as error:
+                self._report(error)
+            except Exception as error:  # one bad operation must not end the tier's writes
+                self._report(error)
+            finally:
+                self._queue.task_done()
+
+    async def _delete(self, keys: Sequence[bytes]) -> None:
+        self._undeleted.update(dict.fromkeys(keys))
+        if self._undeleted:
+            await self._watch.change(self._tier.delete(tuple(self._undeleted)))
+            self._undeleted.clear()
+
+    async def _reset(self, epoch: int) -> None:
+        self._epoch_due = epoch
+        self._resets -= 1
+        await self._drain_writes()
+        await self._begin_epoch()
+
+    async def _begin_epoch(self) -> None:
+        if self._epoch_due is not None:
+            await self._watch.change(self._tier.reset(self._epoch_due))
+            self._epoch_due = None
+            self._undeleted.clear()
+            self._caught_up.set()
+
+    async def _start_write(self, job: DemoteJob) -> None:
+        try:
+            await self._begin_epoch()
+        except Exception as error:  # the job must be answered whatever the tier does
+            self._report(error)
+            self._answer(job.job, JobResult(failed=True))
+            return
+        try:
+            await self._delete(())
+        except Exception as error:  # the write is tried all the same
+            self._report(error)
+            for key in job.keys:
+                self._undeleted.pop(key, None)
+        await self._slots.acquire()
+        task = asyncio.ensure_future(self._write(job))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _drain_writes(self) -> None:
+        if self._writing:
+            await asyncio.wait(set(self._writing))
+
+    async def _write(self, job: DemoteJob) -> None:
+        result = JobResult(failed=True)
+        nbytes = io_bytes(self._groups[job.group])
+        started = time.perf_counter()
+        try:
+            views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
+            writing = self._tier.write(job.keys, views)
+            outcomes = await self._watch.write(writing, len(job.keys))
+            bad = frozenset(
+                key
+                for key, outcome in zip(job.keys, outcomes, strict=True)
+                if outcome is not WriteOutcome.OK
+            )
+            result = JobResult(bad=bad)
+            self._stats.wrote(
+                job.tier, nbytes * (len(job.keys) - len(bad)), time.perf_counter() - started
+            )
+            self._stats.write_failures += len(bad)
+        except Exception as error:  # the job must be answered whatever the tier does
+            self._report(error)
+        finally:
+            self._slots.release()
+            self._answer(job.job, result)
+
+    def _report(self, error: Exception) -> None:
+        """Say once that the tier is in trouble; every failure is counted."""
+        self._stats.tier_errors += 1
+        if not self._reported:
+            self._reported = True
+            logger.error("kvtiers: a tier fails and its writes are skipped: %r", error)

@@ -1,0 +1,400 @@
+"""The default policy of the CPU tier: LRU, or learned reuse density where that does better.
+
+Keys are kept in spans (``policies.adaptive.span_tree``). Spans are sorted into kinds by what is
+known of their conversation: how many requests it has had, how long it was away before the last one,
+how long its prompt is, and hints that the client gave. For each kind the policy learns online how
+soon such spans are used again, and evicts first what is worth least per key and time
+(``policies.adaptive.reuse_table``). Hints are only labels of a kind, so a hint that tells nothing,
+or lies, loses its effect by itself. Eviction is always from the tail, and never takes a key that
+another member's prefix needs.
+
+Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU and density order beside each
+other, and the tier evicts in the order of the one that had more hits lately (choosing policies by
+shadow caches: I. Ari et al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
+from typing import Annotated, Any
+
+from policies.adaptive.reuse_table import ReuseTable
+from policies.adaptive.segments import LONG_MOST, SMALL, Segment, run_ends
+from policies.adaptive.shadow_caches import Shadows, SpanQueues
+from policies.adaptive.span_kinds import keeps_head, kind_of, label_of, shared_kind
+from policies.adaptive.span_tree import Span, SpanTree, Taken
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
+from policies.options import Range
+
+_LEAD_LEAST = 0.03
+"""By this share of LRU's hits, or of its misses if they are fewer, the density order must be
+ahead to be in charge."""
+_DEAD = 0.2
+"""Spans worth less than this share of the average are dead."""
+_RESCORE_BLOCKS = 512
+_RESCORES = 4
+"""Scores are computed afresh so often while as many keys as the tier has are touched, but not
+more often than every ``_RESCORE_BLOCKS``."""
+_WAITING_MOST = 4096
+"""From more spans a regular sample is looked at when learning, so that no request waits long."""
+_GHOSTS_LEAST = 256
+_GHOSTS_PER_SPAN = 4
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """O(1) per key, amortised, plus a few steps per request.
+
+    ``relearn_every`` requests (more, where many spans are remembered) the indices are computed
+    afresh. ``memory`` is the share that the
+    hit counts of the two orders keep per request: 0.999 compares the last thousand or so.
+    ``prior`` is how many observations of its own a kind needs to count as much as its prefix.
+    """
+
+    keeps_prefixes_closed = True
+
+    def __init__(
+        self,
+        relearn_every: Annotated[int, Range(1)] = 256,
+        memory: Annotated[float, Range(0, 1, above=True)] = 0.999,
+        prior: Annotated[float, Range(0, above=True)] = 10.0,
+    ) -> None:
+        self._every = relearn_every
+        self._memory = memory
+        self._prior = prior
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._tree = SpanTree()
+        self._table = ReuseTable(self._prior)
+        self._queues: SpanQueues | None = None  # only while the density order is in charge
+        self._by_time: OrderedDict[Span, None] = OrderedDict()
+        self._shadows = Shadows(self._worth)
+        self._stale = False  # whether the scores of ``_queues`` are old
+        self._segment_of = self._tree.segments.of
+        self._hanging = self._tree.hanging
+        self._ghosts: OrderedDict[Key, Span] = OrderedDict()
+        self._now = 0
+        self._score_at = 0
+        self._learn_at = self._every
+        self._requests = 0
+        self._touched = 0.0  # keys, fading like the counts of the shadows
+        self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
+        self._open: Segment | None = None  # of these, where single keys are inserted
+        self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
+        self._current: Span | None = None
+
+    @property
+    def order(self) -> str:
+        """The order in charge: ``lru`` or ``density``."""
+        return "lru" if self._queues is None else "density"
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        if key in self._ghosts:
+            self._recall(key)
+        fresh, segment = self._fresh, self._opened()
+        if info.hints:
+            fresh.label = label_of(info.hints)
+        segment.keys.append(key)
+        segment.live += 1
+        fresh.live += 1
+        self._segment_of[key] = segment
+
+    def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
+        if not self._ghosts.keys().isdisjoint(keys):
+            for key in filter(self._ghosts.__contains__, keys):
+                self._recall(key)
+        for hints in hints_among(infos):
+            self._fresh.label = label_of(hints)
+        keys = keys if isinstance(keys, list) else list(keys)
+        if len(keys) >= SMALL:
+            self._open = None
+            self._tree.add(self._fresh, keys)
+        elif keys:
+            self._tree.segments.append(self._opened(), keys)
+            self._fresh.live += len(keys)
+
+    def _opened(self) -> Segment:
+        """Where a few keys are inserted."""
+        segment = self._open
+        if segment is None or not segment.live or len(segment.keys) >= LONG_MOST:
+            segment = self._open = self._tree.add(self._fresh, [])
+        return segment
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        taken = self._tree.take(keys)
+        self._current = None
+        if not taken:
+            return
+        count = taken[-1][2]
+        self._requests += 1
+        self._now += count
+        shadows = self._shadows
+        shadows.lead *= self._memory
+        shadows.hits *= self._memory
+        self._touched = self._touched * self._memory + count
+        renewed = taken.pop(0) if keeps_head(taken) else None
+        if renewed is not None:
+            self._renew(renewed)
+        for part in taken:
+            self._leave(part)
+        self._enter(taken, count, renewed)
+        if self._returned:
+            self._returned = {k: s for k, s in self._returned.items() if self._waits(k)}
+        if self._requests >= self._learn_at:
+            self._relearn()
+        if self._now >= self._score_at:
+            self._rescore()
+
+    def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
+        """Label the span that the request left at the end of its keys."""
+        label = label_of(hints)
+        if not label:
+            return
+        for key in reversed(keys):
+            span = self._tree.span_of(key)
+            if span is not None:
+                if not span.shared and not span.fresh:
+                    self._relabel(span, label)
+                return
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        found: dict[Key, None] = {}
+        drain = self._tree.drain
+        self._shadows.capacity = max(self._shadows.capacity, len(self))
+        if self._current is not None and self._current.live:
+            drain(self._current, count, evictable, found)
+        if len(found) < count:
+            for span in self._candidates():
+                drain(span, count, evictable, found)
+                if len(found) >= count:
+                    self._current = span
+                    break
+            else:
+                drain(self._fresh, count, evictable, found)
+        if len(found) < count:  # only by breaking prefixes, if at all
+            rest = (k for k in self._segment_of if k not in found and evictable(k))
+            found.update(dict.fromkeys(islice(rest, count - len(found))))
+        return list(found)
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        segment = self._segment_of.pop(key, None)
+        if segment is not None:
+            if key in self._hanging:
+                self._tree.orphan(key)
+            self._gone(segment, [key], cause)
+
+    def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
+        if not self._hanging.keys().isdisjoint(keys):
+            for key in keys:
+                self.remove(key, cause)
+            return
+        segments = list(map(self._segment_of.pop, keys, repeat(None)))
+        start = 0
+        for end in run_ends(segments):
+            segment = segments[start]
+            if segment is not None:
+                self._gone(segment, keys[start:end], cause)
+            start = end
+
+    def _gone(self, segment: Segment, keys: Sequence[Key], cause: RemoveCause) -> None:
+        """Keys have left a segment."""
+        self._tree.segments.left(segment, keys)
+        span = segment.span
+        assert span is not None  # only during a touch
+        span.live -= len(keys)
+        if span.live:
+            return
+        span.segments.clear()
+        self._tree.unhang(span)
+        self._drop(span)
+        if cause is RemoveCause.EVICTED and not span.fresh:
+            self._ghosts[keys[-1]] = span
+
+    def clear(self) -> None:
+        self._start_over()
+
+    def __len__(self) -> int:
+        return len(self._segment_of)
+
+    # -- a touch -------------------------------------------------------------------------------
+
+    def _leave(self, part: Taken) -> None:
+        """A request took keys from a span: learn from it, and book the shadows' hits."""
+        span, count, _, rest, _ = part
+        if span.fresh:
+            if rest:
+                self._settle(span)
+            else:
+                self._drop(span)
+            return
+        self._shadows.use(span, count if rest else count + span.size)
+        if not rest:
+            self._table.record(span.kind, self._now - span.time, count, reused=True)
+            self._drop(span)
+
+    def _recall(self, key: Key) -> None:
+        """A request brings back the head of a span that was evicted."""
+        span = self._returned[key] = self._ghosts.pop(key)
+        self._table.record(span.kind, self._now - span.time, span.size, reused=True)
+        self._shadows.use(span, span.size)
+
+    def _renew(self, part: Taken) -> None:
+        """A request used all of a shared span, which stays a span."""
+        span, count, _, _, _ = part
+        table, shadows = self._table, self._shadows
+        table.record(span.kind, self._now - span.time, count, reused=True)
+        self._drop(span)
+        evicted = span.size
+        self._tree.enter(span, [part])
+        span.time = self._now
+        span.turn += 1
+        span.kind = shared_kind(table, span)
+        sort = table.known(span.kind)
+        if evicted or sort != span.sort or not shadows.renew(span):
+            shadows.use(span, count + evicted)
+            span.sort = sort
+            shadows.add(span)
+        self._line_up(span)
+
+    def _enter(self, taken: Sequence[Taken], count: int, renewed: Taken | None) -> None:
+        """Make the touched keys (``count`` with those of a renewed span, the head) one span, or
+        two where others share the head."""
+        if self._fresh.segments or any(p[0] is self._fresh for p in taken):
+            if self._fresh.live:  # keys of other requests
+                self._settle(self._fresh)
+            self._fresh = Span(self._now, fresh=True)
+            self._open = None
+        start = renewed[2] if renewed else 0
+        split, uses, label = start, 0, ""
+        before: Span | None = None
+        for span, _, end, rest, _ in taken:
+            if span.fresh:
+                label = label or span.label
+            elif rest or span.shared:
+                split, before = end, None
+                uses = max(uses, span.turn if span.shared else 1)
+            else:
+                before = span
+        above = [part for part in taken if part[2] <= split]
+        if above:
+            head = Span(self._now)
+            head.shared = True
+            head.turn = uses + 1
+            head.kind = shared_kind(self._table, head)
+            self._tree.enter(head, above)
+            self._queue(head)
+        if split < count:
+            tail = Span(self._now)
+            self._tree.enter(tail, taken[len(above) :], above[-1] if above else renewed)
+            before = before or self._returned_in(tail)
+            tail.turn = before.turn + 1 if before else 1
+            tail.gap = self._now - before.time if before else 0
+            tail.label = label
+            tail.kind = self._table.row(kind_of(tail))
+            self._queue(tail)
+
+    def _waits(self, key: Key) -> bool:
+        """Whether a key was inserted and its request has not touched it yet."""
+        owner = self._tree.span_of(key)
+        return owner is not None and owner.fresh
+
+    def _returned_in(self, tail: Span) -> Span | None:
+        """The evicted span whose head came back among a new span's keys."""
+        span_of = self._tree.span_of
+        for key, span in self._returned.items():
+            if span_of(key) is tail and not span.shared:
+                return span
+        return None
+
+    def _settle(self, span: Span) -> None:
+        """Let go of keys that no request touched so far: others touched theirs."""
+        if span not in self._by_time:
+            self._line_up(span)
+
+    def _queue(self, span: Span) -> None:
+        span.sort = self._table.known(span.kind)
+        self._line_up(span)
+        self._shadows.add(span)
+
+    def _line_up(self, span: Span) -> None:
+        self._by_time[span] = None
+        if self._queues is not None:
+            self._queues.add(span)
+
+    def _drop(self, span: Span) -> None:
+        """A span has no members any more."""
+        if self._queues is not None:
+            self._queues.discard(span)
+        self._by_time.pop(span, None)
+        if span is self._current:
+            self._current = None
+
+    def _relabel(self, span: Span, label: str) -> None:
+        scores, queues = self._shadows.scores, self._queues
+        scores.discard(span)
+        if queues is not None:
+            queues.discard(span)
+        span.label = label
+        span.kind = self._table.row(kind_of(span))
+        span.sort = self._table.known(span.kind)
+        if queues is not None:
+            queues.add(span)
+        if span.by_score:
+            scores.add(span)
+        self._current = None
+        if self._is_dead(span):
+            self._by_time.move_to_end(span, last=False)
+            self._shadows.expel(span)
+
+    def _is_dead(self, span: Span) -> bool:
+        """Whether spans of this kind turned out to be worth next to nothing."""
+        table = self._table
+        return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth(0, 0)
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[Span]:
+        if self._queues is None:
+            return iter(self._by_time)
+        if self._stale:
+            self._stale = False
+            self._queues.refresh()
+        return self._queues.in_order()
+
+    def _worth(self, span: Span) -> float:
+        return self._table.worth(span.sort, self._now - span.time)
+
+    def _rescore(self) -> None:
+        """Scores change as time goes on."""
+        self._score_at = self._now + max(_RESCORE_BLOCKS, len(self) // _RESCORES)
+        self._stale = True
+        self._shadows.scores.refresh()
+        shadows = self._shadows
+        stake = min(shadows.hits, self._touched - shadows.hits)
+        if shadows.lead <= _LEAD_LEAST * max(0.0, stake) or not self._table.learned:
+            self._queues = None
+        elif self._queues is None:
+            self._queues = SpanQueues(self._worth)
+            for span in self._by_time:
+                self._queues.add(span)
+
+    def _relearn(self) -> None:
+        limit = max(_GHOSTS_LEAST, _GHOSTS_PER_SPAN * len(self._by_time))
+        now = self._now
+        while len(self._ghosts) > limit:
+            _, ghost = self._ghosts.popitem(last=False)
+            self._table.record(ghost.kind, now - ghost.time, ghost.size, reused=False)
+            self._shadows.forget(ghost, ghost.by_age, ghost.by_score)
+        known = chain(self._by_time, self._ghosts.values())
+        step = 1 + (len(self._by_time) + len(self._ghosts)) // _WAITING_MOST
+        self._table.relearn(
+            (span.kind, now - span.time, step * span.size, False)
+            for span in islice(known, None, None, step)
+            if not span.fresh
+        )
+        self._learn_at = self._requests + max(
+            self._every, min(8 * self._every, self._requests // 2), len(self._ghosts) // 8
+        )
+        self._rescore()

@@ -1,0 +1,216 @@
+"""Segments: keys that follow each other in a prefix and are owned together.
+
+A request of thousands of chunks changes owner segment by segment: one look into a dict for the
+head of each, and a comparison of lists for the rest, instead of a look and an update per key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_not, ne
+from typing import TYPE_CHECKING
+
+from policies.base import Key
+
+if TYPE_CHECKING:
+    from policies.adaptive.span_tree import Span
+
+SMALL = 32
+"""Shorter segments are joined to their neighbours."""
+LONG_MOST = 4096
+"""Keys of one segment when they are entered. After a restart a tier has millions of a time before
+anybody knew whose they were, and what is done to a segment with holes goes through all of it."""
+_LOOSE_MOST = 256
+"""Keys that are taken out of the midst of a segment at a time."""
+_LEFT_MOST = 1024
+"""From so many keys on, those that have left are cut off."""
+
+
+class Segment:
+    """Keys, tail first; those before ``start`` have left, ``live`` of the others are still here.
+    It is dense if these are all of them.
+
+    ``span`` owns it; None: a request has taken it and gives it to a span of its own.
+    """
+
+    __slots__ = ("keys", "live", "span", "start")
+
+    def __init__(self, keys: list[Key], span: Span | None) -> None:
+        self.keys = keys
+        self.start = 0
+        self.live = len(keys)
+        self.span = span
+
+
+class Segments:
+    """Which segment each key is in."""
+
+    def __init__(self) -> None:
+        self.of: dict[Key, Segment] = {}  # the policy takes single keys out by itself
+
+    def add(self, keys: list[Key], span: Span) -> Segment:
+        """A new segment of keys that are in none."""
+        segment = Segment(keys, span)
+        self.of.update(zip(keys, repeat(segment)))
+        return segment
+
+    def append(self, segment: Segment, keys: Sequence[Key]) -> None:
+        """Add keys that are in none."""
+        segment.keys += keys
+        segment.live += len(keys)
+        self.of.update(zip(keys, repeat(segment)))
+
+    def is_dense(self, segment: Segment) -> bool:
+        """Whether no key has left it but the first ``start``; cuts off those at its ends."""
+        keys = segment.keys
+        if segment.live == len(keys) - segment.start:
+            return True
+        self.head(segment)
+        start, of = segment.start, self.of
+        while start < len(keys) and of.get(keys[start]) is not segment:
+            start += 1
+        segment.start = start
+        self._cut_off(segment)
+        return segment.live == len(keys) - segment.start
+
+    def left(self, segment: Segment, keys: Sequence[Key]) -> None:
+        """Keys have been taken out of ``of``; mostly they were the tail."""
+        segment.live -= len(keys)
+        start = segment.start
+        if segment.keys[start : start + len(keys)] == keys:
+            segment.start += len(keys)
+            self._cut_off(segment)
+
+    def _cut_off(self, segment: Segment) -> None:
+        if segment.start > _LEFT_MOST and 2 * segment.start > len(segment.keys):
+            del segment.keys[: segment.start]
+            segment.start = 0
+
+    def head(self, segment: Segment) -> Key | None:
+        """The first key in its prefix that is still here."""
+        keys, of = segment.keys, self.of
+        while keys and of.get(keys[-1]) is not segment:
+            keys.pop()
+        segment.start = min(segment.start, len(keys))
+        return keys[-1] if keys else None
+
+    def members(self, segment: Segment) -> Iterator[Key]:
+        """Its keys, tail first, from the first that is still here."""
+        is_dense, keys, of = self.is_dense(segment), segment.keys, self.of
+        found = map(keys.__getitem__, range(segment.start, len(keys)))
+        return found if is_dense else (k for k in found if of.get(k) is segment)
+
+    def cut(self, keys: Sequence[Key]) -> Iterator[tuple[Span, Segment]]:
+        """Take keys, given in prefix order, out of their spans, as segments that are dense and
+        start at 0; with the spans that they came from. Keys of no span are passed over, and keys
+        that are named twice are so the second time."""
+        keys = keys if isinstance(keys, list) else list(keys)
+        place, of = 0, self.of
+        while place < len(keys):
+            segment = of.get(keys[place])
+            if segment is None or segment.span is None:
+                place += 1
+                continue
+            span = segment.span
+            part, named = self._part(segment, keys, place)
+            part.span = None
+            yield span, part
+            place += named
+
+    def joined(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Dense segments that follow each other in a prefix, small ones as part of the next."""
+        groups: list[list[Segment]] = []
+        size = 0
+        for segment in segments:
+            if groups and min(size, segment.live) < SMALL:
+                groups[-1].append(segment)
+                size += segment.live
+            else:
+                groups.append([segment])
+                size = segment.live
+        return [group[0] if len(group) == 1 else self._join(group) for group in groups]
+
+    def _part(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
+        """The keys of a segment that come next in a request, as a segment of their own, and how
+        many keys of the request that are."""
+        span = segment.span
+        assert span is not None  # the caller looked
+        forwards = False
+        size = self._agreeing(segment, keys, place)
+        if not size and span.fresh:  # a segment of single keys, in the order of insertion
+            size = self._agreeing(segment, keys, place, forwards=True)
+            forwards = True
+        if not size:
+            return self._loose(segment, keys, place)
+        del segment.keys[: segment.start]
+        segment.start = 0
+        if size == segment.live:
+            del span.segments[segment]
+            if forwards:
+                segment.keys.reverse()
+            return segment, size
+        return self._head(segment, size, forwards), size
+
+    def _agreeing(
+        self, segment: Segment, keys: list[Key], place: int, *, forwards: bool = False
+    ) -> int:
+        """How many keys from ``place`` on are the segment's, from its head on."""
+        if not self.is_dense(segment):
+            return 0
+        most = min(segment.live, len(keys) - place)
+        if forwards:
+            own = segment.keys[segment.start : segment.start + most]
+        else:
+            own = segment.keys[: -most - 1 : -1]
+        named = keys[place : place + most]
+        if own[0] != named[0]:
+            return 0
+        return most if own == named else next(compress(count(), map(ne, own, named)))
+
+    def _head(self, segment: Segment, size: int, forwards: bool) -> Segment:
+        """Cut off a segment's head. The larger part keeps the object, and so its keys their
+        owner; the rest does anyway if its place among the span's segments would be lost."""
+        keys, span = segment.keys, segment.span
+        assert span is not None
+        if forwards:
+            head, rest = keys[size - 1 :: -1], keys[size:]
+        else:
+            head, rest = keys[-size:], keys[:-size]
+        if size <= len(rest) or next(reversed(span.segments)) is not segment:
+            segment.keys, segment.live = rest, len(rest)
+            return self.add(head, span)
+        del span.segments[segment]
+        span.segments[self.add(rest, span)] = None
+        segment.keys, segment.live = head, len(head)
+        return segment
+
+    def _loose(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
+        """Take keys out of the midst of a segment, which has holes from then on."""
+        named = keys[place : place + _LOOSE_MOST]
+        owners = map(self.of.get, named)
+        end = next(compress(count(), map(is_not, owners, repeat(segment))), len(named))
+        found = list(dict.fromkeys(named[:end]))
+        found.reverse()
+        segment.live -= len(found)
+        assert segment.span is not None
+        return self.add(found, segment.span), end
+
+    def _join(self, group: Sequence[Segment]) -> Segment:
+        """Dense segments that follow each other in a prefix; the largest takes up the others."""
+        largest = max(group, key=attrgetter("live"))
+        joined: list[Key] = []
+        for segment in reversed(group):
+            joined += segment.keys
+            if segment is not largest:
+                self.of.update(zip(segment.keys, repeat(largest)))
+        largest.keys, largest.live = joined, len(joined)
+        return largest
+
+
+def run_ends(owners: Sequence[object]) -> Iterable[int]:
+    """Where the next one is another, and the end: at the speed of C, because a request may have
+    thousands of keys, mostly of one owner."""
+    if not owners or owners.count(owners[0]) == len(owners):
+        return [len(owners)] if owners else []
+    return chain(compress(count(1), map(is_not, owners, owners[1:])), [len(owners)])

@@ -1,0 +1,172 @@
+"""Shadow caches: what the tier would hold under another order, span by span, without keys.
+
+They cost a few steps per request, not per key, and tell the adaptive policy which of its orders
+does better on the very requests it serves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
+from policies.adaptive.span_tree import Span
+
+
+class SpanQueues:
+    """Spans by ``sort``, oldest first, and the order of their ends by a score.
+
+    The span of lowest score in a queue is taken to be its oldest or its youngest: a score
+    falls with age where spans die out, and rises where they come back after a pause.
+    """
+
+    def __init__(self, score: Callable[[Span], float]) -> None:
+        self._score = score
+        self._queues: dict[int, OrderedDict[Span, None]] = {}
+        self._heap: list[tuple[float, int, Span, int]] = []
+        self._ticket = count()
+
+    def add(self, span: Span) -> None:
+        """Enter a span as the youngest of its sort."""
+        queue = self._queues.get(span.sort)
+        if queue is None:
+            queue = self._queues[span.sort] = OrderedDict()
+        if not queue:
+            heappush(self._heap, (self._score(span), next(self._ticket), span, span.sort))
+        queue[span] = None
+
+    def renew(self, span: Span) -> None:
+        """Make a span the youngest of its sort."""
+        self._queues[span.sort].move_to_end(span)
+
+    def discard(self, span: Span) -> None:
+        """Take a span out, if it is there."""
+        queue = self._queues.get(span.sort)
+        if queue is not None:
+            queue.pop(span, None)
+
+    def lowest(self) -> Span | None:
+        """A span of lowest score among the ends of all queues, by scores as of ``refresh``."""
+        heap = self._heap
+        while heap:
+            _, _, span, sort = heap[0]
+            queue = self._queues[sort]
+            if span in queue:
+                return span
+            if queue:
+                heapreplace(heap, self._entry(sort, queue))
+            else:
+                heappop(heap)
+        return None
+
+    def in_order(self) -> Iterator[Span]:
+        """All spans, queue by queue merged by score, each from its worse end. The queues must not
+        change meanwhile."""
+        self.lowest()  # puts the first entry right
+        heap: list[tuple[float, int, Span, int | Iterator[Span]]] = list(self._heap)
+        begun: set[int] = set()
+        while heap:
+            _, _, span, rest = heap[0]
+            if isinstance(rest, int):
+                sort, queue = rest, self._queues[rest]
+                if not queue or sort in begun:
+                    heappop(heap)
+                    continue
+                if span not in queue:
+                    heapreplace(heap, self._entry(sort, queue))
+                    continue
+                begun.add(sort)
+                rest = iter(queue) if span is next(iter(queue)) else reversed(queue)
+                if next(rest) is not span:  # neither end any more: another came behind it
+                    rest = iter(queue)
+                    span = next(rest)
+            yield span
+            following = next(rest, None)
+            if following is None:
+                heappop(heap)
+            else:
+                heapreplace(heap, (self._score(following), next(self._ticket), following, rest))
+
+    def refresh(self) -> None:
+        """Compute the scores of all ends afresh."""
+        self._heap = [self._entry(sort, queue) for sort, queue in self._queues.items() if queue]
+        heapify(self._heap)
+
+    def _entry(self, sort: int, queue: OrderedDict[Span, None]) -> tuple[float, int, Span, int]:
+        """The worse end of a queue that is not empty."""
+        oldest, youngest = next(iter(queue)), next(reversed(queue))
+        score = self._score(oldest)
+        if oldest is not youngest:
+            other = self._score(youngest)
+            if other < score:
+                return other, next(self._ticket), youngest, sort
+        return score, next(self._ticket), oldest, sort
+
+
+class Shadows:
+    """Two caches of ``capacity`` keys made of the heads of spans, one ordered by age and one by
+    score: ``span.by_age`` and ``span.by_score`` keys of each.
+
+    ``lead`` counts hits of the second minus those of the first, ``hits`` those of the first.
+    """
+
+    def __init__(self, score: Callable[[Span], float]) -> None:
+        self.capacity = 0
+        self.lead = 0.0
+        self.hits = 0.0
+        self.scores = SpanQueues(score)
+        self._ages: OrderedDict[Span, None] = OrderedDict()
+        self._aged = self._scored = 0  # keys in either cache
+
+    def use(self, span: Span, count: int) -> None:
+        """A request takes ``count`` keys from a span's head."""
+        by_age = min(span.by_age, count)
+        by_score = min(span.by_score, count)
+        self.hits += by_age
+        self.lead += by_score - by_age
+        self.forget(span, by_age, by_score)
+
+    def renew(self, span: Span) -> bool:
+        """A request uses all of a span, which is as new then. Does nothing and returns False if
+        a cache holds less than all of it."""
+        size = span.size
+        if span.by_age != size or span.by_score != size:
+            return False
+        self.hits += size
+        self._ages.move_to_end(span)
+        self.scores.renew(span)
+        return True
+
+    def forget(self, span: Span, by_age: int, by_score: int) -> None:
+        """So many keys of a span leave the caches."""
+        if by_age:
+            self._aged -= by_age
+            span.by_age -= by_age
+            if not span.by_age:
+                del self._ages[span]
+        if by_score:
+            self._scored -= by_score
+            span.by_score -= by_score
+            if not span.by_score:
+                self.scores.discard(span)
+
+    def add(self, span: Span) -> None:
+        """A new span enters; others are cut from their tails until all fits."""
+        span.by_age = span.by_score = span.size
+        self._aged += span.size
+        self._scored += span.size
+        self._ages[span] = None
+        self.scores.add(span)
+        while self._aged > self.capacity:
+            oldest = next(iter(self._ages))
+            self.forget(oldest, min(oldest.by_age, self._aged - self.capacity), 0)
+        while self._scored > self.capacity:
+            lowest = self.scores.lowest()
+            assert lowest is not None  # it holds keys
+            self.forget(lowest, 0, min(lowest.by_score, self._scored - self.capacity))
+
+    def expel(self, span: Span) -> None:
+        """Treat a span as the oldest."""
+        if span.by_age:
+            self._ages.move_to_end(span, last=False)

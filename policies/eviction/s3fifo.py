@@ -1,0 +1,116 @@
+"""S3-FIFO: a small queue sorts out what is used once, a main queue keeps the rest.
+
+J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO queues are all you need for cache eviction",
+SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Annotated
+
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.eviction._queues import GhostList
+from policies.options import Range
+
+_NEW = -1  # not touched since it was inserted
+_MOST = 3
+
+
+class S3FifoPolicy(EvictionPolicy):
+    """Small and main FIFO with use counts up to 3, and ghosts. O(1) per key, amortised.
+
+    ``small_share`` of the capacity is the small queue (0.1 in the paper); a key moves on
+    from it with at least ``moves_at`` reuses (2 in the paper).
+    """
+
+    def __init__(
+        self,
+        small_share: Annotated[float, Range(0, 1)] = 0.1,
+        moves_at: Annotated[int, Range(1, _MOST)] = 2,
+    ) -> None:
+        self._share = small_share
+        self._moves_at = moves_at
+        self._small: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._ghosts = GhostList()
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        if self._ghosts.discard(key):
+            self._main[key] = _NEW
+        else:
+            self._small[key] = _NEW
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        small, main = self._small, self._main
+        for key in keys:
+            if key in small:
+                small[key] = min(small[key] + 1, _MOST)
+            elif key in main:
+                main[key] = min(main[key] + 1, _MOST)
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        found: list[Key] = []
+        quota = len(self._small) - int(self._share * len(self))
+        self._from_small(min(count, quota), evictable, found)
+        self._from_main(count, evictable, found)
+        if len(found) < count:
+            chosen = set(found)
+            rest = (k for k in (*self._small, *self._main) if k not in chosen and evictable(k))
+            found.extend(islice(rest, count - len(found)))
+        return found
+
+    def _from_small(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
+        """Name cold keys of the small queue; the warm ones passed on the way move to main."""
+        warm: list[Key] = []
+        for key, uses in self._small.items():
+            if len(found) >= count:
+                break
+            if not evictable(key):
+                continue
+            if uses >= self._moves_at:
+                warm.append(key)
+            else:
+                found.append(key)
+        for key in warm:
+            del self._small[key]
+            self._main[key] = 0
+
+    def _from_main(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
+        """Name unused keys of the main queue; each round costs the others one use."""
+        for _ in range(_MOST + 2):
+            if len(found) >= count:
+                return
+            chosen = set(found)
+            used: list[Key] = []
+            for key, uses in self._main.items():
+                if len(found) >= count:
+                    break
+                if key in chosen or not evictable(key):
+                    continue
+                if uses > 0:
+                    used.append(key)
+                else:
+                    found.append(key)
+            for key in used:
+                self._main[key] = self._main.pop(key) - 1
+            if not used:
+                return
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        if self._small.pop(key, None) is not None:
+            if cause is RemoveCause.EVICTED:
+                self._ghosts.add(key)
+                self._ghosts.trim(len(self))
+        else:
+            self._main.pop(key, None)
+
+    def clear(self) -> None:
+        self._small.clear()
+        self._main.clear()
+        self._ghosts.clear()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)

@@ -1,0 +1,103 @@
+"""W-TinyLFU: a newcomer must have been asked for more often than what it displaces.
+
+G. Einziger, R. Friedman, B. Manes, "TinyLFU: A highly efficient cache admission policy", ACM
+Transactions on Storage 13(4), 2017. As a tier cannot refuse a key after it was written, the duel
+is held when room is needed: the loser of window against main is the victim.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.eviction.slru import SlruPolicy
+from policies.options import Range
+from policies.sketch import FrequencySketch
+
+
+class WTinyLfuPolicy(EvictionPolicy):
+    """A small LRU window before a segmented LRU, refereed by a sketch. O(1) per key.
+
+    ``window_share`` of the capacity is the window (0.01 in the paper).
+    """
+
+    def __init__(
+        self,
+        window_share: Annotated[float, Range(0, 1)] = 0.01,
+        protected_share: Annotated[float, Range(0, 1)] = 0.8,
+    ) -> None:
+        self._share = window_share
+        self._window: OrderedDict[Key, bool] = (
+            OrderedDict()
+        )  # value: whether it was touched since it came
+        self._main = SlruPolicy(protected_share)
+        self._info = EntryInfo()
+        self._sketch = FrequencySketch(1024)
+        self._full = False
+
+    def insert(self, key: Key, info: EntryInfo) -> None:
+        self._window[key] = False
+        if not self._full and len(self._window) > self._share * len(self) + 1:
+            self._promote(next(iter(self._window)))  # no duel while there is room for all
+        if len(self) > self._sketch.width:
+            self._sketch = FrequencySketch(4 * self._sketch.width)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        window, add = self._window, self._sketch.add
+        for key in reversed(keys):
+            add(key)
+            if key in window:
+                del window[key]
+                window[key] = True
+        self._main.touch(keys)
+
+    def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        self._full = True
+        limit = int(self._share * len(self))
+        surplus = [key for key in self._surplus(limit) if evictable(key)]
+        rivals = self._main.victims(count, evictable)
+        estimate = self._sketch.estimate
+        found: list[Key] = []
+        winners: list[Key] = []
+        newcomer = rival = 0
+        while len(found) < count and newcomer < len(surplus):
+            key = surplus[newcomer]
+            newcomer += 1
+            if rival < len(rivals) and estimate(key) > estimate(rivals[rival]):
+                found.append(rivals[rival])
+                rival += 1
+                self._promote(key)
+                winners.append(key)
+            else:
+                found.append(key)
+        found += rivals[rival : rival + count - len(found)]
+        if len(found) < count:
+            chosen = set(found)
+            rest = [k for k in self._window if k not in chosen and evictable(k)]
+            found += (rest + winners)[: count - len(found)]  # whoever won a duel goes last
+        return found
+
+    def _surplus(self, limit: int) -> list[Key]:
+        """The window's oldest keys, as many as are above ``limit``."""
+        order = iter(self._window)
+        return [next(order) for _ in range(len(self._window) - limit)]
+
+    def _promote(self, key: Key) -> None:
+        del self._window[key]
+        self._main.insert(key, self._info)
+        self._main.touch((key,))
+
+    def remove(self, key: Key, cause: RemoveCause) -> None:
+        if self._window.pop(key, None) is None:
+            self._main.remove(key, cause)
+
+    def clear(self) -> None:
+        self._window.clear()
+        self._main.clear()
+        self._sketch.clear()
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._main)

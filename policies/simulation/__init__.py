@@ -1,0 +1,1 @@
+"""Traces and the simulator behind `kvtiers simulate`."""

@@ -1,0 +1,79 @@
+"""What no policy can beat: Belady's optimum with bypass, and the infinite cache.
+
+L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
+Journal 5(2), 1966. With bypass: a block that is needed latest of all is not even stored.
+
+Whoever uses a block uses all blocks before it, so a block's next use is never later than its
+descendants'. Breaking ties deepest-first therefore keeps the optimal cache prefix-closed, block
+hits equal prefix hits, and only the *number* of cached blocks per next use matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.simulation.trace import Trace
+
+NEVER = -1
+
+
+def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Per request: the distinct indices of the requests that use its blocks next, and how many
+    blocks each (blocks never used again are left out)."""
+    following: dict[int, int] = {}
+    found = []
+    for index in range(len(trace.requests) - 1, -1, -1):
+        blocks = trace.requests[index].blocks()
+        ahead = np.fromiter((following.get(b, NEVER) for b in blocks), np.int64, len(blocks))
+        found.append(np.unique(ahead[ahead != NEVER], return_counts=True))
+        following.update(dict.fromkeys(blocks, index))
+    found.reverse()
+    return found
+
+
+def infinite_hits(trace: Trace) -> Iterator[int]:
+    """Per request: leading blocks that an infinite cache would hold."""
+    seen: set[int] = set()
+    for request in trace.requests:
+        blocks = request.blocks()
+        hits = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+        yield hits
+
+
+def optimum_hits(
+    trace: Trace,
+    capacity: int,
+    uses: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] | None = None,
+) -> Iterator[int]:
+    """Per request: leading blocks that the optimal cache of ``capacity`` blocks holds.
+
+    ``uses`` is ``next_uses(trace)``, computed once for several capacities.
+    """
+    cached: dict[int, int] = {}
+    latest: list[int] = []
+    total = 0
+    for index, (ahead, counts) in enumerate(uses if uses is not None else next_uses(trace)):
+        hits = cached.pop(index, 0)
+        total -= hits
+        yield hits
+        for when, count in zip(ahead.tolist(), counts.tolist(), strict=True):
+            if when in cached:
+                cached[when] += count
+            else:
+                cached[when] = count
+                heappush(latest, -when)
+            total += count
+        while total > capacity:
+            worst = -latest[0]
+            gone = min(cached.get(worst, 0), total - capacity)
+            total -= gone
+            if gone == cached.get(worst, 0):
+                cached.pop(worst, None)
+                heappop(latest)
+            else:
+                cached[worst] -= gone

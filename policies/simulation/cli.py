@@ -1,0 +1,165 @@
+"""The command ``kvtiers simulate``: policies on request traces, beside the optimum."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from policies.registry import make_admission, make_policy, policy_names
+from policies.simulation.jobs import (
+    INFINITE,
+    OPTIMUM,
+    Job,
+    Lower,
+    Source,
+    load,
+    parse_part,
+    parse_spec,
+    plan,
+    run_jobs,
+)
+from policies.simulation.report import Outcome, json_text, table, write_csv, write_plot
+from policies.simulation.simulator import HINT_LEVELS
+from policies.simulation.two_tiers import MODES
+
+EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
+
+WRONG = 2
+"""Exit code for what was asked wrongly, as of the other commands."""
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def simulate(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files (.jsonl or .jsonl.gz).")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="name, module:Class, or with ,option=value. Repeatable."),
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(help="5% of the unique blocks, 800blocks or 10GiB. Repeatable."),
+    ] = None,
+    lower_capacity: Annotated[str, typer.Option(help="Adds a lower tier of this capacity.")] = "",
+    lower_policy: Annotated[str, typer.Option(help="Policy of the lower tier.")] = "lru",
+    mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "write-through",
+    admission: Annotated[str, typer.Option(help="Admission policy (of the lower tier).")] = "",
+    hints: Annotated[str, typer.Option(help=f"Hints told: {', '.join(HINT_LEVELS)}.")] = "none",
+    format: Annotated[
+        str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
+    ] = "auto",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, if not the usual.")] = 0,
+    block_bytes: Annotated[
+        int, typer.Option(help="Bytes of a block, for capacities in bytes.")
+    ] = 0,
+    part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
+    sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
+    lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
+    try:
+        for text in [*(policy or []), lower_policy]:
+            make_policy(parse_spec(text))
+        if admission:
+            make_admission(parse_spec(admission))
+        wanted: list[Job] = []
+        for trace in traces:
+            source = Source(str(trace), format, block_tokens or None, parse_part(part))
+            wanted += plan(
+                source,
+                policy or ["lru", "adaptive"],
+                capacity or ["1%", "5%", "10%"],
+                block_bytes=block_bytes,
+                lower=lower,
+                admission=admission,
+                hints=hints,
+            )
+        _check_outputs(csv, plot)
+        outcomes = _run(wanted, jobs or os.cpu_count() or 1)
+    except (ValueError, OSError) as error:
+        _end(f"{error}{_hint(traces, as_json)}", WRONG)
+    if as_json:
+        print(json_text(outcomes))
+    else:
+        _screen().print(table(outcomes))
+    _write(outcomes, csv, plot)
+
+
+def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None:
+    """The files that were asked for; one that cannot be written ends the program."""
+    try:
+        if csv:
+            write_csv(outcomes, csv)
+        if plot:
+            write_plot(outcomes, plot)
+    except ImportError as error:
+        _end(f"--plot needs matplotlib ({error}). Run: pip install matplotlib", 1)
+    except OSError as error:
+        _end(f"cannot write: {error}", 1)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    """Say on stderr what is wrong, and end."""
+    print(f"kvtiers simulate: {text}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _hint(traces: list[Path], as_json: bool) -> str:
+    """What is to be said of a name after ``--json``, which was taken for a trace."""
+    names = [path.name for path in traces if path.suffix == ".json" or path == Path("-")]
+    if not as_json or not names:
+        return ""
+    return f". --json takes no name of a file, it prints: {names[0]} was taken for a trace"
+
+
+def _check_outputs(csv: Path | None, plot: Path | None) -> None:
+    """Complain before the runs rather than after them."""
+    for path in (csv, plot):
+        if path and not path.parent.is_dir():
+            raise ValueError(f"no folder {path.parent} to write {path.name} in")
+    if plot and plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"a plot ends in {', '.join(PLOT_SUFFIXES)} (got {plot.name})")
+
+
+def _screen() -> Console:
+    screen = Console()
+    return screen if screen.is_terminal else Console(width=150)  # files and pipes: cut nothing off
+
+
+def _run(jobs: list[Job], processes: int) -> list[Outcome]:
+    """All jobs, under a progress bar that counts the requests of policies if stderr is a
+    terminal."""
+    counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
+    total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(f"{len(jobs)} runs", total=total)
+        outcomes = list(run_jobs(jobs, min(processes, len(jobs)), lambda n: bar.advance(task, n)))
+        bar.update(task, total=1, completed=1)
+    order = {job: place for place, job in enumerate(jobs)}
+    return sorted(outcomes, key=lambda outcome: order[outcome[0]])
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(epilog=EPILOG)(simulate)
+
+
+if __name__ == "__main__":
+    app()

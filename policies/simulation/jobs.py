@@ -1,0 +1,224 @@
+"""Many simulations at once: what to run, and running it in several processes.
+
+Each job names its trace and policies, so that only plain values cross between processes; a
+process reads a trace once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+from policies.registry import make_admission, make_policy
+from policies.simulation.belady import next_uses
+from policies.simulation.simulator import Result, bound, simulate
+from policies.simulation.trace import Trace
+from policies.simulation.trace_formats import read_trace
+from policies.simulation.two_tiers import simulate_two
+
+OPTIMUM, INFINITE = "optimum", "infinite"
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_counter: Synchronized[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a trace comes from, and which part of it is meant."""
+
+    path: str
+    format: str = "auto"
+    block_tokens: int | None = None
+    part: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run. ``policy`` is a text spec, or ``optimum`` or ``infinite``; capacities in blocks."""
+
+    source: Source
+    policy: str
+    capacity: int
+    share: float
+    lower_policy: str = ""
+    lower_capacity: int = 0
+    mode: str = "write-through"
+    admission: str = ""
+    hints: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """The lower tier that every policy is run above; its capacity as on the command line."""
+
+    capacity: str
+    policy: str = "lru"
+    mode: str = "write-through"
+
+
+def parse_spec(text: str) -> dict[str, Any]:
+    """``arc`` or ``module:Class,option=3,other=x`` as ``policies.registry`` takes it."""
+    name, *pairs = text.split(",")
+    spec: dict[str, Any] = {"name": name}
+    for pair in pairs:
+        option, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f'"{pair}" in "{text}" must be option=value')
+        spec[option.strip()] = _value(value.strip())
+    return spec
+
+
+def _value(text: str) -> object:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def parse_part(text: str) -> tuple[float, float]:
+    """``0.5:1`` as shares of a trace."""
+    found = re.fullmatch(r"(\d*\.?\d+):(\d*\.?\d+)", text)
+    start, stop = (float(found[1]), float(found[2])) if found else (1.0, 0.0)
+    if not start < stop <= 1:
+        raise ValueError(f'part "{text}" must be like 0.5:1, from one share of a trace to another')
+    return start, stop
+
+
+def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
+    """Blocks for ``5%`` (of the unique blocks), ``800blocks`` or ``10GiB``. At least 1."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
+    if not found:
+        raise ValueError(f'capacity "{text}" must be like 5%, 800blocks or 10GiB')
+    number, unit = float(found[1]), found[2]
+    if unit == "%":
+        return max(1, int(number / 100 * unique_blocks))
+    if unit == "blocks":
+        return max(1, int(number))
+    if block_bytes <= 0:
+        raise ValueError(f'capacity "{text}" in bytes needs the bytes of a block (--block-bytes)')
+    return max(1, int(number * _UNITS[unit]) // block_bytes)
+
+
+def plan(
+    source: Source,
+    policies: Sequence[str],
+    capacities: Sequence[str],
+    *,
+    block_bytes: int = 0,
+    lower: Lower | None = None,
+    admission: str = "",
+    hints: str = "none",
+) -> list[Job]:
+    """The jobs of one trace: every policy at every capacity, the optimum and the infinite cache.
+
+    With a lower tier the optimum is that of both capacities together.
+    """
+    unique = load(source).unique_blocks()
+    below = parse_capacity(lower.capacity, unique, block_bytes) if lower else 0
+    jobs = []
+    for text in capacities:
+        blocks = parse_capacity(text, unique, block_bytes)
+        share = blocks / unique
+        jobs.append(Job(source, OPTIMUM, blocks + below, share))
+        for policy in policies:
+            if lower is None:
+                jobs.append(Job(source, policy, blocks, share, admission=admission, hints=hints))
+            else:
+                jobs.append(
+                    Job(
+                        source,
+                        policy,
+                        blocks,
+                        share,
+                        lower.policy,
+                        below,
+                        lower.mode,
+                        admission,
+                        hints,
+                    )
+                )
+    jobs.append(Job(source, INFINITE, unique, 1.0))
+    return jobs
+
+
+@lru_cache(maxsize=4)
+def load(source: Source) -> Trace:
+    """Read a trace; the last few are kept."""
+    trace = read_trace(source.path, source.format, source.block_tokens)
+    if source.part == (0.0, 1.0):
+        return trace
+    chosen = trace.part(*source.part)
+    if not chosen.requests:
+        raise ValueError(f"{chosen.name}: this part of the trace holds no request")
+    return chosen
+
+
+@lru_cache(maxsize=2)
+def _uses(source: Source) -> Any:
+    return next_uses(load(source))
+
+
+def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Result:
+    """Run one job in this process."""
+    trace = load(job.source)
+    if job.policy == OPTIMUM:
+        return bound(trace, job.capacity, uses=_uses(job.source))
+    if job.policy == INFINITE:
+        return bound(trace, None)
+    admission = make_admission(parse_spec(job.admission)) if job.admission else None
+    policy = make_policy(parse_spec(job.policy))
+    common: Mapping[str, Any] = {
+        "admission": admission,
+        "hints": job.hints,
+        "progress": progress,
+    }
+    if not job.lower_capacity:
+        return simulate(trace, policy, job.capacity, name=job.policy, **common)
+    lower = make_policy(parse_spec(job.lower_policy))
+    capacities = (job.capacity, job.lower_capacity)
+    name = f"{job.policy} / {job.lower_policy}"
+    return simulate_two(trace, policy, lower, capacities, job.mode, name=name, **common)
+
+
+def run_jobs(
+    jobs: Sequence[Job], processes: int, progress: Callable[[int], None]
+) -> Iterator[tuple[Job, Result]]:
+    """Run jobs, yielding each as it ends; ``progress`` gets requests done since its last call."""
+    if processes <= 1:
+        for job in jobs:
+            yield job, run_job(job, progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    seen = 0
+    with ProcessPoolExecutor(processes, context, _start_worker, (counter,)) as pool:
+        waiting: dict[Future[Result], Job] = {pool.submit(_work, job): job for job in jobs}
+        while waiting:
+            done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+            count = counter.value
+            progress(count - seen)
+            seen = count
+            for future in done:
+                yield waiting.pop(future), future.result()
+
+
+def _start_worker(counter: Synchronized[int]) -> None:
+    global _counter
+    _counter = counter
+
+
+def _work(job: Job) -> Result:
+    def progress(requests: int) -> None:
+        if _counter is not None:
+            with _counter.get_lock():
+                _counter.value += requests
+
+    return run_job(job, progress)

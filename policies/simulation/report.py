@@ -1,0 +1,129 @@
+"""Shows what simulations measured: a table, CSV, JSON, a plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from policies.simulation.jobs import INFINITE, OPTIMUM, Job
+from policies.simulation.simulator import Result
+
+Outcome = tuple[Job, Result]
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """One plain mapping per run, in the order of traces, capacities and hit ratios."""
+    best = {
+        (job.source, job.share): result.token_hit_ratio
+        for job, result in outcomes
+        if job.policy == OPTIMUM
+    }
+    found = []
+    for job, result in outcomes:
+        row: dict[str, Any] = {
+            "trace": result.trace,
+            "capacity_share": round(job.share, 6),
+            "capacity_blocks": result.capacity,
+            "policy": result.policy,
+            "hints": job.hints,
+            "token_hit_ratio": round(result.token_hit_ratio, 6),
+            "of_optimum": _ratio(result.token_hit_ratio, best.get((job.source, job.share))),
+            "flops_saved": round(result.flops_saved_ratio, 6),
+            "stored_blocks": result.stored_blocks,
+            "ns_per_op": round(result.ns_per_op, 1),
+            "requests": result.requests,
+        }
+        if job.lower_capacity:
+            row["mode"] = job.mode
+        row.update({name: round(value, 6) for name, value in result.extra.items()})
+        found.append(row)
+    return sorted(found, key=lambda r: (r["trace"], r["capacity_share"], -r["token_hit_ratio"]))
+
+
+def _ratio(value: float, best: float | None) -> float | None:
+    return round(value / best, 4) if best else None
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """All runs for a terminal."""
+    shown = Table(title="Prefix hits by policy")
+    two = any(job.lower_capacity for job, _ in outcomes)
+    for name in ("trace", "capacity", "blocks", "policy"):
+        shown.add_column(name, overflow="fold")
+    columns = ["token hits", "of optimum", "FLOPs saved", "writes", "ns/op"]
+    if two:
+        columns[4:4] = ["upper", "lower", "disk writes"]
+    for name in columns:
+        shown.add_column(name, justify="right", overflow="fold")
+    last = None
+    for row in rows(outcomes):
+        group = (row["trace"], row["capacity_share"])
+        if last not in (None, group):
+            shown.add_section()
+        last = group
+        shown.add_row(*_cells(row, two))
+    return shown
+
+
+def _cells(row: dict[str, Any], two: bool) -> list[str]:
+    limit = row["policy"] in (OPTIMUM, INFINITE)
+    share = "all" if row["policy"] == INFINITE else f"{row['capacity_share']:.2%}"
+    cells = [row["trace"], share, f"{row['capacity_blocks']:,}", row["policy"]]
+    cells.append(f"{row['token_hit_ratio']:.4f}")
+    cells.append("" if row["of_optimum"] is None else f"{row['of_optimum']:.1%}")
+    cells.append(f"{row['flops_saved']:.4f}")
+    cells.append("" if limit else f"{row['stored_blocks']:,}")
+    if two:
+        cells.append(f"{row['upper_ratio']:.4f}" if "upper_ratio" in row else "")
+        cells.append(f"{row['lower_ratio']:.4f}" if "lower_ratio" in row else "")
+        cells.append(f"{row['lower_writes']:,.0f}" if "lower_writes" in row else "")
+    cells.append("" if limit else f"{row['ns_per_op']:.0f}")
+    return cells
+
+
+def json_text(outcomes: Sequence[Outcome]) -> str:
+    """One JSON object; ``runs`` are the rows."""
+    return json.dumps({"runs": rows(outcomes)}, indent=1, allow_nan=False)
+
+
+def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:
+    """The rows as CSV; a column that a row lacks is empty."""
+    found = rows(outcomes)
+    names = list(dict.fromkeys(name for row in found for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def write_plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Hit ratio over capacity, one panel per trace. Raises ``ImportError`` without matplotlib."""
+    from matplotlib.figure import Figure
+
+    found = [row for row in rows(outcomes) if row["policy"] != INFINITE]
+    traces = sorted({row["trace"] for row in found})
+    figure = Figure(figsize=(6.0 * len(traces), 4.5), layout="constrained")
+    for place, trace in enumerate(traces, 1):
+        axes = figure.add_subplot(1, len(traces), place)
+        for policy in dict.fromkeys(row["policy"] for row in found):
+            points = [r for r in found if r["trace"] == trace and r["policy"] == policy]
+            points.sort(key=lambda row: row["capacity_share"])
+            style = "k--" if policy == OPTIMUM else "o-"
+            axes.plot(
+                [100 * point["capacity_share"] for point in points],
+                [point["token_hit_ratio"] for point in points],
+                style,
+                label=policy,
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("capacity, % of unique blocks")
+        axes.set_ylabel("token hit ratio")
+        axes.set_title(trace)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,138 @@
+"""Two tiers on a request trace: a fast upper one and a large lower one, each with its policy.
+
+Modes (what is written below, and when):
+
+* ``write-through``: every chunk stored above is written below at once; both live on their own.
+* ``inclusive``: the same, and what leaves the lower tier leaves the upper one too.
+* ``exclusive``: what leaves the upper tier is written below, what is promoted leaves the lower one,
+  and what does not fit above goes straight below.
+* ``selective``: write-through of what an admission policy lets in.
+
+A request touches its blocks in both tiers, whichever served them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from policies.base import AdmissionPolicy, EvictionPolicy, Key
+from policies.simulation.simulator import FlopModel, Infos, Result, SimTier, set_clock
+from policies.simulation.trace import Request, Trace
+
+MODES = ("write-through", "inclusive", "exclusive", "selective")
+
+
+class TwoTiers:
+    """Upper and lower tier and the rule between them."""
+
+    def __init__(
+        self, upper: SimTier, lower: SimTier, mode: str, admission: AdmissionPolicy | None
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f'unknown mode "{mode}". Available: {", ".join(MODES)}.')
+        if (mode == "selective") != (admission is not None):
+            raise ValueError("an admission policy goes with the mode selective, and with no other")
+        self.upper = upper
+        self.lower = lower
+        self._mode = mode
+        self._admission = admission
+        self._depth: dict[Key, int] = {}
+
+    def hits(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """Leading blocks that either tier holds, and how many of them only the lower one does."""
+        above, below = self.upper.resident, self.lower.resident
+        promoted = 0
+        for count, block in enumerate(blocks):
+            if block not in above:
+                if block not in below:
+                    return count, promoted
+                promoted += 1
+        return len(blocks), promoted
+
+    def serve(self, request: Request, blocks: Sequence[int], hits: int, infos: Infos) -> None:
+        """Store and touch one request's blocks."""
+        depths = [d for d in range(len(blocks)) if blocks[d] not in self.upper.resident]
+        fresh = [blocks[d] for d in depths]
+        told = [infos.stored(request, d) for d in depths]
+        gone = self.upper.make_room(len(fresh), blocks)
+        fits = min(len(fresh), self.upper.capacity - len(self.upper.resident))
+        self.upper.insert(fresh[:fits], told[:fits])
+        if self._mode == "exclusive":
+            self._depth.update(zip(fresh, depths, strict=True))
+            self.lower.drop(fresh[:fits])
+            straight = [block for block in fresh[fits:] if block not in self.lower.resident]
+            self._write([*straight, *reversed(gone)], infos, blocks)
+        else:
+            self._write_through(request, fresh, depths, infos, blocks)
+        self.upper.touch(blocks)
+        self.lower.touch(blocks)
+
+    def _write_through(
+        self,
+        request: Request,
+        fresh: Sequence[int],
+        depths: Sequence[int],
+        infos: Infos,
+        blocks: Sequence[int],
+    ) -> None:
+        wanted = [d for d, b in zip(depths, fresh, strict=True) if b not in self.lower.resident]
+        if self._admission is not None:
+            admit = self._admission.admit
+            wanted = [d for d in wanted if admit(blocks[d], infos.stored(request, d))]
+        told = [infos.stored(request, d) for d in wanted]
+        gone = self.lower.make_room(len(wanted), blocks)
+        fits = min(len(wanted), self.lower.capacity - len(self.lower.resident))
+        self.lower.insert([blocks[d] for d in wanted[:fits]], told[:fits])
+        if self._mode == "inclusive":
+            self.upper.drop(gone)
+
+    def _write(self, keys: Sequence[Key], infos: Infos, blocks: Sequence[int]) -> None:
+        told = [infos.plain(self._depth[key]) for key in keys]
+        self.lower.store(keys, told, blocks)
+
+
+def simulate_two(
+    trace: Trace,
+    upper: EvictionPolicy,
+    lower: EvictionPolicy,
+    capacities: tuple[int, int],
+    mode: str,
+    *,
+    name: str = "",
+    admission: AdmissionPolicy | None = None,
+    hints: str = "none",
+    model: FlopModel | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Result:
+    """Run two policies at two capacities (blocks). ``extra`` of the result has the share of prompt
+    tokens served by each tier, and the blocks written below."""
+    model = model or FlopModel()
+    title = name or f"{type(upper).__name__}/{type(lower).__name__}"
+    result = Result(trace.name, title, sum(capacities), trace.block_tokens)
+    infos = Infos(trace.block_tokens, model, hints)
+    tiers = TwoTiers(SimTier(upper, capacities[0]), SimTier(lower, capacities[1]), mode, admission)
+    below = 0
+    for index, request in enumerate(trace.requests):
+        set_clock(request.time_s, upper, lower, admission)
+        blocks = request.blocks()
+        hits, promoted = tiers.hits(blocks)
+        tiers.serve(request, blocks, hits, infos)
+        known = infos.ended(request)
+        if known:
+            tiers.upper.advise(blocks, known)
+            tiers.lower.advise(blocks, known)
+        result.count(request, hits, model)
+        below += promoted
+        if progress is not None and index % 256 == 255:
+            progress(256)
+    result.stored_blocks = tiers.upper.stored
+    result.evicted_blocks = tiers.upper.evicted
+    result.policy_ns = tiers.upper.ns + tiers.lower.ns
+    result.policy_ops = tiers.upper.ops + tiers.lower.ops
+    lower_ratio = below * trace.block_tokens / max(1, result.prompt_tokens)
+    result.extra = {
+        "upper_ratio": result.token_hit_ratio - lower_ratio,
+        "lower_ratio": lower_ratio,
+        "lower_writes": float(tiers.lower.stored),
+    }
+    return result

@@ -1,0 +1,167 @@
+"""Stores for the tests of the command line: made by real tiers, at rest or with a live writer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.namespaces.folders import open_place
+from offload.namespaces.manifest import Namespace
+from tiers.base import ALIGNMENT
+from tiers.files.tier import FileTier, record_name
+from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.index import LmdbIndex, Manifest, runs_of
+from tiers.lmdb.tier import LmdbTier
+from tiers.record import Identity
+from tiers.testing import key_of, payload_of
+
+ROOT = Path(__file__).resolve().parents[3]
+FIELDS = {"model": {"name": "tiny/llama"}, "parallel": {"tp": 1}}
+OTHER = {"model": {"name": "tiny/qwen"}, "parallel": {"tp": 1}}
+RECORD_NAMESPACE = b"records of tiny."
+SIZE = 20_000
+CAPACITY = 24 << 20
+
+
+@dataclass
+class Result:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def kvtiers(*words: object) -> Result:
+    """One command in this process. Only where no tier is open in it."""
+    found = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return Result(found.exit_code, found.stdout, found.stderr)
+
+
+def place_of(root: Path, fields: dict[str, Any] = FIELDS, rank: int = 0) -> Path:
+    """The folder of a rank."""
+    return root / Namespace.of(fields).name / "replica-0" / f"rank-{rank}"
+
+
+def make_store(
+    root: Path,
+    numbers: Iterable[int],
+    *,
+    fields: dict[str, Any] = FIELDS,
+    kind: str = "lmdb",
+    rank: int = 0,
+    **options: Any,
+) -> Path:
+    """A closed store with these records; the folder of its rank."""
+    place = open_place(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
+    with place:
+        asyncio.run(_fill(place.folder, place.epoch, list(numbers), kind, rank, options))
+    return place.folder
+
+
+async def _fill(
+    folder: Path, epoch: int, numbers: list[int], kind: str, rank: int, options: dict[str, Any]
+) -> None:
+    who: dict[str, Any] = {"namespace": RECORD_NAMESPACE, "rank": rank, "epoch": epoch}
+    tier: Any = FileTier(folder, CAPACITY, **who)
+    if kind == "lmdb":
+        sizes = {"reserve_bytes": 0, "grow_bytes": 1 << 20, "record_bytes": SIZE}
+        tier = LmdbTier(folder, CAPACITY, **who, **sizes, **options)
+    await tier.open()
+    keys = [key_of(number) for number in numbers]
+    outcomes = await tier.write(keys, [payload_of(key, SIZE) for key in keys])
+    assert {outcome.value for outcome in outcomes} <= {"ok"}
+    await tier.aclose()
+
+
+def open_index(folder: Path, rank: int = 0) -> LmdbIndex:
+    """The index of a store at rest."""
+    manifest = Manifest(Identity(RECORD_NAMESPACE, rank), "")
+    return LmdbIndex(folder, os.path.getsize(folder / "data.mdb"), manifest)
+
+
+def records_of(folder: Path) -> dict[bytes, bytes]:
+    """Keys and values in the index of a store at rest."""
+    index = open_index(folder)
+    found = {key: value for table in index.tables() for key, value in table.items()}
+    index.close()
+    return found
+
+
+def place_in_file(folder: Path, number: int) -> int:
+    """The offset of a record's payload; it never moves. For a store at rest."""
+    return runs_of(records_of(folder)[key_of(number)])[0].start * ALIGNMENT
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def damage(folder: Path, number: int) -> None:
+    """Flip one bit of a record's payload."""
+    if (folder / PAYLOAD_NAME).exists():
+        flip(folder / PAYLOAD_NAME, place_in_file(folder, number) + 100)
+    else:
+        [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
+        flip(path, ALIGNMENT + 100)
+
+
+@dataclass
+class Writer:
+    """A live writer."""
+
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> tuple[int, int, int, int]:
+        """Rounds, reads, wrong answers, and failures that the tier itself counted."""
+        out, _ = self.process.communicate("stop\n", timeout=60)
+        assert self.process.returncode == 0, out
+        rounds, reads, wrong, failures = json.loads(out.splitlines()[-1])
+        return rounds, reads, wrong, failures
+
+
+@contextlib.contextmanager
+def writer(root: Path, kind: str = "lmdb", records: int = 200) -> Iterator[Writer]:
+    """A process that writes to and reads from a store until the end of the block."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.offload.cli.writer_child",
+        str(root),
+        kind,
+        str(records),
+    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ, **pipes)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "ready\n", line
+        yield Writer(process)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,319 @@
+"""``kvtiers clear`` removes exactly what it says, beside a live writer as well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.namespaces.folders import make_room, open_shared_place
+from offload.namespaces.manifest import Namespace
+from tests.offload.cli.stores import (
+    FIELDS,
+    OTHER,
+    SIZE,
+    Result,
+    kvtiers,
+    make_store,
+    open_index,
+    records_of,
+    writer,
+)
+from tiers.files.tier import record_name
+from tiers.lmdb.index import Changes
+from tiers.lmdb.recovery.record_table import with_use
+from tiers.testing import key_of
+
+THIRD = {"model": {"name": "tiny/llama"}, "parallel": {"tp": 2}}
+NAMES = {
+    key: Namespace.of(fields).name
+    for key, fields in {"llama": FIELDS, "qwen": OTHER, "llama2": THIRD}.items()
+}
+DAY_NS = 86_400 * 10**9
+NOBODY = 65_534
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three namespaces, two of them of one model."""
+    for fields in (FIELDS, OTHER, THIRD):
+        make_store(tmp_path / "kv", range(4), fields=fields)
+    return tmp_path / "kv"
+
+
+def left(root: Path) -> set[str]:
+    """Short names of the namespaces there are; nothing else may lie there."""
+    names = {path.name for path in root.iterdir()} - {".kvtiers.lock"}
+    return {short for short, name in NAMES.items() if name in names} | (names - set(NAMES.values()))
+
+
+def age(folder: Path) -> None:
+    """As if a namespace was last used in 1970."""
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (1, 1))
+
+
+def clear(root: Path, *options: object) -> Result:
+    return kvtiers("clear", root, *options, "--yes")
+
+
+def test_by_name(root: Path) -> None:
+    assert clear(root, "--namespace", NAMES["qwen"][:9]).code == 0
+    assert left(root) == {"llama", "llama2"}
+    assert len(records_of(root / NAMES["llama"] / "replica-0" / "rank-0")) == 4
+
+
+def test_by_model(root: Path) -> None:
+    assert clear(root, "--model", "tiny/llama").code == 0
+    assert left(root) == {"qwen"}
+
+
+def test_several_kinds_must_all_fit(root: Path) -> None:
+    age(root / NAMES["llama"])
+    age(root / NAMES["qwen"])
+    assert clear(root, "--model", "tiny/llama", "--unused-for", "30d").code == 0
+    assert left(root) == {"qwen", "llama2"}
+
+
+def test_everything(root: Path) -> None:
+    assert clear(root, "--all").code == 0
+    assert left(root) == set()
+
+
+def test_a_dry_run_and_a_no_remove_nothing(root: Path) -> None:
+    listed = kvtiers("clear", root, "--all", "--dry-run", "--json")
+    assert [one["removed"] for one in listed.json["namespaces"]] == [False] * 3
+    assert kvtiers("clear", root, "--all").code == 1  # nobody there to say yes
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def test_what_was_moved_aside(root: Path) -> None:
+    aside = root / f"quarantine-{NAMES['qwen']}-0123abcd"
+    shutil.copytree(root / NAMES["qwen"], aside)
+    assert clear(root, "--set-aside").code == 0
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def grow_old(folder: Path, numbers: range) -> None:
+    """As if these records were last used two days ago."""
+    if (folder / "data.mdb").exists():
+        index = open_index(folder)
+        values = {key: value for table in index.tables() for key, value in table.items()}
+        use = int.from_bytes(values[key_of(numbers[0])][:8], "big") - 2 * DAY_NS
+        keys = map(key_of, numbers)
+        index.apply(Changes(edits={key: with_use(values[key], use) for key in keys}))
+        index.close()
+    else:
+        for number in numbers:
+            [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
+            use = path.stat().st_mtime_ns - 2 * DAY_NS
+            os.utime(path, ns=(use, use))
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_records_by_age(tmp_path: Path, kind: str) -> None:
+    folder = make_store(tmp_path, range(10), kind=kind)
+    grow_old(folder, range(3, 7))
+    listed = kvtiers("clear", tmp_path, "--unused-for", "1d", "--dry-run", "--json").json
+    assert listed["namespaces"][0]["records"] == 4
+    result = clear(tmp_path, "--unused-for", "1d", "--json")
+    [found] = result.json["namespaces"]
+    assert (result.code, found["records"], found["removed"], found["whole"]) == (0, 4, True, False)
+    kept = {key_of(number) for number in (0, 1, 2, 7, 8, 9)}
+    if kind == "lmdb":
+        assert set(records_of(folder)) == kept
+    else:
+        assert {p.name for p in folder.glob("epoch-0/*")} == {record_name(key) for key in kept}
+    assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["good"] == 6
+    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+
+
+def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    index = open_index(folder)
+    values = {key: value for table in index.tables() for key, value in table.items()}
+    edits = {key: with_use(value, 7) for key, value in values.items()}
+    index.apply(Changes(edits=dict(edits)))
+    index.close()
+    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+
+
+def test_beside_a_writer(root: Path) -> None:
+    """Other namespaces go while a server works in one; that one stays, whatever is asked."""
+    with writer(root) as live:
+        result = clear(root, "--all", "--json")
+        assert result.code == 1
+        by_name = {one["namespace"]: one for one in result.json["namespaces"]}
+        assert by_name[NAMES["llama"]]["in_use_by"] == [live.pid]
+        assert [by_name[NAMES[n]]["removed"] for n in ("llama", "qwen", "llama2")] == [
+            False,
+            True,
+            True,
+        ]
+        assert left(root) == {"llama"}
+        grown = clear(root, "--unused-for", "1s")
+        assert grown.code in (0, 1)  # by then some of the untouched records are old enough, or not
+        text = clear(root, "--namespace", NAMES["llama"])
+        assert text.code == 1
+        assert f"in use by pid {live.pid}: not removed" in text.err
+        rounds, reads, wrong, failures = live.stop()
+    assert (wrong, failures) == (0, 0)
+    assert rounds > 0
+    assert reads > 200
+    assert clear(root, "--namespace", NAMES["llama"]).code == 0
+    assert left(root) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "what to remove: is not said. Give --namespace"),
+        (["--namespace", "zz"], '--namespace: fits nothing (got "zz"). Known: '),
+        (["--model", "x"], '--model: fits nothing (got "x"). Known: tiny/llama, tiny/qwen'),
+        (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),
+        (["--all", "--json"], "--json: asks nothing. Add --yes, or --dry-run."),
+    ],
+)
+def test_bad_input(root: Path, options: list[str], words: str) -> None:
+    result = kvtiers("clear", root, *options)
+    assert result.code == 2
+    assert words in result.err
+    assert left(root) == {"llama", "qwen", "llama2"}
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    result = kvtiers("clear", tmp_path / "no", "--unused-for", "soon", "--json")
+    assert result.code == 2
+    assert "3 problems" in result.err
+
+
+def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
+    folder = make_store(tmp_path / "kv", range(4))
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    assert "is the folder of a single tier" in clear(bare, "--all").err
+    grow_old(bare, range(2))
+    assert clear(bare, "--unused-for", "1d").code == 0
+    assert set(records_of(bare)) == {key_of(2), key_of(3)}
+
+
+def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
+    make_store(tmp_path, range(2))
+    with open_shared_place(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
+        result = kvtiers("clear", tmp_path, "--all", "--yes")
+    assert result.code == 1
+    assert f"shared by pid {os.getpid()}: not removed" in result.err
+    assert "POST" not in result.err
+    assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are root's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def as_nobody(root: Path) -> Iterator[None]:
+    """A plain user whose folder this is: root may delete everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        for path in (root, *root.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_what_cannot_be_deleted_is_said_and_tried_again(place: Path) -> None:
+    """A folder that refuses, as one on a read-only or failing part of the disk does."""
+    root = place / "kv"
+    folder = make_store(root, range(4))
+    make_store(root, range(4), fields=OTHER)
+    kvtiers("inspect", root)  # imports what the commands need
+    with as_nobody(root):
+        folder.chmod(0o500)
+        result = clear(root, "--namespace", NAMES["llama"])
+        [trash] = root.glob(".trash-*")
+        assert result.code == 1
+        for words in (str(trash), "could not be deleted", "Permission denied", "run this again"):
+            assert words in result.err
+        assert "removed" not in result.out
+        again = clear(root, "--namespace", NAMES["llama2"], "--json")
+        assert again.code == 2, "there is no such namespace"
+        seen = kvtiers("inspect", root, "--json")
+        size = {home["name"]: home["disk_bytes"] for home in seen.json["namespaces"]}[trash.name]
+        assert size >= 4 * SIZE
+        assert f"{trash.name}" in kvtiers("inspect", root).out
+        assert kvtiers("verify", root).code == 0
+        again = clear(root, "--namespace", NAMES["qwen"], "--json")
+        told = {one["namespace"]: one for one in again.json["namespaces"]}
+        assert (again.code, told[trash.name]["left_bytes"]) == (1, size)
+        assert (told[NAMES["qwen"]]["removed"], told[trash.name]["removed"]) == (True, False)
+        listed = kvtiers("clear", root, "--all", "--dry-run")
+        assert "what is left of a removed one" in listed.out.replace("\n", " ")
+        (trash / "replica-0" / "rank-0").chmod(0o700)
+        assert clear(root, "--all").code == 0
+        assert left(root) == set()
+
+
+def test_what_cannot_be_deleted_counts_at_a_start(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = place / "kv"
+    folder = make_store(root, range(4))
+    own = Namespace.of(OTHER)
+    capacity = 1 << 30
+    with as_nobody(root):
+        folder.chmod(0o500)
+        for _ in range(2):  # every rank gets the same answer
+            left_bytes = capacity - make_room(root, own, capacity, others_share=0.0)
+            [trash] = root.glob(".trash-*")
+            assert left_bytes >= 4 * SIZE
+            assert f"{trash} " in caplog.text
+            assert "could not be deleted" in caplog.text
+        (trash / "replica-0" / "rank-0").chmod(0o700)
+        assert make_room(root, own, capacity, others_share=0.0) == capacity
+        assert left(root) == set()
+
+
+def test_links_and_files_in_the_place_of_a_namespace(root: Path) -> None:
+    """Removed as what they are; where a link leads to nothing is touched."""
+    elsewhere = root.parent / "elsewhere"
+    (root / NAMES["llama"]).rename(elsewhere)
+    (root / NAMES["llama"]).symlink_to(elsewhere)
+    shutil.rmtree(root / NAMES["qwen"])
+    (root / NAMES["qwen"]).write_text("x")
+    before = sorted(elsewhere.rglob("*"))
+    assert clear(root, "--all").code == 0
+    assert left(root) == set()
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_what_a_tier_moved_aside_is_shown_and_removed(root: Path) -> None:
+    """Inside a namespace that is used, also beside its server."""
+    folder = root / NAMES["llama"] / "replica-0" / "rank-0"
+    (folder / "data.mdb").write_bytes(b"x" * 8192)
+    make_store(root, range(2))
+    [aside] = folder.glob("quarantine-*")
+    [found] = [h for h in kvtiers("inspect", root, "--json").json["namespaces"]
+               if h["name"] == NAMES["llama"]]  # fmt: skip
+    assert found["stores"][0]["aside_bytes"] >= 8192
+    assert "moved aside as damaged" in kvtiers("inspect", root).out
+    assert clear(root, "--set-aside", "--model", "tiny/qwen").code == 0
+    assert aside.exists()
+    with writer(root) as live:
+        assert clear(root, "--set-aside").code == 0
+        assert live.stop()[2:] == (0, 0)
+    assert not aside.exists()
+    assert left(root) == {"llama", "qwen", "llama2"}

@@ -1,0 +1,298 @@
+"""``kvtiers doctor`` on real models' configurations, without weights.
+
+The groups it finds must be those that a real engine made of the same model (``Family.groups`` are
+checked against engines elsewhere). Folders hold only config and tokenizer: nothing is loaded.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import vllm
+from typer.testing import CliRunner
+from vllm.platforms import current_platform
+
+from offload.cli import app
+from tests.models.families import FAMILIES, write_model
+from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
+from tests.texts import same_text
+
+KINDS = {
+    "FullAttentionSpec": "full_attention",
+    "MLAAttentionSpec": "mla_attention",
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local_attention",
+    "MambaSpec": "mamba",
+    "UniformTypeKVCacheSpecs": "full_attention",
+}
+NOT_THE_DOCTORS = {"load_format", "kv_cache_memory_bytes"}
+
+
+ALIGNED = ["--enable-prefix-caching", "--mamba-cache-mode", "align"]
+
+
+def transfer(extra: dict) -> dict:
+    """A ``--kv-transfer-config`` of this project's connector."""
+    return {
+        "kv_connector": "OffloadConnector",
+        "kv_connector_module_path": "offload.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+CHUNKS_OF_9 = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": 9}))]
+
+
+def flags_of(family, folder) -> list[str]:
+    """The family's engine arguments as flags of ``vllm serve``, over those of test engines."""
+    kwargs = {"block_size": 32, "max_model_len": 2048} | family.kwargs(folder)
+    flags = []
+    for name, value in kwargs.items():
+        if name not in NOT_THE_DOCTORS:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags += [f"--{name.replace('_', '-')}", text]
+    return flags
+
+
+def ask(folder, *flags: str):
+    """Exit code and report of one call in this process (importing vLLM takes long)."""
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--json", *flags])
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_can_be_offloaded(name, tmp_path):
+    family = FAMILIES[name]
+    folder = family.make(tmp_path / name)
+    code, report = ask(folder, *flags_of(family, folder))
+    assert (code, report["ok"], report["refused"]) == (0, True, [])
+    found = [(group["kind"], group["block_tokens"]) for group in report["groups"]]
+    if family.groups:
+        assert sorted(found) == sorted((KINDS[kind], block) for kind, block in family.groups)
+    assert report["alignment_tokens"] % report["hash_tokens"] == 0
+    assert report["token_bytes"] > 0
+    assert report["tiers"][0]["tokens"] > report["alignment_tokens"]
+
+
+def test_wider_draft_model_shows_both_pages(tmp_path):
+    family = FAMILIES["llama_draft"]
+    folder = family.make(tmp_path / "llama_draft")
+    (group,) = ask(folder, *flags_of(family, folder))[1]["groups"]
+    assert len(group["page_bytes"]) == 2
+    assert len(group["layers"]) == 5
+
+
+HYBRID_WITHOUT_CACHE = ["--no-enable-prefix-caching", "--max-model-len", "4096"]
+
+
+def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
+    """The flags of the hint, added to the command line, make the doctor say yes; what only follows
+    from the unaligned states is not listed."""
+    family = FAMILIES["qwen3_next"]
+    folder = family.make(tmp_path / "model")
+    code, report = ask(folder, *HYBRID_WITHOUT_CACHE)
+    assert code == 1
+    assert report["fixes"] == ["start vLLM with --enable-prefix-caching --mamba-cache-mode align"]
+    assert all("states are not kept at block boundaries" in text for text in report["refused"])
+    assert len(report["refused"]) == 3, "one for each group of states"
+    fixed = report["fixes"][0].removeprefix("start vLLM with ").split()
+    assert ask(folder, *HYBRID_WITHOUT_CACHE, *fixed)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        # Aligned states make blocks that are longer than this context: nothing could be hit.
+        ("qwen3_next", ["--max-model-len", "128"]),
+        # Our checks alone would take the hint to help; vLLM refuses its flags beside this unit.
+        ("lfm2", ["--block-size", "32", "--max-model-len", "4096", "--prefix-match-unit", "24"]),
+    ],
+)
+def test_a_hint_that_vllm_does_not_make_true_is_not_given(name, flags, tmp_path):
+    folder = FAMILIES[name].make(tmp_path / "model")
+    flags = ["--no-enable-prefix-caching", *flags]
+    code, report = ask(folder, *flags)
+    assert (code, report["fixes"]) == (1, [])
+    assert "states are not kept at block boundaries" in report["refused"][0]
+    assert ask(folder, *flags, *ALIGNED)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-cache-dtype", "int8_per_token_head", "--block-size", "32"],
+        ["--pipeline-parallel-size", "2"],
+        ["--max-model-len", "256", *CHUNKS_OF_9],
+    ],
+)
+def test_every_hint_that_is_printed_helps(flags, tmp_path, monkeypatch):
+    """Each alternative, applied, makes the doctor say yes."""
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, *flags)
+    assert code == 1
+    (fix,) = report["fixes"]
+    for way in fix.removeprefix("start vLLM with ").split(" or "):
+        more = way.split(" (")[0].split()
+        if way.startswith("set"):
+            blocks = int(way.split()[-1])
+            more = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": blocks}))]
+        assert ask(folder, *flags, *more)[0] == 0, way
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-model-len", "512", "--block-size", "64"],
+        ["--max_model_len=512", "--block_size", "64"],
+        ["--config", "serve.yaml"],
+        ["--port", "8000", "--max-model-len", "512", "--block-size", "64"],
+    ],
+)
+def test_flags_are_read_as_vllm_serve_reads_them(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("max-model-len: 512\nblock_size: 64\n")
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, *flags)
+    assert (code, report["groups"][0]["block_tokens"]) == (0, 64)
+    ignored = [note for note in report["notes"] if "ignored" in note]
+    assert ignored == ["not a flag of the engine, ignored: --port 8000"] * ("--port" in flags)
+
+
+def test_a_configuration_in_dotted_flags(tmp_path):
+    """Also a wrong one, which is set aside to find out the geometry."""
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    plain = transfer({})
+    dotted = [
+        part
+        for name in ("kv_connector", "kv_connector_module_path", "kv_role")
+        for part in (f"--kv-transfer-config.{name}", plain[name])
+    ]
+    extra = "--kv-transfer-config.kv_connector_extra_config"
+    code, report = ask(folder, *dotted, f"{extra}.chunk_blocks", "4")
+    group = report["groups"][0]
+    assert (code, group["chunk_tokens"]) == (0, 4 * group["block_tokens"])
+    code, report = ask(folder, *dotted, f"{extra}.tires", "4")
+    assert (code, len(report["groups"])) == (1, 1)
+    assert report["refused"] == ['$.tires: unknown option. Did you mean "tiers"?']
+
+
+def test_what_a_server_would_warn_of_at_its_start_is_noted(tmp_path):
+    """For this configuration."""
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    assert "sha256_cbor" not in "\n".join(ask(folder)[1]["notes"])
+    disk = {"type": "lmdb", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
+    settings = transfer({"cpu": {"capacity": "256MiB"}, "tiers": [disk]})
+    code, report = ask(folder, "--kv-transfer-config", json.dumps(settings))
+    notes = "\n".join(report["notes"])
+    assert code == 0, report["refused"]
+    assert "Use --prefix-caching-hash-algo sha256_cbor" in notes
+    flags = ["--prefix-caching-hash-algo", "sha256_cbor"]
+    notes = "\n".join(ask(folder, "--kv-transfer-config", json.dumps(settings), *flags)[1]["notes"])
+    assert "sha256_cbor" not in notes
+
+
+def test_flags_that_are_not_understood_are_named(tmp_path):
+    code, report = ask(tmp_path, "--max-model-len", "long")
+    assert code == 1
+    assert "vLLM does not understand these flags: " in report["refused"][0]
+    assert "--max-model-len" in report["refused"][0]
+
+
+def test_flags_before_the_model():
+    code, report = ask("--max-model-len", "512", "/models/llama")
+    assert (code, report["refused"]) == (
+        1,
+        ["the model comes first: kvtiers doctor MODEL [vllm flags]"],
+    )
+
+
+def test_the_report_says_on_which_platform_vllm_was_asked(tmp_path):
+    report = ask(FAMILIES["llama"].make(tmp_path / "llama"))[1]
+    assert f"vLLM {vllm.__version__} on its {current_platform.device_name} platform" in str(
+        report["notes"]
+    )
+
+
+def test_tensor_parallel_size_halves_the_pages(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    family = FAMILIES["llama"]
+    folder = family.make(tmp_path / "llama")
+    one = ask(folder, *flags_of(family, folder))[1]
+    two = ask(folder, *flags_of(family, folder), "--tensor-parallel-size", "2")[1]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert one["token_bytes"] == 2 * two["token_bytes"]
+    assert one["tiers"][0]["tokens"] == two["tiers"][0]["tokens"]
+
+
+def test_scales_per_token_and_head_are_refused(tmp_path):
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--kv-cache-dtype", "int8_per_token_head", "--block-size", "32")
+    assert (code, len(report["refused"])) == (1, 1)
+    assert report["fixes"] == ["start vLLM with --kv-cache-dtype auto or --kv-cache-dtype fp8"]
+
+
+def test_encoder_decoder_is_refused(tmp_path):
+    config = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "vocab_size": 300,
+        "pad_token_id": 0,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": 256,
+        "max_target_positions": 256,
+        "dtype": "bfloat16",
+    }
+    code, report = ask(write_model(tmp_path / "whisper", config))
+    assert code == 1
+    same_text("layout_doctor_encoder_decoder", "\n".join(report["refused"]))
+
+
+def test_every_problem_of_the_configuration_is_listed(tmp_path):
+    wrong = json.dumps(transfer({"chunk_blocks": 0, "tires": []}))
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--kv-transfer-config", wrong)
+    assert code == 1
+    assert len(report["refused"]) >= 2
+    assert report["groups"], "the geometry is shown all the same"
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    code, report = ask(tmp_path / "nothing")
+    assert code == 1
+    assert report["refused"][0].startswith("vLLM itself refuses: ")
+
+
+PROGRAM = """
+import runpy, sys
+from tests.processor import pretend
+pretend()
+try:
+    runpy.run_module("offload.cli", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    code = end.code
+from tests.offload.connector.model.tiny_configs import config_of, namespace_of
+print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
+sys.exit(code)
+"""
+"""``python -m offload.cli``, and what else is to be seen in a process of its own: importing vLLM
+there takes 15 s."""
+
+
+def test_as_a_program(tmp_path, monkeypatch):
+    """Exit code 0, and stdout is the report alone. A process comes to the same namespace as this
+    one: the scheduler and each worker compute it for themselves, with hash seeds of their own."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    folder = make_model(tmp_path / "model")
+    command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == str(folder)
+    assert done.stderr.split()[-2:] == ["namespace", namespace_of(config_of(folder)).name]

@@ -1,0 +1,113 @@
+"""The file of ``kvtiers export``: whole or not there, by one at a time, nobody else's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.admin.export import ExportFileError, export_file
+from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.offload.cli.test_export_import import export, frames
+
+
+def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", range(120))
+    words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "40KiB")  # it would take a minute
+    command = [sys.executable, "-m", "offload.cli", *map(str, words)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    part = tmp_path / "f.part"
+    try:
+        while not (part.exists() and part.stat().st_size):
+            assert process.poll() is None
+        for options in ([], ["--overwrite"]):
+            result = kvtiers("export", tmp_path / "a", tmp_path / "f", *options)
+            assert (result.code, result.out) == (1, "")
+            assert result.err == (
+                f"kvtiers export: another export is writing {part}. Wait for its end, or name "
+                "another file\n"
+            )
+        assert part.stat().st_size, "the second one emptied it"
+        assert not (tmp_path / "f").exists()
+    finally:
+        process.kill()
+        process.wait()
+    assert part.exists()  # and holds up nobody
+    assert export(tmp_path / "a", tmp_path / "f")["stores"][0]["records"] == 120
+    assert [frame.kind for frame in frames(tmp_path / "f")] == ["M", "S", *"R" * 120, "E"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
+
+
+@pytest.mark.parametrize("ended", ["published", "given up", "before it was opened"])
+def test_an_export_that_ends_beside_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """Between the second one's look at the name, its opening of the part, and its lock."""
+    path, part = tmp_path / "f", tmp_path / "f.part"
+
+    def lock(fd: int, how: int) -> None:
+        if ended == "published":
+            part.rename(path)
+            path.write_text("whole")
+        elif ended == "given up":
+            part.unlink()
+        else:
+            path.write_text("whole")
+        return real(fd, how)
+
+    real = fcntl.flock
+    monkeypatch.setattr("fcntl.flock", lock)
+    words = "exists by now" if ended == "before it was opened" else "another export is writing"
+    with pytest.raises(ExportFileError, match=words), export_file(path, overwrite=False) as file:
+        file.write(b"of the second")
+    assert ended == "given up" or path.read_text() == "whole"
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "without"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],
+    ids=["SIGINT", "SIGTERM", "SIGTERM in the background of a script"],
+)
+def test_an_export_that_is_ended_leaves_nothing_behind(
+    number: signal.Signals, without: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    make_store(tmp_path / "a", range(40))
+    part = tmp_path / "f.part"
+    part.write_bytes(b"")
+    part.chmod(0o644)  # somebody's leftover
+    words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "1KiB")  # it would take minutes
+    command = [sys.executable, "-m", "offload.cli", *map(str, words)]
+    ignored = {other: signal.signal(other, signal.SIG_IGN) for other in without}  # inherited
+    process = subprocess.Popen(command, cwd=ROOT)
+    for other, before in ignored.items():
+        signal.signal(other, before)
+    while part.exists() and part.stat().st_mode & 0o777 != 0o600:
+        assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", range(2))
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "f.part").symlink_to(tmp_path / "precious")
+    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    make_store(tmp_path / "a", range(1))
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "f.part")
+    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1  # and does not wait for it
+    result = kvtiers("export", tmp_path / "a", tmp_path / "pipe", "--overwrite")
+    assert result.code == 2
+    assert "is no regular file" in result.err
+    assert (tmp_path / "pipe").is_fifo()

@@ -1,0 +1,191 @@
+"""Every command of the README and the guides runs, as it stands there, on a store like theirs.
+
+A command is what stands behind ``$`` in a ``console`` block. ``kvtiers`` runs as it is;
+``vllm serve`` goes through ``kvtiers doctor``, which reads its flags and its configuration as vLLM
+does; programs of this repository run as processes. Code of the guides runs in
+``tests/policies/test_guide.py`` and ``tests/tiers/test_guide.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demo.tiny_model import make_llama
+from offload.cli import app
+from offload.namespaces.manifest import Namespace
+from offload.requests.miss_reasons import RequestRecord
+from policies.simulation.trace import TraceWriter
+from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store
+from tests.offload.cli.test_plan import alternating
+from tests.offload.cli.test_top import Server, serving
+
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs/guides").glob("*.md"))}
+PAGES["README.md"] = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"\$? ?(kvtiers|vllm|python3?|pytest|pip|\./run|scripts/\S+\.sh) ")
+NOT_HERE = {
+    "./run demo": "real servers, and minutes",
+    "./run test": "this is part of it",
+    "./run serve": "the flags after it are those of vllm serve",
+    "scripts/gpu_check.sh": "needs a GPU",
+    "kvtiers simulate trace.jsonl.gz --policy lru --policy adaptive --policy my_policy:": "its "
+    "policy is the guide's: tests/policies/test_guide.py",
+}
+
+
+def commands_in(page: str) -> list[str]:
+    """The commands of a page, each with the lines that it goes on over."""
+    blocks = [text for kind, text in BLOCK.findall(page) if kind == "console"]
+    found = [command for text in blocks for command in re.split(r"^\$ ", text, flags=re.MULTILINE)]
+    return [command.strip() for command in found if command.strip()]
+
+
+def stray_commands(page: str) -> list[str]:
+    """Commands outside console blocks, which nothing would run."""
+    outside = [text for kind, text in BLOCK.findall(page) if kind != "console"]
+    outside += re.findall(r"^    .*$", BLOCK.sub("", page), re.MULTILINE)
+    lines = [line.strip() for text in outside for line in text.splitlines()]
+    return [line for line in lines if COMMAND.match(line) and not line.startswith(tuple(NOT_HERE))]
+
+
+LINES = [
+    pytest.param(command, id=f"{name}: {command.splitlines()[0][:60]}")
+    for name, page in PAGES.items()
+    for command in commands_in(page)
+    if not command.startswith(tuple(NOT_HERE))
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+def test_the_commands_are_found() -> None:
+    assert len(LINES) > 30
+    lost = [name for name in ("operate.md", "size-the-tiers.md", "README.md")
+            if not commands_in(PAGES[name])]  # fmt: skip
+    assert lost == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_command_stands_outside_a_console_block(name: str) -> None:
+    assert stray_commands(PAGES[name]) == []
+
+
+def test_a_stray_command_is_seen() -> None:
+    assert stray_commands("text\n```\nkvtiers inspect /x\n```\n") == ["kvtiers inspect /x"]
+    assert stray_commands("text\n\n    vllm serve MODEL\n") == ["vllm serve MODEL"]
+    assert stray_commands("```console\n$ kvtiers inspect /x\n```\n```json\n{}\n```\n") == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_in_the_text_have_a_name_and_options_that_exist(name: str) -> None:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups if group.name}
+    reference = (ROOT / "docs/reference/command-line.md").read_text()
+    for text in re.findall(r"`kvtiers ([a-z][^`]*)`", BLOCK.sub("", PAGES[name])):
+        command, *rest = text.split()
+        assert f"\n## {command}\n" in reference or command in known, text
+        if command not in ("doctor", "plan", "bench"):  # they take flags of others as well
+            options = [word.split("=")[0] for word in rest if word.startswith("--")]
+            assert [option for option in options if f"`{option}`" not in reference] == [], text
+
+
+def test_links_lead_somewhere() -> None:
+    for name, page in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs/guides"
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", BLOCK.sub("", page)):
+            assert (folder / link).exists(), f"{name}: {link}"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_of_a_guide(
+    line: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, *words = shlex.split(line)
+    if program == "python":
+        run_program(words)
+    elif program == "vllm":
+        assert words[:2] == ["serve", "MODEL"]
+        check_serve(words[2:], model, tmp_path)
+    else:
+        assert program == "kvtiers", "a command that this test cannot run"
+        run_kvtiers(line, tmp_path, model)
+
+
+def run_program(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_serve(flags: list[str], model: Path, folder: Path) -> None:
+    """What ``vllm serve`` would make of these flags, on a machine a thousand times smaller."""
+    smaller = {"/var/cache/kv": str(folder / "kv"), "GiB": "MiB", "TiB": "MiB"}
+    for shown, real in smaller.items():
+        flags = [flag.replace(shown, real) for flag in flags]
+    result = kvtiers("doctor", model, *flags, "--json")
+    report = result.json
+    about = ("needs the package mooncake",)
+    assert [text for text in report["refused"] if not any(a in text for a in about)] == []
+    unknown = [note for note in report["notes"] if note.startswith("not a flag of the engine")]
+    assert [note for note in unknown if "--port" not in note] == []
+
+
+def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
+    root, other = tmp_path / "kv", tmp_path / "other"
+    for fields in (FIELDS, OTHER):
+        make_store(root, range(4), fields=fields)
+    if "--namespace" in line:
+        assert Namespace.of(FIELDS).name.startswith("be57bd0d"), "the name in the guide"
+    if " import " in line:
+        export = ["export", root, tmp_path / "blocks.kvt", "--model", "tiny/llama"]
+        assert kvtiers(*export).code == 0
+        shutil.rmtree(root)
+    trace = alternating(40)
+    for name in ("requests.jsonl", "kv-prompts.jsonl"):
+        with TraceWriter(tmp_path / name, trace.name, trace.block_tokens) as writer:
+            for request in trace.requests:
+                writer.write(request)
+    record = RequestRecord("cmpl-4f1a-0", 1.0, 600, 0, 576, 32, {"lmdb": 32})
+    (tmp_path / "why.jsonl").write_text(json.dumps(record.as_json()) + "\n")
+    server = Server()
+    server.fill()
+    with serving([server.page]) as address:
+        places = {
+            "/var/cache/kv": str(root),
+            "/var/cache/other": str(other),
+            "localhost:8000": address,
+            "/var/log/kvtiers.jsonl": "why.jsonl",
+            "/var/log/kv-prompts.jsonl": "kv-prompts.jsonl",
+            "MODEL": str(model),
+            "--interval 10": "--interval 0.1",
+            "users=200": "users=20",
+        }
+        for shown, real in places.items():
+            line = line.replace(shown, real)
+        if line.startswith("kvtiers top") and "--" not in line:
+            line += " --once --interval 0.1"  # it would go on for ever
+        if line.startswith("kvtiers simulate"):
+            line += " --jobs 1"
+        result = kvtiers(*shlex.split(line)[1:])
+    assert result.code == 0, result.err
+    assert result.out or "bench" in line

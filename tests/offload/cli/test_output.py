@@ -1,0 +1,78 @@
+"""What ``kvtiers`` prints to: a full disk or a closed pipe, as a shell gives them, or a narrow
+terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from policies.simulation.trace import TraceWriter
+from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.offload.cli.test_plan import alternating
+
+FULL = "kvtiers: the output cannot be written: No space left on device\n"
+
+
+def run(output: int | IO[str], *words: object, unbuffered: str = "") -> tuple[int, str]:
+    """The exit code, and what is on stderr."""
+    command = [sys.executable, "-m", "offload.cli", *map(str, words)]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [(["inspect", "--json"], ""), (["inspect", "--json"], "1"), (["clear", "--all", "--yes"], "")],
+)
+def test_a_full_disk_below_the_output(tmp_path: Path, words: list[str], unbuffered: str) -> None:
+    folder = make_store(tmp_path, range(3))
+    command, *options = words
+    with open("/dev/full", "w") as full:
+        found = run(full, command, tmp_path, *options, unbuffered=unbuffered)
+    assert found == (1, FULL)
+    assert folder.exists(), "removed what it could not even list"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_pipe_that_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
+    make_store(tmp_path, range(3))
+    reader, pipe = os.pipe()
+    os.close(reader)
+    try:
+        assert run(pipe, "inspect", tmp_path, "--json", unbuffered=unbuffered) == (1, "")
+    finally:
+        os.close(pipe)
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect"], ["verify"], ["clear", "--all", "--dry-run"], ["simulate"], ["plan"]]
+)
+def test_a_narrow_terminal_cuts_nothing_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """A size without its unit, or half a number, would be taken for another."""
+    make_store(tmp_path / "kv", range(3))
+    trace = alternating(40)
+    with TraceWriter(tmp_path / "t.jsonl", trace.name, trace.block_tokens) as file:
+        for request in trace.requests:
+            file.write(request)
+    command, *options = words
+    requests = ["--trace", tmp_path / "t.jsonl"]
+    place = {
+        "simulate": [tmp_path / "t.jsonl", "--jobs", "1"],
+        "plan": ["--token-bytes", "128KiB", "--cpu", "1GiB", *requests],
+    }
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # to rich it is a terminal then
+    monkeypatch.setenv("COLUMNS", "60")
+    result = kvtiers(command, *place.get(command, [tmp_path / "kv"]), *options)
+    assert result.code == 0, result.err
+    assert "┃" in result.out
+    assert "…" not in result.out

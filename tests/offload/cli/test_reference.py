@@ -1,0 +1,92 @@
+"""``docs/reference/command-line.md`` is what the commands say of themselves.
+
+``KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from offload.cli import COMMANDS
+from tests.offload.cli.stores import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
+HEAD = """# The command line
+
+`kvtiers COMMAND --help` says the same. `kvtiers --install-completion` sets up completion for
+your shell. The guide is [Operating](../guides/operate.md).
+
+* **Exit codes**: 0 if all is well, 1 for what was found or could not be done, 2 for what was asked
+  wrongly. Errors are on stderr, all of them at once, each with the value found and what to do.
+* **`--json`** prints one object on stdout and nothing else; progress bars are on stderr and only on
+  a terminal.
+* **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
+  `12h`, `7d`, `2w`.
+
+Generated: `KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`.
+"""
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def default_of(parameter: Any) -> str:
+    value = parameter.default
+    if callable(value) or value in (None, "", False, (), []) or not parameter.name:
+        return ""
+    return f"`{value}`"
+
+
+def rows_of(command: Any) -> list[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help":
+            continue
+        names = [f"`{name}`" for name in getattr(parameter, "opts", [])]
+        if parameter.param_type_name == "argument":
+            names = [f"`{(parameter.metavar or parameter.name).upper()}`"]
+        help_text = getattr(parameter, "help", "") or ""
+        rows.append(f"| {', '.join(names)} | {cell(help_text)} | {default_of(parameter)} |")
+    return rows
+
+
+def page() -> str:
+    parts = [HEAD]
+    for name, (module, _) in COMMANDS.items():
+        command = typer.main.get_command(importlib.import_module(module).app)
+        parts.append(f"## {name}\n\n{paragraphs(command.help or '')}\n")
+        rows = rows_of(command)
+        if rows:
+            head = ["| option | meaning | default |", "|---|---|---|"]
+            parts.append("\n".join([*head, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def test_the_reference_is_up_to_date() -> None:
+    if os.environ.get("KVTIERS_REWRITE"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page()
+
+
+def test_every_command_is_in_the_guide() -> None:
+    guide = Path(ROOT / "docs" / "guides" / "operate.md").read_text()
+    missing = [name for name in COMMANDS if f"$ kvtiers {name}" not in guide]
+    assert missing == []
+
+
+def test_every_looking_command_has_json_and_it_takes_no_value() -> None:
+    for name, (module, _) in COMMANDS.items():
+        command = typer.main.get_command(importlib.import_module(module).app)
+        flags = {option for parameter in command.params for option in parameter.opts
+                 if getattr(parameter, "is_flag", False)}  # fmt: skip
+        assert "--json" in flags or name == "bench", name

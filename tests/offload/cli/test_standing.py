@@ -1,0 +1,287 @@
+"""What a start makes of a store, and what ``verify`` and ``inspect`` say of it, are the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.errors import OffloadError
+from offload.namespaces.folders import EPOCH_NAME, bump_epoch
+from offload.namespaces.manifest import MANIFEST_NAME, Namespace, write_manifest
+from offload.worker.tier_factory import TierSpec, make_tier
+from tests.offload.cli.stores import kvtiers
+from tests.offload.worker.reopening_child import NAMESPACE, places
+from tiers.base import TierInfo, TierIoError, WriteOutcome
+from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.testing import key_of, payload_of
+
+KEYS = [key_of(number) for number in range(8)]
+SIZE = 8192
+
+Damage = Callable[[Path], object]
+"""Gets the folder of a namespace."""
+
+
+def rank_of(home: Path) -> Path:
+    return home / "replica-0" / "rank-0"
+
+
+async def start(root: Path, **options: Any) -> tuple[TierInfo, int]:
+    """What a server's start finds there, and how often that counted as set aside. It stores
+    ``KEYS`` and ends."""
+    [spec] = places(root, **options).specs()
+    try:
+        tier = make_tier(spec, 4096)
+        try:
+            info = await tier.open()
+            outcomes = await tier.write(KEYS, [payload_of(key, SIZE) for key in KEYS])
+            assert outcomes == [WriteOutcome.OK] * len(KEYS)
+            return info, spec.set_aside + tier.stats()["quarantined"]
+        finally:
+            await tier.aclose()
+    finally:
+        release(spec)
+
+
+def release(spec: TierSpec) -> None:
+    """Give the claim back, as the end of a process does."""
+    renew: Any = spec.renew
+    renew.args[1].close()
+
+
+def edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:
+    def damage(home: Path) -> None:
+        path = home / name
+        path.write_bytes(edit(path.read_bytes()))
+
+    return damage
+
+
+def removed(name: str) -> Damage:
+    return lambda home: (home / name).unlink()
+
+
+def flipped(content: bytes) -> bytes:
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def of_another_rank(home: Path) -> None:
+    """``cp -r rank-1 rank-0``, as by somebody who puts a copy back."""
+    rank_of(home).rename(home / "replica-0" / "rank-1")
+    shutil.copytree(home / "replica-0" / "rank-1", rank_of(home))
+
+
+def with_the_manifest_of(fields: dict[str, str]) -> Damage:
+    def damage(home: Path) -> None:
+        (home / MANIFEST_NAME).unlink()
+        write_manifest(home, Namespace.of(fields))
+
+    return damage
+
+
+def instead_a_file(home: Path) -> None:
+    shutil.rmtree(home)
+    home.write_text("x")
+
+
+def instead_a_link(home: Path) -> None:
+    home.rename(home.with_name("elsewhere"))
+    home.symlink_to("elsewhere")
+
+
+REPLICA, RANK = "replica-0", "replica-0/rank-0"
+FOLDERS: dict[str, tuple[Damage, str]] = {
+    "a flipped manifest": (edited(MANIFEST_NAME, flipped), "is not a manifest"),
+    "a changed manifest": (
+        edited(MANIFEST_NAME, lambda content: content.replace(b'"a"', b'"b"')),
+        "its fields do not fit its namespace",
+    ),
+    "no manifest": (removed(MANIFEST_NAME), "has no manifest"),
+    "another's manifest": (with_the_manifest_of({"model": "b"}), "manifest of another namespace"),
+    "a broken epoch": (edited(f"{REPLICA}/{EPOCH_NAME}", flipped), "epoch is damaged"),
+    "no epoch": (removed(f"{REPLICA}/{EPOCH_NAME}"), "its epoch file is missing"),
+    "a file": (instead_a_file, "is not a folder"),
+    "a link": (instead_a_link, "is not a folder"),
+}
+LMDB: dict[str, tuple[Damage, str]] = {
+    "an empty index": (edited(f"{RANK}/data.mdb", lambda _: b""), "data.mdb is empty, beside"),
+    "no index": (removed(f"{RANK}/data.mdb"), "data.mdb is missing, beside"),
+    "a cut index": (edited(f"{RANK}/data.mdb", lambda found: found[:9000]), "no whole index"),
+    "a garbled index": (
+        edited(f"{RANK}/data.mdb", lambda found: found[:8192] + os.urandom(len(found) - 8192)),
+        "structural faults",
+    ),
+    "no payloads": (removed(f"{RANK}/{PAYLOAD_NAME}"), f"its {PAYLOAD_NAME} is missing"),
+    "another's payloads": (
+        edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: found[:8] + bytes(16) + found[24:]),
+        "is not the one that its index means",
+    ),
+    "no file of ours": (
+        edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: b"x" * 4096 + found[4096:]),
+        "is no file of ours",
+    ),
+    "another rank": (of_another_rank, ""),
+}
+FILE: dict[str, tuple[Damage, str]] = {
+    "an epoch that is no number": (edited(f"{RANK}/epoch", lambda _: b"x"), "not readable"),
+    "no epoch of the tier": (removed(f"{RANK}/epoch"), "its epoch file is missing"),
+    "an epoch that is not there": (edited(f"{RANK}/epoch", lambda _: b"6"), "epoch-6 is missing"),
+}
+CASES = [
+    *((kind, name) for kind in ("lmdb", "file") for name in FOLDERS),
+    *(("lmdb", name) for name in LMDB if name != "another rank"),
+    *(("file", name) for name in FILE),
+]
+BY_NAME = FOLDERS | LMDB | FILE
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file, but for locks and claims."""
+    files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in files
+        if not path.name.endswith((".lock", ".claim", "lock.mdb"))
+    }
+
+
+def judged(root: Path, command: str, *options: str) -> tuple[int, list[str]]:
+    """Exit code of a command and the problems it names, of namespaces and of stores."""
+    result = kvtiers(command, root, *options, "--json")
+    found = result.json
+    if command == "verify":
+        problems, stores = list(found["namespaces"].values()), found["stores"]
+    else:
+        problems = [home["problem"] for home in found["namespaces"]]
+        stores = [store for home in found["namespaces"] for store in home["stores"]]
+    return result.code, problems + [store["problem"] for store in stores]
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+async def test_a_whole_store_is_whole_for_everybody(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A control for all that follows."""
+    assert (await start(tmp_path, type=kind))[1] == 0
+    for command in ("verify", "inspect"):
+        code, problems = judged(tmp_path, command)
+        assert (code, set(problems)) in ((0, {""}), (0, set()))
+    for options in ({}, {"recovery": "strict"} if kind == "lmdb" else {}):
+        info, set_aside = await start(tmp_path, type=kind, **options)
+        assert (info.record_count, set_aside) == (len(KEYS), 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+async def test_verify_and_inspect_say_what_a_start_would_throw_away(
+    tmp_path: Path, kind: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, words = BY_NAME[name]
+    await start(tmp_path, type=kind)
+    damage(tmp_path / NAMESPACE.name)
+    caplog.clear()
+    for command, options in (("inspect", []), ("verify", ["--check-only"]), ("verify", [])):
+        code, problems = judged(tmp_path, command, *options)
+        assert code == 1, command
+        assert any(words in problem for problem in problems), (command, problems)
+    if kind == "lmdb":
+        before = contents(tmp_path)
+        with pytest.raises((TierIoError, OffloadError), match=words):
+            await start(tmp_path, type=kind, recovery="strict")
+        assert contents(tmp_path) == before
+    info, set_aside = await start(tmp_path, type=kind)
+    assert (info.record_count, set_aside) == (0, 1)
+    [line] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert words in line
+    assert judged(tmp_path, "verify")[0] == judged(tmp_path, "inspect")[0] == 0
+    info, set_aside = await start(tmp_path, type=kind)
+    assert (info.record_count, set_aside) == (len(KEYS), 0)
+
+
+@pytest.mark.parametrize("name", ["an empty index", "no index", "no payloads"])
+async def test_the_same_of_a_store_that_was_shared(tmp_path: Path, name: str) -> None:
+    damage, words = LMDB[name]
+    await start(tmp_path, shared=True)
+    assert judged(tmp_path, "verify")[0] == judged(tmp_path, "inspect")[0] == 0
+    damage(tmp_path / NAMESPACE.name)
+    for command in ("inspect", "verify"):
+        code, problems = judged(tmp_path, command)
+        assert code == 1
+        assert any(words in problem for problem in problems)
+    with pytest.raises(TierIoError, match=words):
+        await start(tmp_path, shared=True, recovery="strict")
+    info, set_aside = await start(tmp_path, shared=True)
+    assert (info.record_count, set_aside) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+async def test_records_of_a_later_epoch_than_is_noted_are_damage(tmp_path: Path, kind: str) -> None:
+    """A copy that was not made at one moment (``test_tier_places`` has the start)."""
+    await start(tmp_path, type=kind)
+    file = tmp_path / NAMESPACE.name / REPLICA / EPOCH_NAME
+    early = file.read_bytes()
+    bump_epoch(file.parent)
+    await start(tmp_path, type=kind)
+    assert judged(tmp_path, "verify")[0] == 0
+    file.write_bytes(early)
+    for command in ("inspect", "verify"):
+        code, problems = judged(tmp_path, command)
+        assert code == 1
+        assert any("of epoch 2, beyond epoch 0" in problem for problem in problems)
+    if kind == "lmdb":
+        with pytest.raises(TierIoError, match="of epoch 2, beyond epoch 0"):
+            await start(tmp_path, type=kind, recovery="strict")
+    info, set_aside = await start(tmp_path, type=kind)
+    assert (info.record_count, set_aside) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+async def test_records_of_replaced_weights_are_no_damage(tmp_path: Path, kind: str) -> None:
+    """Killed after a reset: it is said that none of them will be used, and nothing is wrong."""
+    await start(tmp_path, type=kind)
+    bump_epoch(tmp_path / NAMESPACE.name / REPLICA)
+    for command in ("inspect", "verify"):
+        result = kvtiers(command, tmp_path, "--json")
+        found = result.json["stores" if command == "verify" else "namespaces"][0]
+        [store] = [found] if command == "verify" else found["stores"]
+        assert (result.code, store["standing"], store["problem"]) == (0, "stale", "")
+        assert "none of them will be used" in store["remark"]
+        assert "none of them will be used" in kvtiers(command, tmp_path).out
+    assert await start(tmp_path, type=kind, **_strict(kind)) is not None
+    assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["standing"] == "whole"
+
+
+def _strict(kind: str) -> dict[str, str]:
+    return {"recovery": "strict"} if kind == "lmdb" else {}
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+async def test_the_records_of_another_rank_are_damage(tmp_path: Path, kind: str) -> None:
+    await start(tmp_path, type=kind)
+    replica = tmp_path / NAMESPACE.name / REPLICA
+    shutil.copytree(replica / "rank-0", replica / "rank-1")
+    for command in ("inspect", "verify"):
+        code, problems = judged(tmp_path, command)
+        assert code == 1
+        assert [problem for problem in problems if "rank 0" in problem]
+
+
+def test_a_newer_format_is_left_alone(tmp_path: Path) -> None:
+    [spec] = places(tmp_path).specs()
+    release(spec)
+    path = tmp_path / NAMESPACE.name / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 2'))
+    before = contents(tmp_path)
+    for command in ("inspect", "verify"):
+        code, problems = judged(tmp_path, command)
+        assert code == 1
+        assert any("newer than this build" in problem for problem in problems)
+    with pytest.raises(OffloadError, match="newer than this build"):
+        places(tmp_path).specs()
+    assert contents(tmp_path) == before

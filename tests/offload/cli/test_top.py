@@ -1,0 +1,284 @@
+"""``kvtiers top`` on pages of a server that this test plays; a real one is asked in tests/vllm."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from offload.admin.metrics_client import PageError, metrics_url, parse, view
+from tests.offload.cli.stores import ROOT, kvtiers, make_store
+
+LABELS = ["model_name", "engine"]
+
+
+class Server:
+    """The metrics of a server with two engines, a CPU tier and an LMDB tier."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.made: dict[str, Counter | Gauge] = {}
+
+    def add(self, kind: type, name: str, value: float, tier: str = "", engine: str = "0") -> None:
+        labels = [*LABELS, *(["tier"] if tier else [])]
+        if name not in self.made:
+            self.made[name] = kind(name, "help", labels, registry=self.registry)
+        values = ["tiny", engine, *([tier] if tier else [])]
+        metric = self.made[name].labels(*values)
+        metric.inc(value) if kind is Counter else metric.set(value)
+
+    def miss(self, reason: str, value: float, engine: str) -> None:
+        if "misses" not in self.made:
+            labels = [*LABELS, "reason"]
+            made = Counter("vllm:kvtiers_misses", "help", labels, registry=self.registry)
+            self.made["misses"] = made
+        self.made["misses"].labels("tiny", engine, reason).inc(value)
+
+    def fill(self) -> None:
+        self.miss("evicted", 3, "0")
+        self.miss("evicted", 4, "1")
+        self.miss("never_stored", 20, "0")
+        for engine in ("0", "1"):
+            self.add(Counter, "vllm:kvtiers_loaded_tokens", 320, "lmdb", engine)
+            self.add(Gauge, "vllm:kvtiers_resident_chunks", 7, "cpu", engine)
+            self.add(Gauge, "vllm:num_requests_running", 2, engine=engine)
+        self.add(Counter, "vllm:kvtiers_read_bytes", 1000, "lmdb")
+        self.add(Gauge, "vllm:kvtiers_used_ratio", 0.25, "cpu", "0")
+        self.add(Gauge, "vllm:kvtiers_used_ratio", 0.75, "cpu", "1")
+        self.add(Gauge, "vllm:kvtiers_breaker_state", 0, "lmdb", "0")
+        self.add(Gauge, "vllm:kvtiers_breaker_state", 2, "lmdb", "1")
+        self.add(Gauge, "vllm:kvtiers_break_even", 1, "lmdb", "0")
+        self.add(Counter, "vllm:kvtiers_corrupt_records", 3)
+        self.add(Counter, "vllm:external_prefix_cache_hits", 50)
+        self.add(Counter, "vllm:external_prefix_cache_queries", 200)
+
+    @property
+    def page(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+@contextmanager
+def serving(pages: list[str], user: str = "") -> Iterator[str]:
+    """An HTTP server that gives one page after the other, the last one for ever; to ``user`` only,
+    given as ``name:password``, if there is one."""
+    wanted = f"Basic {base64.b64encode(user.encode()).decode()}" if user else None
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (pages.pop(0) if len(pages) > 1 else pages[0]).encode()
+            is_allowed = self.headers["Authorization"] == wanted
+            found = 200 if self.path == "/metrics" else 404
+            self.send_response(found if is_allowed else 401)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_totals_of_one_page() -> None:
+    server = Server()
+    server.fill()
+    found = view(parse(server.page, 10.0))
+    cpu, lmdb = found.tiers
+    assert (cpu.name, cpu.resident_chunks, cpu.used_ratio) == ("cpu", 14, 0.5)
+    assert (lmdb.name, lmdb.loaded_tokens, lmdb.breaker, lmdb.pays) == (
+        "lmdb",
+        640,
+        "shut out",
+        True,
+    )
+    assert (found.running, found.waiting) == (4, None)
+    assert (found.hit_ratio, found.hit_ratio_since_start) == (None, 0.25)
+    assert found.counts["corrupt_records_total"] == 3
+    assert found.misses == {"evicted": 7, "never_stored": 20}
+    assert found.counts["tier_errors_total"] is None
+    assert cpu.capacity_bytes is cpu.queue_depth is cpu.breaker is None
+    assert lmdb.rates["loaded_tokens_per_s"] is None
+
+
+def test_rates_are_over_the_time_between_two_pages() -> None:
+    server = Server()
+    server.fill()
+    before = parse(server.page, 10.0)
+    server.add(Counter, "vllm:kvtiers_loaded_tokens", 500, "lmdb")
+    server.add(Counter, "vllm:kvtiers_write_bytes", 900, "lmdb")  # new since
+    server.add(Counter, "vllm:external_prefix_cache_hits", 30)
+    server.add(Counter, "vllm:external_prefix_cache_queries", 40)
+    found = view(parse(server.page, 15.0), before)
+    rates = found.tiers[1].rates
+    assert rates["loaded_tokens_per_s"] == 100
+    assert rates["write_bytes_per_s"] == 180
+    assert rates["read_bytes_per_s"] == 0
+    assert (found.hit_ratio, found.seconds) == (0.75, 5.0)
+    restarted = view(before, parse(server.page, 5.0))
+    assert restarted.tiers[1].rates["loaded_tokens_per_s"] == 640 / 5
+
+
+def test_one_view_as_json_and_as_a_table() -> None:
+    server = Server()
+    server.fill()
+    first = server.page
+    server.add(Counter, "vllm:kvtiers_read_bytes", 10**6, "lmdb")
+    with serving([first, server.page]) as address:
+        found = kvtiers("top", address, "--interval", "0.1", "--json").json
+        assert found["url"] == f"http://{address}/metrics"
+        assert found["tiers"][1]["rates"]["read_bytes_per_s"] > 10**5
+        text = kvtiers("top", f"http://{address}/", "--once", "--interval", "0").out
+    for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since",
+                  "missed because: never_stored 20, evicted 7"):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize("interval", ["inf", "nan", "-1", "1e300"])
+def test_an_interval_that_never_ends(interval: str) -> None:
+    with serving([Server().page]) as address:
+        result = kvtiers("top", address, "--once", "--interval", interval)
+    assert result.code == 2
+    assert "Invalid value for '--interval'" in result.err
+
+
+def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
+    """Until somebody ends it, or reads no more."""
+    server = Server()
+    server.fill()
+    with serving([server.page]) as address:
+        words = [sys.executable, "-m", "offload.cli", "top", address, "--interval", "0.2"]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        heads = 0
+        for line in process.stdout:
+            heads += line.startswith("running 4")
+            if heads == 3:
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert heads == 3, "it has ended by itself"
+    assert process.returncode == 0
+
+
+def test_a_server_without_this_connector() -> None:
+    server = Server()
+    server.add(Gauge, "vllm:num_requests_running", 1)
+    for page, words in (
+        (server.page, "vLLM's, but none of kvtiers. Start the server with"),
+        ("", "no metrics of vLLM"),
+        ("vllm:x{ 3", "no page of metrics"),
+    ):
+        with serving([page]) as address:
+            result = kvtiers("top", address, "--once")
+        assert result.code == 1
+        assert words in result.err
+        assert address in result.err
+
+
+def test_no_server() -> None:
+    with serving([""]) as address:
+        pass
+    result = kvtiers("top", address, "--once")
+    assert result.code == 1
+    assert f"http://{address}/metrics does not answer" in result.err
+    assert "\n" not in result.err.strip()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\nshort",
+    ],
+)
+def test_what_is_no_web_server(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def once() -> None:
+            peer = listener.accept()[0]
+            with peer:
+                peer.recv(4096)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        result = kvtiers("top", address, "--once", "--interval", "0")
+        thread.join()
+    assert result.code == 1
+    assert f"http://{address}/metrics answers, but not as a web server does" in result.err
+
+
+def test_numbers_that_are_none_are_as_missing() -> None:
+    page = (
+        'vllm:kvtiers_resident_chunks{tier="cpu"} 3\nvllm:kvtiers_breaker_state{tier="cpu"} NaN\n'
+    )
+    with serving([page]) as address:
+        found = kvtiers("top", address, "--json", "--interval", "0").json
+    assert found["tiers"][0]["breaker"] is None
+    assert found["tiers"][0]["resident_chunks"] == 3
+
+
+@pytest.mark.parametrize("url", ["local host:1", "ftp://x", "http://", "host:port", ""])
+def test_what_is_no_address(url: str) -> None:
+    result = kvtiers("top", url, "--once")
+    assert result.code == 2
+    assert "Write localhost:8000" in result.err
+
+
+def test_addresses() -> None:
+    assert metrics_url("h:1") == "http://h:1/metrics"
+    assert metrics_url("https://h/") == "https://h/metrics"
+    assert metrics_url("http://h:1/prometheus/metrics") == "http://h:1/prometheus/metrics"
+
+
+def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
+    make_store(tmp_path, range(2))
+    server = Server()
+    server.fill()
+    with serving([server.page], user="me:s/ecret") as address:
+        good, bad = f"http://me:s%2Fecret@{address}", f"http://me:s%2Fecre@{address}"
+        commands = [("top", good, "--json", "--interval", "0"), ("top", good, "--once")]
+        commands.append(("inspect", str(tmp_path), "--server", good, "--json"))
+        allowed = [kvtiers(*command) for command in commands]
+        refused = [kvtiers("top", bad, "--once"), kvtiers("top", f"{address}", "--once")]
+        refused.append(kvtiers("inspect", str(tmp_path), "--server", bad))
+    assert allowed[0].json["url"] == f"http://{address}/metrics"
+    assert allowed[2].json["server"]["url"] == f"http://{address}/metrics"
+    assert [result.code for result in allowed] == [0] * 3
+    for result in refused:
+        assert (result.code, result.out) == (1, "")
+        assert f"http://{address}/metrics does not answer" in result.err
+    for wrong in (
+        "http://me:s/ecre@h:1",
+        "me:s/ecre@h h",
+        "http://me:s/ecre",
+        "http://me:secre@h:x",
+    ):
+        result = kvtiers("top", wrong)
+        assert (result.code, result.out) == (2, "")
+        refused.append(result)
+    for result in allowed + refused:
+        assert "ecre" not in (result.out + result.err).replace('(got "http://me:s/ecre")', "")
+
+
+def test_pages_that_are_none() -> None:
+    with pytest.raises(PageError):
+        parse("<html>", 0.0)

@@ -1,0 +1,329 @@
+"""``kvtiers verify`` finds what is damaged and only that, at rest and beside a live writer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offload.admin.verify import Pace, Scrubbed, repair, scrub
+from offload.namespaces.inventory import Store, find_homes
+from tests.offload.cli.stores import (
+    OTHER,
+    RECORD_NAMESPACE,
+    ROOT,
+    SIZE,
+    damage,
+    flip,
+    kvtiers,
+    make_store,
+    open_index,
+    place_in_file,
+    records_of,
+    writer,
+)
+from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.index import Changes
+from tiers.offline.inspect import Checker, Found, Health
+from tiers.offline.lmdb_reader import LmdbReader
+from tiers.testing import key_of
+
+Edit = Callable[[dict[bytes, bytes]], dict[bytes, bytes | None]]
+
+
+def verify(root: Path, *options: object) -> dict:
+    """The answer for the only store below a path."""
+    result = kvtiers("verify", root, "--json", *options)
+    answer = result.json
+    [store] = answer["stores"]
+    assert result.err == "", "no bar where there is no terminal"
+    assert (result.code, answer["ok"]) == (0 if not store["damaged"] else 1, result.code == 0)
+    return store
+
+
+def names(*numbers: int) -> set[str]:
+    return {key_of(number).hex() for number in numbers}
+
+
+def only_store(root: Path) -> Store:
+    [home] = find_homes(root)
+    [store] = home.stores
+    return store
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_damaged_records_are_found_and_removed(tmp_path: Path, kind: str) -> None:
+    folder = make_store(tmp_path, range(40), kind=kind)
+    assert verify(tmp_path)["good"] == 40
+    for number in (3, 17, 39):
+        damage(folder, number)
+    kept = verify(tmp_path, "--check-only")
+    assert (set(kept["damaged"]), kept["removed"]) == (names(3, 17, 39), 0)
+    found = verify(tmp_path)
+    assert (found["records"], found["good"], found["removed"]) == (40, 37, 3)
+    assert set(found["damaged"]) == names(3, 17, 39)
+    again = verify(tmp_path)
+    assert (again["records"], again["good"], again["damaged"]) == (37, 37, [])
+    if kind == "lmdb":  # the folder is whole and clean: nothing is dropped or moved aside
+        assert set(records_of(folder)) == {
+            key_of(number) for number in set(range(40)) - {3, 17, 39}
+        }
+        assert not list(folder.glob("quarantine*"))
+
+
+def swapped(values: dict[bytes, bytes]) -> dict[bytes, bytes | None]:
+    return {key_of(1): values[key_of(2)], key_of(2): values[key_of(1)]}
+
+
+def with_byte(at: int, change: int = 1) -> Edit:
+    def edit(values: dict[bytes, bytes]) -> dict[bytes, bytes | None]:
+        value = bytearray(values[key_of(1)])
+        value[at] ^= change
+        return {key_of(1): bytes(value)}
+
+    return edit
+
+
+def cut_off(values: dict[bytes, bytes]) -> dict[bytes, bytes | None]:
+    return {key_of(1): values[key_of(1)][:-5]}
+
+
+USE = 8
+EDITS = {
+    "two records swapped": (swapped, {1, 2}),
+    "another rank": (with_byte(USE + 6), {1}),
+    "another epoch": (with_byte(USE + 16), {1}),
+    "another namespace": (with_byte(USE + 40), {1}),
+    "another tag": (with_byte(USE + 72), {1}),
+    "an enormous length": (with_byte(USE + 31, 0x7F), {1}),
+    "compressed, it says": (with_byte(USE + 5), {1}),
+    "a place beyond the file": (with_byte(USE + 88 + 6), {1}),
+    "a value cut off": (cut_off, {1}),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_the_index_says_is_checked_too(tmp_path: Path, name: str) -> None:
+    edit, bad = EDITS[name]
+    folder = make_store(tmp_path, range(5))
+    edits = edit(records_of(folder))
+    index = open_index(folder)
+    index.apply(Changes(edits=edits))
+    index.close()
+    found = verify(tmp_path)
+    assert set(found["damaged"]) == names(*bad)
+    assert found["removed"] == len(bad)
+    assert verify(tmp_path)["good"] == 5 - len(bad)
+
+
+def test_a_file_record_with_a_damaged_header(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3), kind="file")
+    first, second, _ = sorted(folder.glob("epoch-0/*"))
+    flip(first, 0)  # the magic
+    flip(second, 90)  # its key
+    found = verify(tmp_path)
+    assert {bytes.fromhex(key).decode() for key in found["damaged"]} == {first.name, second.name}
+    assert not first.exists()
+    assert verify(tmp_path)["good"] == 1
+
+
+def test_without_its_check_verify_sees_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(make_store(tmp_path, range(5)), 2)
+    monkeypatch.setattr(LmdbReader, "load", lambda self, found, into: [True] * len(found))
+    assert verify(tmp_path)["damaged"] == []
+    monkeypatch.undo()
+    assert set(verify(tmp_path)["damaged"]) == names(2)
+
+
+REPLACE = """
+import asyncio, sys
+from tiers.lmdb.tier import LmdbTier
+from tests.offload.cli.stores import CAPACITY, RECORD_NAMESPACE, SIZE
+from tiers.testing import key_of, put
+async def main(folder):
+    tier = LmdbTier(folder, CAPACITY, namespace=RECORD_NAMESPACE, reserve_bytes=0,
+                    grow_bytes=1 << 20, record_bytes=SIZE)
+    await tier.open()
+    await tier.delete([key_of(n) for n in range(40)])
+    await tier.aclose()  # so that the places are free
+    await tier.open()
+    await put(tier, [key_of(n) for n in range(100, 140)], SIZE)
+    await tier.aclose()
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_place_that_was_written_anew_is_no_damage(tmp_path: Path) -> None:
+    """The record was found, then removed, and its place overwritten, before it was read."""
+    folder = make_store(tmp_path, range(40))
+    outside = LmdbReader(folder, is_owned=False)
+    before = [record for batch in outside.batches() for record in batch]
+    command = [sys.executable, "-c", REPLACE, str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    checker = Checker(outside, has_key=False)
+    healths = [checker.check(record)[0] for record in before]
+    # That is what a check without the second look would have to go by:
+    scratch = memory(SIZE)
+    assert sum(outside.load([record], [scratch])[0] for record in before) < 40
+    assert set(healths) <= {Health.GONE, Health.GOOD}
+    assert Health.GONE in healths
+    now = [record for batch in outside.batches() for record in batch]
+    assert [checker.check(record)[0] for record in now] == [Health.GOOD] * 40
+    outside.close()
+
+
+RESET = REPLACE.replace("delete([key_of(n) for n in range(40)])", "reset(1)")
+
+
+def test_a_reset_beneath_is_no_damage(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(40))
+    outside = LmdbReader(folder, is_owned=False)
+    before = [record for batch in outside.batches() for record in batch]
+    assert RESET != REPLACE
+    subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
+    checker = Checker(outside, has_key=False)
+    # The epoch is that of the last look, so the first record may still be read as it was.
+    assert {checker.check(record)[0] for record in before[1:]} == {Health.GONE}
+    now = [record for batch in outside.batches() for record in batch]
+    assert [checker.check(record)[0] for record in now] == [Health.GOOD] * 40
+    assert outside.epoch == 1
+    outside.close()
+
+
+def memory(size: int):
+    import numpy as np
+
+    return np.empty(size, np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_beside_a_writer_nothing_is_reported_and_nothing_disturbed(
+    tmp_path: Path, kind: str
+) -> None:
+    with writer(tmp_path, kind) as live:
+        seen = gone = 0
+        for _ in range(6):
+            found = verify(tmp_path, "--rate", "0")
+            assert (found["damaged"], found["owner_pid"]) == ([], live.pid)
+            assert found["good"] + found["gone"] == found["records"]
+            seen, gone = seen + found["records"], gone + found["gone"]
+        rounds, reads, wrong, failures = live.stop()
+    assert seen > 600
+    assert (wrong, failures) == (0, 0)
+    assert rounds > 0
+    assert reads > 200
+    assert verify(tmp_path)["good"] == pytest.approx(200, abs=8)
+
+
+def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(6))  # the writer has others and never reads these
+    places = {number: place_in_file(folder, number) for number in range(6)}
+    with writer(tmp_path) as live:
+        for number in (1, 4):
+            flip(folder / PAYLOAD_NAME, places[number] + 7)
+        found = verify(tmp_path, "--rate", "0")
+        assert set(found["damaged"]) == names(1, 4)
+        assert (found["removed"], found["owner_pid"]) == (0, live.pid)
+        text = kvtiers("verify", tmp_path, "--rate", "0").out
+        assert f"pid {live.pid} uses it" in text
+        *_, wrong, failures = live.stop()
+    assert (wrong, failures) == (0, 0)
+    after = verify(tmp_path)
+    assert (set(after["damaged"]), after["removed"]) == (names(1, 4), 2)
+    assert verify(tmp_path)["damaged"] == []
+
+
+def test_a_server_that_starts_during_the_scrub_keeps_its_index(tmp_path: Path) -> None:
+    damage(make_store(tmp_path, range(6)), 2)
+    store = only_store(tmp_path)
+    outside = store.open()
+    result = Scrubbed(store)
+    scrub(result, outside, has_key=False, pace=Pace(0), advance=lambda count: None)
+    outside.close()
+    assert len(result.damaged) == 1
+    with writer(tmp_path) as live:
+        repair(result, "")
+        assert (result.removed, result.owner_pid) == (0, live.pid)
+        *_, wrong, failures = live.stop()
+    assert (wrong, failures) == (0, 0)
+
+
+def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("ab" * 32)
+    key_file.chmod(0o600)
+    root = tmp_path / "kv"
+    folder = make_store(root, range(4), key_file=str(key_file), compress=True)
+    found = verify(root)
+    assert (found["unread"], found["good"], found["damaged"]) == (4, 0, [])
+    damage(folder, 3)
+    found = verify(root, "--key-file", key_file)
+    assert (found["unread"], found["good"], set(found["damaged"])) == (0, 3, names(3))
+    assert verify(root, "--key-file", key_file)["good"] == 3
+
+
+def test_every_store_below_a_path(tmp_path: Path) -> None:
+    make_store(tmp_path, range(3))
+    make_store(tmp_path, range(4), rank=1)
+    damage(make_store(tmp_path, range(5), fields=OTHER), 0)
+    result = kvtiers("verify", tmp_path, "--json")
+    assert result.code == 1
+    assert sorted(store["good"] for store in result.json["stores"]) == [3, 4, 4]
+
+
+def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    other = make_store(tmp_path, range(4), fields=OTHER)
+    damage(other, 1)
+    for break_it, words in (
+        (lambda: flip(folder / PAYLOAD_NAME, 10), "is not the one that its index means"),
+        (lambda: (folder / PAYLOAD_NAME).unlink(), "is missing"),
+        (lambda: (folder / "data.mdb").write_bytes(b"x" * 8192), "damaged: "),
+    ):
+        break_it()
+        result = kvtiers("verify", tmp_path, "--json", "--check-only")
+        assert (result.code, result.json["ok"]) == (1, False)
+        found = {store["namespace"]: store for store in result.json["stores"]}
+        assert words in found[folder.parents[1].name]["problem"]
+        assert found[folder.parents[1].name]["damaged"] == []
+        assert set(found[other.parents[1].name]["damaged"]) == names(1)
+        assert words in kvtiers("verify", tmp_path, "--check-only").out.replace("\n", " ")
+
+
+def test_bad_input_is_said_at_once(tmp_path: Path) -> None:
+    result = kvtiers("verify", tmp_path / "x", "--rate", "8G")
+    assert result.code == 2
+    for words in ("2 problems", '--rate: has an ambiguous unit. (got "8G")', "does not exist"):
+        assert words.replace(". (", " (") in result.err, words
+
+
+def test_pace_keeps_the_rate() -> None:
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(1000, lambda: now[0], sleep)
+    for _ in range(50):
+        pace.spend(100)
+    assert sum(slept) == pytest.approx(5.0)
+    now[0] += 60  # what was not used is not saved up
+    slept.clear()
+    for _ in range(50):
+        pace.spend(100)
+    assert sum(slept) == pytest.approx(5.0)
+
+
+def test_records_of_the_test_are_what_they_seem(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(2))
+    outside = LmdbReader(folder, is_owned=False)
+    found: list[Found] = [record for batch in outside.batches() for record in batch]
+    assert {record.key for record in found} == {key_of(0), key_of(1)}
+    assert outside.owner.namespace == RECORD_NAMESPACE
+    outside.close()

@@ -1,0 +1,100 @@
+"""``kvtiers why --store``: a chunk that was missed is found in the namespace that holds it, and the
+fields in which that differs are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload.namespaces.manifest import Namespace
+from offload.requests.miss_reasons import Miss, Reason, RequestRecord
+from offload.requests.request_log import RequestFile
+from tests.offload.cli.stores import FIELDS, OTHER, kvtiers, make_store, writer
+from tiers.testing import key_of
+
+WHOLE = RequestRecord("r", 1.0, 64, 0, 60).as_json()
+"""A line that is a record."""
+
+
+def recorded(folder: Path, *numbers: int) -> Path:
+    """A server's file: requests that missed these chunks."""
+    file = folder / "requests.jsonl"
+    written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
+    for number in numbers:
+        miss = Miss(Reason.NEVER_STORED, 0, 16, key_of(number))
+        written(RequestRecord(f"r{number}", 1.0, 64, 0, 60, miss=miss))
+    written(RequestRecord("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}))
+    written.close()
+    return file
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_the_other_namespace_and_its_fields_are_named(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    make_store(root, range(10, 12), kind=kind)
+    make_store(root, range(4), fields=OTHER, kind=kind)
+    file = recorded(tmp_path, 1, 7, 10)
+    found = kvtiers("why", file, "--store", root, "--json").json["requests"]
+    other = {
+        "namespace": Namespace.of(OTHER).name,
+        "differs": ["model.name: tiny/qwen, not tiny/llama"],
+    }
+    assert [record.get("elsewhere") for record in found] == [[other], [], [], None]
+    shown = kvtiers("why", file, "--store", root)
+    assert "tiny/qwen" in shown.out
+    assert f"namespace {other['namespace'][:8]}" in shown.out
+
+
+def test_while_a_server_writes(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    make_store(root, range(4), fields=OTHER)
+    file = recorded(tmp_path, 1)
+    with writer(root) as live:
+        found = kvtiers("why", file, "--store", root, "--json").json["requests"]
+        assert found[0]["elsewhere"][0]["namespace"] == Namespace.of(OTHER).name
+        assert live.stop()[2:] == (0, 0)
+
+
+def test_a_store_that_is_none_is_refused(tmp_path: Path) -> None:
+    result = kvtiers("why", recorded(tmp_path, 1), "--store", tmp_path / "no")
+    assert result.code == 2
+    assert "does not exist" in result.err
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    file = recorded(tmp_path, 1)
+    with file.open("a") as half:
+        half.write(json.dumps({"request": "half"})[:-3])
+    assert len(kvtiers("why", file, "--json").json["requests"]) == 2
+
+
+def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
+    file = recorded(tmp_path, 1)
+    file.write_text(file.read_text().replace("never_stored", "[from] the future"))
+    result = kvtiers("why", file)
+    assert result.code == 0
+    assert "[from] the future: this version" in result.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"request": "r", "reason": "evicted"},
+        {"request": "r", "reason": "evicted", "loaded_tokens": {"cpu": None}},
+        {**WHOLE, "time": 1e300},
+        {**WHOLE, "missing": {"group": 0}},
+        {**WHOLE, "missing": {"group": 0, "at_token": 16, "key": "zz"}},
+        {**WHOLE, "tier": 5},
+        {**WHOLE, "ago_s": "long"},
+        ["request", "reason"],
+        None,
+    ],
+)
+def test_other_lines_of_json_are_no_records(tmp_path: Path, line: object) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    result = kvtiers("why", file)
+    assert result.code == 2
+    assert "is not a file of record_requests" in result.err

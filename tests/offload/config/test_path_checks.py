@@ -1,0 +1,106 @@
+"""Where a tier must not be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.config.machine_checks import load_config
+from offload.config.path_checks import path_problem, place_problem
+from offload.errors import ConfigError
+from tests.offload.cli.stores import kvtiers, make_store
+from tests.offload.config.test_machine_checks import extra, problems_of, tier
+from tests.offload.worker.reopening_child import places
+
+
+def said(path: Path | str) -> str:
+    """What the configuration's check says of a tier's path; empty if nothing."""
+    return problems_of(tier(path)).get("$.tiers[0].path", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/", "is a folder of the system"),
+        ("/etc", "lies among the system's files"),
+        ("/etc/kvtiers", "lies among the system's files"),
+        ("/usr/lib/kv", "lies among the system's files"),
+        ("/dev", "lies among the system's files"),
+        ("/tmp", "is a folder of the system"),
+        ("/var/cache", "is a folder of the system"),
+        ("/home/somebody", "is a home folder"),
+    ],
+)
+def test_places_of_the_system(path: str, words: str) -> None:
+    assert words in said(path)
+    assert "Give an empty folder of its own, for example /" in said(path)
+    with pytest.raises(ConfigError):
+        load_config(extra(tier(path)))
+
+
+@pytest.mark.parametrize("path", ["/var/cache/kv", "/dev/shm/kv", "/mnt/nvme0", "/srv/kv/a"])
+def test_ordinary_places(path: str) -> None:
+    assert place_problem(path) is None
+
+
+def test_the_home_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "is a home folder" in said(tmp_path)
+    assert said(tmp_path / "kv") == ""
+
+
+@pytest.mark.parametrize("weights", ["model-00001.safetensors", "model.gguf", "pytorch_model.bin"])
+def test_a_models_folder(tmp_path: Path, weights: str) -> None:
+    model = tmp_path / "llama"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert "lies in the folder of a model" not in said(model / "kv")
+    (model / weights).write_bytes(b"")
+    assert f"{model} is the folder of a model" in said(model)
+    assert f"lies in the folder of a model ({model})" in said(model / "cache" / "kv")
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    assert f"lies in the folder of a model ({model})" in said(link / "kv")
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    assert said(folder) == ""
+    (folder / "lost+found").mkdir()
+    assert said(folder) == "", "the root of a disk of its own"
+    for number in range(5):
+        (folder / f"notes-{number}").touch()
+    text = said(folder)
+    assert (
+        "is not empty, and holds nothing of kvtiers: notes-0, notes-1, notes-2 and 2 more" in text
+    )
+    assert f"for example {folder / 'kvtiers'}" in text
+    assert said(folder / "kvtiers") == ""
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_a_folder_that_was_a_tiers_stays_one(tmp_path: Path, kind: str) -> None:
+    """Whatever else somebody put there, and also when everything in it was cleared."""
+    folder = tmp_path / "kv"
+    [spec] = places(folder, type=kind).specs()
+    renew = spec.renew
+    renew.args[1].close()
+    (folder / "notes").touch()
+    assert path_problem(folder) is None
+    assert kvtiers("clear", folder, "--all", "--yes").code == 0
+    assert sorted(os.listdir(folder)) == [".kvtiers.lock", "notes"]
+    assert path_problem(folder) is None
+
+
+def test_an_import_goes_nowhere_else_either(tmp_path: Path) -> None:
+    make_store(tmp_path / "kv", range(2))
+    assert kvtiers("export", tmp_path / "kv", tmp_path / "blocks.kvt").code == 0
+    result = kvtiers("import", tmp_path / "blocks.kvt", "/etc", "--capacity", "64MiB")
+    assert (result.code, "lies among the system's files" in result.err) == (2, True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    result = kvtiers("import", tmp_path / "blocks.kvt", tmp_path / "other", "--capacity", "64MiB")
+    assert (result.code, "holds nothing of kvtiers: notes" in result.err) == (2, True)

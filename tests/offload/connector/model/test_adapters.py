@@ -1,0 +1,268 @@
+"""LoRA adapters count by the content that the workers have loaded: real files, vLLM's real
+scheduler, and its LoRA manager where it loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import LoRAConfig
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from vllm.v1.request import Request
+
+from offload.connector.model.adapters import ASKS_MOST, AdapterBook, AdapterWatch, joined
+from offload.requests.miss_reasons import Reason, RequestRecord
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, World
+
+PROMPT = list(range(64))
+ONE, TWO = b"1" * 32, b"2" * 32
+NAME = ("adapter", "/adapter")
+
+
+def make_adapter(folder: Path, content: bytes) -> LoRARequest:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return LoRARequest("adapter", 1, str(folder))
+
+
+def digest(request: LoRARequest, during: Any = lambda: None) -> bytes:
+    """What a worker reports of an adapter; ``during`` happens while vLLM loads it."""
+    watch = AdapterWatch(LoRAConfig())
+    watch.load(request, during)
+    [(name, digests)] = watch.take().items()
+    assert name == (request.lora_name, request.lora_path)
+    assert watch.take() == {}
+    return digests[0]
+
+
+# -- the worker ----------------------------------------------------------------------------------
+
+
+def test_adapters_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
+    request = make_adapter(tmp_path / "one", b"one")
+    one = digest(request)
+    assert len(one) == 32
+    assert digest(LoRARequest("other name", 2, str(tmp_path / "one"))) == one
+    os.symlink(tmp_path / "one", tmp_path / "link")
+    assert digest(LoRARequest("adapter", 1, str(tmp_path / "link"))) == one
+    assert digest(make_adapter(tmp_path / "two", b"two")) != one
+    mixed = LoRARequest("adapter", 1, str(tmp_path / "one"), is_3d_lora_weight=True)
+    assert digest(mixed) != one
+
+
+def test_files_that_change_while_they_are_loaded_are_not_known(tmp_path: Path) -> None:
+    request = make_adapter(tmp_path / "one", b"one")
+    weights = tmp_path / "one" / "adapter_model.safetensors"
+    assert digest(request, lambda: weights.write_bytes(b"two")) == b""
+    assert digest(request) != b""
+
+
+def test_files_that_cannot_be_found_are_not_known(tmp_path: Path) -> None:
+    assert digest(LoRARequest("adapter", 1, str(tmp_path / "absent"))) == b""
+
+
+def test_a_load_that_fails_is_reported_to_vllm_alone(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("not an adapter")
+
+    watch = AdapterWatch(LoRAConfig())
+    with pytest.raises(ValueError, match="not an adapter"):
+        watch.load(make_adapter(tmp_path / "one", b"one"), fail)
+    assert watch.take() == {}
+
+
+def test_vllms_manager_tells_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load of its LRU manager, of the engine that the watch belongs to."""
+    loads: list[str] = []
+    assert "_load_adapter" in vars(WorkerLoRAManager), "vLLM loads in another way"
+    monkeypatch.setattr(
+        WorkerLoRAManager, "_load_adapter", lambda manager, request: loads.append(request.lora_name)
+    )
+    own, other = LoRAConfig(), LoRAConfig()
+    watches = [AdapterWatch(own), AdapterWatch(other)]
+    for watch in watches:
+        watch.begin()
+    manager: Any = object.__new__(LRUCacheWorkerLoRAManager)
+    manager.lora_config = own
+    manager._load_adapter(make_adapter(tmp_path / "one", b"one"))
+    assert loads == ["adapter"]
+    assert [len(watch.take()) for watch in watches] == [1, 0]
+
+
+# -- the scheduler -------------------------------------------------------------------------------
+
+
+def asker(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
+    request = LoRARequest(lora[0], 1, lora[1]) if lora else None
+    return SimpleNamespace(request_id=name, lora_request=request)
+
+
+def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
+    book = AdapterBook()
+    book.ranks = 2
+    assert book.identity_of(asker(lora=None)) == b""
+    assert book.identity_of(asker()) is None
+    book.take({NAME: (ONE,)})
+    assert book.identity_of(asker()) is None
+    book.take({NAME: (ONE,)})
+    assert book.identity_of(asker()) == ONE
+    assert book.identity_of(asker(lora=("adapter", "/elsewhere"))) is None
+
+
+def test_reports_of_ranks_are_put_together() -> None:
+    book = AdapterBook()
+    book.ranks = 2
+    book.take(joined({NAME: (ONE,)}, {NAME: (ONE,), ("b", "/b"): (TWO,)}))
+    assert book.identity_of(asker()) == ONE
+    assert book.identity_of(asker(lora=("b", "/b"))) is None
+
+
+def test_ranks_that_have_loaded_different_files_are_not_believed() -> None:
+    book = AdapterBook()
+    book.ranks = 2
+    book.take({NAME: (ONE, TWO)})
+    assert book.identity_of(asker()) is None
+    assert not book.may_come(asker())
+
+
+def test_an_adapter_that_is_loaded_again_as_it_was_stays_known() -> None:
+    book = AdapterBook()
+    book.take({NAME: (ONE,)})
+    book.begin(asker(), ONE)
+    assert book.take({NAME: (ONE,)}) == []
+    assert book.identity_of(asker()) == ONE
+    assert book.assumed == {NAME: ONE}
+
+
+def test_an_adapter_that_changes_leaves_until_everything_is_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    book = AdapterBook()
+    book.take({NAME: (ONE,), ("b", "/b"): (ONE,)})
+    book.begin(asker("live"), ONE)
+    book.begin(asker("other", ("b", "/b")), ONE)
+    assert book.take({NAME: (TWO,)}) == ["live"]
+    assert book.identity_of(asker()) is None
+    assert not book.may_come(asker())
+    book.take({NAME: (ONE,)})
+    assert book.identity_of(asker()) is None
+    assert sum("have changed" in line for line in caplog.messages) == 1
+    book.end("live")
+    book.forget()
+    assert book.identity_of(asker()) == ONE
+
+
+def test_what_nobody_can_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    book = AdapterBook()
+    for _ in range(3):
+        book.take({NAME: (b"",)})
+    assert book.identity_of(asker()) is None
+    assert not book.may_come(asker())
+    assert sum("is not known" in line for line in caplog.messages) == 1
+
+
+def test_a_request_is_asked_again_a_few_times() -> None:
+    book = AdapterBook()
+    assert [book.may_come(asker("a")) for _ in range(ASKS_MOST + 1)] == [True] * ASKS_MOST + [False]
+    assert book.may_come(asker("b"))
+
+
+# -- both, under vLLM's scheduler ----------------------------------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
+        made.worker._watch = AdapterWatch(LoRAConfig())
+        yield made
+        made.check_idle()
+
+
+def serve(world: World, name: str, lora: LoRARequest) -> RequestRecord:
+    """Serve one request alone; what is known of its lookup."""
+    world._salts[name] = None
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    request = Request(name, PROMPT, sampling, None, lora_request=lora, block_hasher=world._hasher)
+    world.scheduler.add_request(request)
+    world.drain()
+    world.check()
+    found: RequestRecord = world.connector._scheduler.log.last[-1]
+    assert found.request == name
+    world.forget_locally()
+    return found
+
+
+def loaded_by_worker(world: World, lora: LoRARequest) -> None:
+    watch = world.worker._watch
+    assert watch is not None
+    watch.load(lora, lambda: None)
+
+
+def test_requests_of_an_adapter_that_nobody_knows_stay_outside(
+    world: World, tmp_path: Path
+) -> None:
+    lora = make_adapter(tmp_path / "one", b"one")
+    for name in ("a", "b"):
+        miss = serve(world, name, lora).miss
+        assert (miss.reason, miss.note) == (Reason.FILTERED, "adapter")
+    assert not world.planner.cpu.resident
+
+
+def test_a_report_that_is_under_way_is_waited_for(world: World, tmp_path: Path) -> None:
+    """The first request after a start finds what an earlier server has stored."""
+    lora = make_adapter(tmp_path / "one", b"one")
+    loaded_by_worker(world, lora)  # reported with the next step's answers
+    assert serve(world, "a", lora).miss.reason is Reason.NEVER_STORED
+    assert serve(world, "b", lora).loaded == {"cpu": 60}
+    loaded_by_worker(world, lora)  # vLLM had it evicted: it is what it was
+    assert serve(world, "c", lora).loaded == {"cpu": 60}
+
+
+def test_copies_for_an_adapter_that_was_loaded_again_are_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """The scheduler hears of it after the step in which the load is planned; here it takes until
+    the request has ended."""
+    lora = make_adapter(tmp_path / "one", b"one")
+    loaded_by_worker(world, lora)
+    serve(world, "a", lora)
+    held = set(world.planner.cpu.resident)
+    make_adapter(tmp_path / "one", b"two")
+    loaded_by_worker(world, lora)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.worker._watch, "take", dict)
+        record = serve(world, "b", lora)
+    assert record.hit_tokens == 60
+    assert (record.loaded, record.miss.reason) == ({}, Reason.LOAD_FAILED)
+    miss = serve(world, "c", lora).miss
+    assert (miss.reason, miss.note) == (Reason.FILTERED, "adapter")
+    assert set(world.planner.cpu.resident) == held
+    world.change_weights()  # a reset of everything
+    assert serve(world, "d", lora).miss.reason is not Reason.FILTERED
+    assert serve(world, "e", lora).loaded == {"cpu": 60}
+
+
+def test_what_is_stored_while_an_adapter_changes_is_not_kept(world: World, tmp_path: Path) -> None:
+    lora = make_adapter(tmp_path / "one", b"one")
+    loaded_by_worker(world, lora)
+    world._salts["a"] = None
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    request = Request("a", PROMPT, sampling, None, lora_request=lora, block_hasher=world._hasher)
+    world.scheduler.add_request(request)
+    while not request.num_computed_tokens:
+        world.step()
+    make_adapter(tmp_path / "one", b"two")
+    loaded_by_worker(world, lora)
+    stored_before = set(world.planner.cpu.resident)
+    world.drain()
+    world.check()
+    assert set(world.planner.cpu.resident) <= stored_before
+    world.forget_locally()

@@ -1,0 +1,268 @@
+"""Everything that vLLM can be told counts for the namespace, or somebody has decided that it cannot
+change KV. What a newer vLLM brings fails here until somebody decides; until then it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from vllm import config as vllm_configs
+from vllm import envs
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+from offload.connector.model import cannot_change_kv
+from offload.connector.model import source_code as model_code
+from offload.connector.model.cannot_change_kv import FILES, FILES_UNLESS_READ, OTHER_VARIABLES
+from offload.connector.model.settings import counting, environment_of
+from offload.connector.model.weights_digest import model_files
+from offload.namespaces.manifest import Namespace
+from tests.offload.connector.model import identity_decisions as decided
+from tests.offload.connector.model.tiny_configs import config_of, differing, make_model
+
+ROOT = Path(vllm.__file__).parent
+CLASS_OF = {
+    "vllm_config": "VllmConfig",
+    "model_config": "ModelConfig",
+    "cache_config": "CacheConfig",
+    "scheduler_config": "SchedulerConfig",
+    "parallel_config": "ParallelConfig",
+    "load_config": "LoadConfig",
+    "compilation_config": "CompilationConfig",
+    "kernel_config": "KernelConfig",
+    "lora_config": "LoRAConfig",
+    "attention_config": "AttentionConfig",
+    "multimodal_config": "MultiModalConfig",
+    "mm_config": "MultiModalConfig",
+    "device_config": "DeviceConfig",
+    "speculative_config": "SpeculativeConfig",
+}
+NAMED = "has a field of its own in the namespace"
+DECIDE = (
+    "look at what vLLM does with it, then name it in offload/connector/model/cannot_change_kv.py "
+    "with the reason why it cannot change KV, or in "
+    "tests/offload/connector/model/identity_decisions.py: it counts"
+)
+
+
+@cache
+def classes() -> Mapping[str, type[Any]]:
+    """The classes of vLLM's configuration."""
+    found = {}
+    for module in pkgutil.iter_modules(vllm_configs.__path__):
+        for value in vars(importlib.import_module(f"vllm.config.{module.name}")).values():
+            is_class = inspect.isclass(value) and dataclasses.is_dataclass(value)
+            if is_class and value.__module__.startswith("vllm.config."):
+                found[value.__name__] = value
+    return found
+
+
+@cache
+def texts() -> Mapping[str, str]:
+    """vLLM's sources by their path within it."""
+    return {str(file.relative_to(ROOT)): file.read_text() for file in ROOT.rglob("*.py")}
+
+
+def words(table: Mapping[str, str]) -> list[str]:
+    return " ".join(table.values()).split()
+
+
+@pytest.mark.parametrize("name", sorted(set(classes()) - set(decided.WHOLE.split())))
+def test_every_field_is_decided(name: str) -> None:
+    fields = [field.name for field in dataclasses.fields(classes()[name])]
+    harmless = words(cannot_change_kv.FIELDS.get(name, {}))
+    counts = decided.FIELDS.get(name, "").split()
+    if harmless == ["*"]:
+        assert not counts
+        return
+    known = Counter(harmless + counts)
+    assert not [each for each in fields if each not in known], f"{name}: {DECIDE}"
+    assert not [each for each in known if each not in fields], f"{name}: vLLM has no such field"
+    assert max(known.values(), default=1) == 1, f"{name}: decided twice"
+
+
+def test_every_class_is_decided() -> None:
+    """Also those that are looked through, and those that are no part of a server."""
+    known = {*cannot_change_kv.FIELDS, *decided.FIELDS, *decided.WHOLE.split()}
+    assert known == set(classes()), DECIDE
+
+
+def test_every_variable_is_decided() -> None:
+    harmless, counts = words(cannot_change_kv.VARIABLES), decided.VARIABLES.split()
+    known = Counter([*harmless, *counts])
+    assert set(known) == set(envs.environment_variables), DECIDE
+    assert max(known.values()) == 1
+
+
+def test_variables_that_vllm_reads_without_listing_them_are_decided() -> None:
+    pattern = re.compile(
+        r"os\.(?:getenv|environ(?:\.get|\.pop|\.setdefault)?)\s*[(\[]\s*[\"'](\w+)"
+    )
+    outside = ("benchmarks/", "entrypoints/", "collect_env.py", "third_party/pynvml.py")
+    found = {
+        name
+        for path, text in texts().items()
+        if not path.startswith(outside)
+        for name in pattern.findall(text)
+    }
+    others = [*OTHER_VARIABLES.split(), *words(decided.OTHERS_HARMLESS)]
+    assert found <= {*envs.environment_variables, *others}, DECIDE
+
+
+def test_harmless_settings_are_read_by_no_model_unless_somebody_has_looked() -> None:
+    pattern = re.compile(rf"\b_?({'|'.join(CLASS_OF)})(?:\(\))?\s*\.\s*(?=(\w+))")
+    found = set()
+    for path, text in texts().items():
+        if path.startswith(("model_executor/models/", "models/")):
+            for variable, field in pattern.findall(text):
+                name = CLASS_OF[variable]
+                table = cannot_change_kv.FIELDS.get(name, {})
+                if field in words({why: each for why, each in table.items() if why != NAMED}):
+                    found.add(f"{name}.{field}")
+    assert found == set(words(decided.READ_BY_MODELS)), DECIDE
+
+
+def test_what_else_reads_the_longest_length_has_been_looked_at() -> None:
+    """Layers, kernels and platforms, which all models have in common."""
+    places = ("model_executor/layers/", "model_executor/kernels/", "kernels/", "ir/", "platforms/",
+              "v1/attention/", "lora/")  # fmt: skip
+    found = {
+        path
+        for path, text in texts().items()
+        if path.startswith(places) and re.search(r"\b(max_model_len|generation_config)", text)
+    }
+    assert found == set(words(decided.LENGTH_OUTSIDE_MODELS)), DECIDE
+
+
+@pytest.mark.parametrize("word", ["max_model_len", "generation_config"])
+def test_code_of_models_that_names_a_setting_is_found_to_read_it(word: str) -> None:
+    """From the other side than the code under test: every module with the word in it. Of models
+    that take media everything counts."""
+    named = {path for path, text in texts().items() if re.search(rf"\.\w*{word}\b", text)}
+    checked = 0
+    for architecture, (module, _) in _TEXT_GENERATION_MODELS.items():
+        if f"model_executor/models/{module}.py" in named:
+            entry = ModelRegistry.models[architecture]
+            assert model_code._closure(entry.module_name).may_read(word), architecture
+            checked += 1
+    assert checked > 0
+
+
+def test_models_that_import_a_reader_read_too() -> None:
+    """AXK1 takes its attention from DeepSeek V2, whose code names the length."""
+    module = ModelRegistry.models["AXK1ForCausalLM"].module_name
+    own = model_code._names(model_code.ast.parse(texts()["model_executor/models/AXK1.py"]), "")
+    assert not own.found.may_read("max_model_len")
+    assert model_code._closure(module).may_read("max_model_len")
+
+
+PLAIN = (
+    "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM MistralForCausalLM "
+    "Gemma3ForCausalLM GptOssForCausalLM MixtralForCausalLM Phi3ForCausalLM"
+)
+
+
+@pytest.mark.parametrize("architecture", PLAIN.split())
+def test_plain_models_read_none_of_it(architecture: str) -> None:
+    code = model_code._closure(ModelRegistry.models[architecture].module_name)
+    assert not code.may_read("max_model_len", "generation_config", "tokenizer", "image_processor")
+
+
+def test_what_nearly_every_model_imports_reads_none_of_it() -> None:
+    """These modules are left out of what a model's code names. The hooks in ``config`` are looked
+    at one by one."""
+    for module in sorted(model_code.COMMON - {f"{model_code.MODELS}.config"}):
+        path = module.replace(".", "/").removeprefix("vllm/") + ".py"
+        assert not re.search("max_model_len|generation_config", texts()[path]), path
+
+
+def other(value: Any) -> Iterator[Any]:
+    """Another value of this kind."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield value + 1
+    elif isinstance(value, list | tuple):
+        yield [*value, "another"]
+    elif isinstance(value, dict):
+        yield {**value, "another": 1}
+    elif value is None or isinstance(value, str):
+        yield "another"
+
+
+def parts(config: Any) -> Iterator[Any]:
+    """A configuration object and those within it that are looked through."""
+    yield config
+    harmless = cannot_change_kv.fields_of(type(config).__name__)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name, None)
+        if dataclasses.is_dataclass(value) and harmless is not None and field.name not in harmless:
+            yield from parts(value)
+
+
+def test_every_setting_that_counts_shows_under_its_name(tmp_path: Path) -> None:
+    """And a harmless one does not: every field of every object is set to something else."""
+    config = config_of(make_model(tmp_path / "model"), enable_lora=True)
+    seen: Counter[str] = Counter()
+    for part in parts(config):
+        harmless = cannot_change_kv.fields_of(type(part).__name__)
+        before = dict(counting(part))
+        for field in dataclasses.fields(part):
+            old = getattr(part, field.name, None)
+            for new in other(old):
+                object.__setattr__(part, field.name, new)
+                after = dict(counting(part))
+                object.__setattr__(part, field.name, old)
+                is_harmless = harmless is None or field.name in harmless
+                assert (before == after) == is_harmless, field.name
+                assert is_harmless or before.get(field.name) != after[field.name]
+                seen[type(part).__name__] += not is_harmless
+    assert len(+seen) > 12
+    assert seen.total() > 70
+
+
+def test_variables_that_count_show_under_their_name() -> None:
+    for name in envs.environment_variables:
+        found = environment_of({name: "1"})
+        assert found == ({} if name in cannot_change_kv.variables() else {name: "1"})
+
+
+HUB_FILES = (
+    "config.json params.json hf_quant_config.json quantize_config.json modeling_x.py "
+    "configuration_x.py model.safetensors.index.json tokenizer.json tokenizer_config.json "
+    "vocab.json merges.txt tokenizer.model special_tokens_map.json chat_template.jinja "
+    "chat_template.json generation_config.json preprocessor_config.json processor_config.json "
+    "video_preprocessor_config.json README.md LICENSE USE_POLICY.md .gitattributes figure.png "
+    "trainer_state.json something_new.json sentence_bert_config.json modules.json "
+    "adapter_config.json"
+)
+
+
+@pytest.mark.parametrize("may_read", [False, True])
+def test_every_file_of_a_models_folder_counts_or_is_harmless(
+    may_read: bool, tmp_path: Path
+) -> None:
+    """By changing one after the other. What nobody knows counts."""
+    code = model_code.CodeNames(whole=not may_read)
+    folder = make_model(tmp_path / "model")
+    harmless = words(FILES) + ([] if may_read else words(FILES_UNLESS_READ))
+    for name in HUB_FILES.split():
+        file = folder / name
+        old = file.read_text() if file.exists() else "{}"
+        file.write_text(old)
+        before = Namespace.of(model_files(folder, code.may_read))
+        file.write_text(old + " ")
+        after = Namespace.of(model_files(folder, code.may_read))
+        is_harmless = name.startswith(".") or cannot_change_kv.matches(name, harmless)
+        assert differing(before, after) == ([] if is_harmless else [name])
+        file.write_text(old)

@@ -1,0 +1,52 @@
+"""Which blocks a step is said to write anew, group by group and for every kind of request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from offload.connector.scheduler.block_tables import BlockTables
+from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
+
+GROUPS = (GroupLayout(0, FULL, 4, 1, ("full",)), GroupLayout(2, STATE, 8, 1, ("state",)))
+TABLES = BlockTables(ModelLayout(100, 4, 8, GROUPS))
+"""vLLM's group 1 is not offloaded: nobody knows how its table runs."""
+
+
+def output(**more: Any) -> Any:
+    """A step of vLLM's scheduler, of which only what is read here is filled in."""
+    nobody = SimpleNamespace(
+        req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+    )
+    plain = {"scheduled_new_reqs": [], "scheduled_cached_reqs": nobody}
+    return SimpleNamespace(
+        **plain | {"new_block_ids_to_zero": None, "kv_cache_block_copies": None} | more
+    )
+
+
+def test_only_whole_blocks_before_the_computed_tokens_keep_their_content() -> None:
+    tables = ([1, 2, 3], [11, 12], [21, 22])
+    others = [11, 12, 21, 22]  # states and what is not offloaded: all of it
+    assert list(TABLES.beyond(tables, 0)) == [1, 2, 3, *others]
+    assert list(TABLES.beyond(tables, 4)) == [2, 3, *others]
+    assert list(TABLES.beyond(tables, 7)) == [2, 3, *others], "the second block is half computed"
+    assert list(TABLES.beyond(tables, 12)) == others
+
+
+def test_a_step_writes_what_it_gives_to_requests_and_what_precedes_it() -> None:
+    new = SimpleNamespace(block_ids=([1, 2], [3], [4]), num_computed_tokens=4)
+    cached = SimpleNamespace(
+        req_ids=["running", "without", "resumed"],
+        new_block_ids=[([5], [], [6]), None, ([7, 8], [9], [10])],
+        resumed_req_ids={"resumed"},
+        num_computed_tokens=[100, 100, 4],
+    )
+    step = output(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        new_block_ids_to_zero=[30, 31],
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=40, dst_block_id=41)],
+    )
+    found = list(TABLES.rewritten(step))
+    assert found == [2, 3, 4, 5, 6, 8, 9, 10, 30, 31, 41]
+    assert list(TABLES.rewritten(output())) == []

@@ -1,0 +1,331 @@
+"""Our LMDB tier below vLLM's own tiering: its real manager and factory, a real LMDB, real bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import VllmConfig
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from offload.connector import secondary_tier
+from offload.connector.secondary_tier import LmdbSecondaryTier, _place
+from offload.errors import TierUnavailableError
+from tests.offload.connector.model.tiny_configs import config_of, make_model
+from tests.threads import no_thread_is_left
+from tiers.base import TierIoError
+from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.tier import LmdbTier
+
+CHUNKS = 4
+ROW = 8192
+KEYS = [make_offload_key(bytes([n]) * 32, 0) for n in range(12)]
+DEADLINE_S = 60.0
+
+
+def spec_of(model: str = "some/model", engine: str = "engine") -> Any:
+    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False)
+    config = OffloadingConfig(
+        (OffloadingGroupConfig(16, ("layer",), 0),),
+        ROW,
+        False,
+        {},
+        engine,
+        OffloadingModelConfig(model, "float16"),
+        OffloadingCacheConfig(16, 1),
+        parallel,
+    )
+    return SimpleNamespace(config=config, blocks_per_chunk=1)
+
+
+class Region:
+    """The memory of vLLM's CPU tier, here without a GPU to pin it for."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((CHUNKS, ROW), np.int8)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.rows)
+
+    def cleanup(self) -> None:
+        pass
+
+
+class World:
+    """vLLM's tiering manager over four chunks of memory and our tier."""
+
+    def __init__(self, path: Path, model: str = "some/model", **options: Any) -> None:
+        self.region = Region()
+        primary = CPUPrimaryTierOffloadingManager(CHUNKS, self.region)  # type: ignore[arg-type]  # its memory only
+        entry = {
+            "type": "LmdbSecondaryTier",
+            "module_path": "offload.connector.secondary_tier",
+            "path": str(path),
+            "capacity": "16MiB",
+            **options,
+        }
+        view = primary.get_kv_memoryview()
+        self.tier = SecondaryTierFactory.create_secondary_tier(entry, view, spec_of(model))
+        assert isinstance(self.tier, LmdbSecondaryTier)
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+        self._requests = 0
+
+    def request(self) -> ReqContext:
+        self._requests += 1
+        context = ReqContext(f"r{self._requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def settle(self) -> None:
+        """Step until nothing is under way."""
+        end = time.monotonic() + DEADLINE_S
+        self.step()
+        while self.manager.has_pending_work():
+            assert time.monotonic() < end, "transfers did not end"
+            self.step()
+
+    def store(self, key: bytes, content: int) -> None:
+        """What a GPU would have stored: bytes in the primary tier's chunk, then below."""
+        context = self.request()
+        stored = self.manager.prepare_store([key], context)
+        assert stored is not None
+        assert list(stored.keys_to_store) == [key]
+        self.region.rows[stored.store_spec.chunk_ids[0]] = content
+        self.manager.complete_store([key], context)
+        self.manager.on_request_finished(context)
+        self.settle()
+
+    def load(self, key: bytes) -> np.ndarray[Any, Any] | None:
+        """The bytes of a chunk, promoted if need be; ``None`` if it is a miss."""
+        context = self.request()
+        end = time.monotonic() + DEADLINE_S
+        while (found := self.manager.lookup(key, context)) is not LookupResult.HIT:
+            if found is LookupResult.MISS:
+                self.manager.on_request_finished(context)
+                return None
+            assert time.monotonic() < end, "the promotion did not end"
+            self.step()
+        spec = self.manager.prepare_load([key], context)
+        data = self.region.rows[spec.chunk_ids[0]].copy()
+        self.manager.complete_load([key], context)
+        self.manager.on_request_finished(context)
+        return data
+
+
+@contextmanager
+def world_at(path: Path, model: str = "some/model", **options: Any) -> Iterator[World]:
+    world = World(path, model, **options)
+    try:
+        yield world
+    finally:
+        world.manager.shutdown()
+        assert not [t for t in threading.enumerate() if t.name.startswith("kvtiers-secondary")]
+
+
+def holds(world: World, numbers: range) -> None:
+    for number in numbers:
+        data = world.load(KEYS[number])
+        assert data is not None, f"chunk {number} is a miss"
+        assert (data == number + 1).all(), f"chunk {number} has other bytes"
+
+
+def test_what_left_the_primary_tier_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+    with world_at(tmp_path / "kv") as world:
+        for number in range(12):
+            world.store(KEYS[number], number + 1)
+        holds(world, range(12))
+    with world_at(tmp_path / "kv") as world:
+        holds(world, range(12))
+    with world_at(tmp_path / "kv", model="another/model") as world:
+        assert world.load(KEYS[0]) is None
+
+
+def test_damage_is_a_miss(tmp_path: Path) -> None:
+    with world_at(tmp_path / "kv") as world:
+        for number in range(12):
+            world.store(KEYS[number], number + 1)
+    (payloads,) = (tmp_path / "kv").glob(f"vllm-*/{PAYLOAD_NAME}")
+    data = bytearray(payloads.read_bytes())
+    at = data.index(bytes([1]) * ROW)
+    data[at + 100] ^= 1
+    payloads.write_bytes(data)
+    with world_at(tmp_path / "kv") as world:
+        assert world.load(KEYS[0]) is None
+        holds(world, range(1, 12))
+
+
+def placed(root: Path, config: VllmConfig) -> tuple[Path, bytes]:
+    """Where the tier of an engine with this configuration, which vLLM does not tell it, lies."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    return _place(root, spec_of(config.model_config.model, transfer.engine_id), ROW)
+
+
+def test_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
+    """Other weights under the same name, and flags that vLLM does not tell a tier of."""
+    model = make_model(tmp_path / "model")
+    before = placed(tmp_path / "kv", config_of(model, engine="first"))
+    assert placed(tmp_path / "kv", config_of(model, engine="second")) == before
+    eager = placed(tmp_path / "kv", config_of(model, engine="third", enforce_eager=True))
+    (model / "model.safetensors").write_bytes(b"new")
+    after = placed(tmp_path / "kv", config_of(model, engine="fourth"))
+    assert len({before[0], eager[0], after[0]}) == 3
+    assert len({before[1], eager[1], after[1]}) == 3
+
+
+@pytest.mark.parametrize("why", ["no configuration", "adapters", "no weights"])
+def test_what_cannot_be_told_is_for_one_engine(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters are known to vLLM's hashes by name and path alone."""
+    model = make_model(tmp_path / "model")
+    if why == "no weights":
+        (model / "model.safetensors").unlink()
+    configs = [
+        config_of(model, engine=f"{why} {number}", enable_lora=why == "adapters")
+        for number in range(2)
+    ]
+    if why == "no configuration":
+        names = ["nobody", "nobody else"]
+        found = [_place(tmp_path / "kv", spec_of(str(model), name), ROW) for name in names]
+    else:
+        found = [placed(tmp_path / "kv", config) for config in configs]
+    assert found[0] != found[1]
+    assert "stored blocks are not used after a restart" in caplog.text
+
+
+def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
+    with world_at(tmp_path / "kv") as world:
+        for number in range(6):
+            world.store(KEYS[number], number + 1)
+        world.manager.reset_cache()
+        assert all(world.load(KEYS[number]) is None for number in range(6))
+        world.store(KEYS[7], 77)
+    with world_at(tmp_path / "kv") as world:
+        assert all(world.load(key) is None for key in KEYS), "weights are the files' again"
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_reset_that_does_not_succeed_shuts_the_tier(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's thread gets no exception and waits within a bound; nothing old is found."""
+
+    async def reset(_tier: LmdbTier, _epoch: int) -> None:
+        if how == "fails":
+            raise TierIoError("no space left")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(secondary_tier, "RESET_TIMEOUT_S", 0.2)
+    with world_at(tmp_path / "kv") as world:
+        for number in range(6):
+            world.store(KEYS[number], number + 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(LmdbTier, "reset", reset)
+            world.manager.reset_cache()
+            assert "delete" in caplog.text
+            for number in range(6, 12):
+                world.store(KEYS[number], 99)  # the last ones stay in vLLM's own tier
+            assert all(world.load(key) is None for key in KEYS[:8])
+        world.manager.reset_cache()
+        assert all(world.load(key) is None for key in KEYS)
+        for number in range(12):
+            world.store(KEYS[number], number + 1)
+        holds(world, range(12))
+
+
+def test_a_reset_waits_for_transfers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM gives their memory away when the reset has returned."""
+    gate, real = threading.Event(), LmdbTier.write
+    monkeypatch.setattr(secondary_tier, "DRAIN_WARNING_S", 0.01)
+
+    async def write(tier: LmdbTier, *arguments: Any) -> Any:
+        await asyncio.to_thread(gate.wait, DEADLINE_S)
+        return await real(tier, *arguments)
+
+    with world_at(tmp_path / "kv") as world:
+        context = world.request()
+        monkeypatch.setattr(LmdbTier, "write", write)
+        assert world.manager.prepare_store(KEYS[:1], context) is not None
+        world.manager.complete_store(KEYS[:1], context)
+        world.step()
+        resetting = threading.Thread(target=world.manager.reset_cache)
+        resetting.start()
+        while "waits for 1 transfers" not in caplog.text:
+            assert resetting.is_alive()
+            time.sleep(0.01)
+        gate.set()
+        resetting.join(DEADLINE_S)
+        assert not resetting.is_alive()
+        assert world.load(KEYS[0]) is None
+
+
+def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world_at(tmp_path / "kv") as world:
+        world.store(KEYS[0], 1)
+        world.manager.reset_cache()
+
+    async def fail(_tier: LmdbTier, _epoch: int) -> None:
+        raise TierIoError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTier, "reset", fail)
+        with no_thread_is_left(), pytest.raises(TierUnavailableError, match="no space left"):
+            World(tmp_path / "kv")
+    with world_at(tmp_path / "kv") as world:
+        assert world.load(KEYS[0]) is None
+
+
+def test_the_cap_holds_and_what_is_used_stays(tmp_path: Path) -> None:
+    keys = [make_offload_key(os.urandom(32), 0) for _ in range(800)]
+    with world_at(tmp_path / "kv", capacity="4MiB") as world:  # that holds 240
+        for start in range(0, len(keys), CHUNKS):
+            context = world.request()
+            part = keys[start : start + CHUNKS]
+            stored = world.manager.prepare_store(part, context)
+            assert stored is not None
+            world.manager.complete_store(part, context)
+            world.manager.on_request_finished(context)
+            world.settle()
+            if start % 100 == 0:
+                assert world.load(keys[0]) is not None
+        files = [file for file in (tmp_path / "kv").rglob("*") if file.is_file()]
+        assert sum(file.stat().st_blocks * 512 for file in files) <= 4 << 20
+        assert world.load(keys[1]) is None
+        assert world.load(keys[-1]) is not None
+
+
+def test_a_second_server_is_told_why_it_cannot_start(tmp_path: Path) -> None:
+    refused = pytest.raises(TierUnavailableError, match="kvtiers: LmdbSecondaryTier at ")
+    with world_at(tmp_path / "kv"), refused as error:
+        World(tmp_path / "kv")
+    assert str(tmp_path) in str(error.value)

@@ -1,0 +1,174 @@
+"""Attaching beside other geometries: found, refused with a text, or left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config.schema import parse_config, tier_names
+from offload.errors import ConfigError, NamespaceError
+from offload.geometry.folder_source import find_foreign
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo
+from offload.index.tier_index import TierIndex
+from offload.namespaces.epochs import TierEpochs
+from offload.namespaces.folders import read_epoch, replica_folder
+from offload.namespaces.geometry import OWN
+from offload.planner.write_through import DemotionQueue
+from policies.base import EntryInfo
+from policies.registry import make_policy
+from tests.offload.geometry.engines_on_disk import (
+    KEYS,
+    geometry_of,
+    namespace_of,
+    opened,
+    places,
+    release,
+    state_of,
+    write,
+)
+
+
+def look(path: Path, how: str = "translate", **changes: Any) -> list[Any]:
+    namespace = changes.get("namespace", namespace_of(1))
+    geometry = changes.get("geometry", geometry_of(1, 0))
+    return find_foreign("$.tiers[0]", path, namespace, geometry, how)
+
+
+async def test_other_models_are_nobodys_business(tmp_path: Path) -> None:
+    await write(tmp_path / "kv", 2, namespace=namespace_of(2, model={"name": "other"}))
+    await write(tmp_path / "kv", 2, namespace=namespace_of(2, hash={"seed": "7"}))
+    for how in ("own", "translate", "refuse"):
+        assert look(tmp_path / "kv", how) == []
+
+
+async def test_the_choice(tmp_path: Path) -> None:
+    await write(tmp_path / "kv", 2)
+    assert look(tmp_path / "kv", "own") == []
+    [store] = look(tmp_path / "kv", "translate")
+    assert store.namespace == namespace_of(2).name
+    assert [geometry.rank for geometry in store.ranks] == [0, 1]
+    assert look(tmp_path / "kv", "refuse", namespace=namespace_of(2)) == []
+    with pytest.raises(NamespaceError) as error:
+        look(tmp_path / "kv", "refuse")
+    assert str(error.value) == (
+        f"kvtiers: $.tiers[0]: {tmp_path}/kv holds blocks of this model that this engine must not "
+        f"read:\n  namespace {namespace_of(2).name}:\n"
+        '    parallel.tensor is 2 stored, 1 now: "geometry" is "refuse"\n'
+        'Use another path, start with the same flags, or set "geometry": "own" to keep blocks of '
+        "both side by side."
+    )
+
+
+STATES = geometry_of(1, 0, OWN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (
+            {"parallel": {"tensor": 1, "pipeline": 2}},
+            "    parallel.pipeline is 1 stored, 2 now: only tensor parallel ranks are translated\n",
+        ),
+        (
+            {"geometry": {"hash_block_size": 16, "groups": []}},
+            "    geometry.hash_block_size is 32 stored, 16 now: keys are hashes of other stretches "
+            "of the prompt\n",
+        ),
+        (
+            {"geometry": {"hash_block_size": 32, "groups": [{"head_size": 64}]}},
+            "    geometry.groups[0].head_size is 32 stored, 64 now: another kind of KV cache\n",
+        ),
+    ],
+)
+async def test_fields_that_nothing_can_bridge(
+    tmp_path: Path, changes: dict[str, Any], lines: str
+) -> None:
+    await write(tmp_path / "kv", 2)
+    with pytest.raises(NamespaceError) as error:
+        look(tmp_path / "kv", namespace=namespace_of(1, **changes))
+    assert lines in str(error.value)
+    assert not (tmp_path / "kv" / namespace_of(1, **changes).name).exists()
+
+
+async def test_states_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    for rank in range(2):
+        specs = places(tmp_path / "kv", 2, rank, geometry=geometry_of(2, rank, OWN)).specs()
+        async with opened(specs, 0):
+            pass
+        release(specs)
+    before = sorted(path.name for path in (tmp_path / "kv").iterdir())
+    with pytest.raises(NamespaceError) as error:
+        places(tmp_path / "kv", 1, how="translate", geometry=STATES, capacity="640MiB").specs()
+    assert (
+        "    parallel.tensor is 2 stored, 1 now: layer layer.0 (CPU_ATTN) cannot be split over "
+        "other ranks\n    (it was written with --tensor-parallel-size 2)\n" in str(error.value)
+    )
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == before
+
+
+async def test_stores_that_do_not_describe_themselves_are_refused(tmp_path: Path) -> None:
+    await write(tmp_path / "kv", 2)
+    home = tmp_path / "kv" / namespace_of(2).name / "replica-0"
+    for rank in range(2):
+        (home / f"rank-{rank}.geometry.json").write_text("{}")
+    with pytest.raises(NamespaceError, match="does not say how its records are ordered"):
+        look(tmp_path / "kv")
+
+
+async def test_what_is_read_is_not_removed_for_room(tmp_path: Path) -> None:
+    """It counts all the same: too small a capacity is refused, and without the wish it goes."""
+    await write(tmp_path / "kv", 2)
+    theirs = tmp_path / "kv" / namespace_of(2).name
+    with pytest.raises(ConfigError, match=r"\$.tiers\[0\].capacity.*leaves too little. Give at"):
+        places(tmp_path / "kv", 1, how="translate").specs()
+    release(places(tmp_path / "kv", 1, how="translate", capacity="80MiB").specs())
+    assert theirs.exists()
+    release(places(tmp_path / "kv", 1).specs())
+    assert not theirs.exists()
+
+
+async def test_a_reset_begins_no_epoch_of_others(tmp_path: Path) -> None:
+    await write(tmp_path / "kv", 2)
+    release(places(tmp_path / "kv", 1, how="translate", capacity="640MiB").specs())
+    before = state_of(tmp_path / "kv" / namespace_of(2).name)
+    epochs = TierEpochs([str(tmp_path / "kv")], namespace_of(1), 0)
+    own = replica_folder(tmp_path / "kv", namespace_of(1))
+    assert epochs.begin(1) > 0
+    assert read_epoch(own) == 0
+    assert epochs.begin(0) == read_epoch(own) == 1
+    assert state_of(tmp_path / "kv" / namespace_of(2).name) == before
+
+
+def test_nothing_is_written_through_to_what_is_only_read() -> None:
+    """The same chunk is queued for a tier that may be written."""
+    groups = {0: GroupInfo("full", 32, (4096,))}
+    queued = []
+    for read_only in (False, True):
+        cpu = TierIndex("cpu", SlotSpace(4), make_policy("lru"))
+        cpu.reserve(KEYS[:1], [EntryInfo(0, "full")])
+        cpu.commit(KEYS[:1])
+        disk = TierIndex("disk", ByteSpace(1 << 20), make_policy("lru"))
+        queue = DemotionQueue(0, disk, read_only=read_only)
+        queue.offer(KEYS[:1], cpu, groups)
+        queued.append(len(queue))
+    assert queued == [1, 0]
+
+
+def test_names_of_tiers() -> None:
+    table = {"type": "lmdb", "capacity": "1GiB", "geometry": "translate"}
+    tiers = [
+        table | {"path": "/a"},
+        table | {"path": "/b", "geometry": "own"},
+        table | {"path": "/c"},
+    ]
+    config = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": tiers})
+    assert tier_names(config) == ["lmdb", "lmdb2", "lmdb3", "lmdb_translated", "lmdb3_translated"]
+    assert [config.is_read_only(tier) for tier in range(5)] == [False] * 3 + [True] * 2
+    store = {"type": "mooncake", "master": "10.0.0.1:50051"}
+    tiers = [store, tiers[0], store | {"geometry": "translate"}]
+    config = parse_config({"cpu": {"capacity": "1GiB"}, "tiers": tiers})
+    translated = ["lmdb_translated", "mooncake2_translated"]
+    assert tier_names(config) == ["mooncake", "lmdb", "mooncake2", *translated]

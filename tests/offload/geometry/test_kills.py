@@ -1,0 +1,84 @@
+"""Chunks are read with another geometry while the engines that wrote them are killed at random, one
+after the other, in the middle of everything: what is read is right, byte for byte, or missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.offload.geometry.engines_on_disk import (
+    KEYS,
+    geometry_of,
+    opened,
+    payload,
+    places,
+    read,
+    release,
+    write,
+)
+from tests.tiers.shared.kills import killed
+from tiers.base import Buffer, ReadOutcome
+from tiers.offline.inspect import Checker, Found, Health
+
+KILLS = 12
+SMALL = {False: "4700KiB", True: "2850KiB"}
+"""So little room, by whether engines share it, that places are soon written anew."""
+
+
+def live(turn: int, begun: Callable[[], object], folder: str, shared: str) -> None:
+    """An engine of two ranks that stores and evicts for ever, rank by rank."""
+    asyncio.run(_live(random.Random(turn), begun, Path(folder), shared == "True"))
+
+
+async def _live(
+    rng: random.Random, begun: Callable[[], object], folder: Path, shared: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            specs = places(folder, 2, rank, shared=shared, capacity=SMALL[shared]).specs()
+            ranks.append(await stack.enter_async_context(opened(specs, 0)))
+        begun()
+        while True:
+            keys = rng.sample(KEYS, 4)
+            for rank, tier in enumerate(ranks):
+                await tier.delete(keys)
+                await tier.write(keys, [payload(geometry_of(2, rank), key) for key in keys])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_what_is_translated_is_right_while_its_owners_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    real = Checker.check
+
+    def late(checker: Checker, found: Found) -> tuple[Health, Buffer]:
+        """Its owner is faster than whoever has looked a record up."""
+        time.sleep(0.02)
+        return real(checker, found)
+
+    monkeypatch.setattr(Checker, "check", late)
+    folder = tmp_path / "kv"
+    await write(folder, 2, shared=shared, capacity=SMALL[shared])
+    seen = {ReadOutcome.OK: 0, ReadOutcome.MISS: 0}
+    large = {"capacity": "640MiB", "shared": shared}
+    with killed(f"{__name__}:live", KILLS, 3, folder, shared) as helper:
+        while helper.poll() is None:
+            specs = places(folder, 1, how="translate", **large).specs()
+            async with opened(specs, 1) as tier:
+                for key in KEYS:
+                    seen[await read(tier, key, 1)] += 1  # and compares
+            release(specs)
+    assert seen[ReadOutcome.OK] > 0, "nothing was read"
+    await write(folder, 2, shared=shared, capacity=SMALL[shared])
+    specs = places(folder, 1, how="translate", **large).specs()
+    async with opened(specs, 1) as tier:
+        assert [await read(tier, key, 1) for key in KEYS] == [ReadOutcome.OK] * len(KEYS)
+    release(specs)

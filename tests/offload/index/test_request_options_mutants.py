@@ -1,0 +1,115 @@
+"""Planted faults: with one of them in the product, the check of what it breaks fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.index import request_options as controls
+from offload.index.timed_pins import TimedPins, _Kept
+from offload.planner.loads import LoadPlanner
+from offload.planner.write_through import DemotionQueue
+from tests.offload.index import test_request_options as served
+from tests.offload.index import test_timed_pins as pins
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def wrong_values_are_swallowed(patch: pytest.MonkeyPatch) -> None:
+    parse = controls.parse_controls
+    patch.setattr(served, "parse_controls", lambda *about: (parse(*about)[0], []))
+
+
+def without(field: str, value: Any) -> Patch:
+    """One field of the controls is never set."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        parse = controls.parse_controls
+
+        def blind(*about: Any) -> Any:
+            found, wrong = parse(*about)
+            return replace(found, **{field: value}), wrong
+
+        patch.setattr(served, "parse_controls", blind)
+
+    return plant
+
+
+def instead(owner: type, name: str, found: Any) -> Patch:
+    """The method answers this, whatever it is asked."""
+    return lambda patch: patch.setattr(owner, name, lambda *_, **__: found)
+
+
+def pins_without_bound(patch: pytest.MonkeyPatch) -> None:
+    begin = _Kept.__init__
+
+    def endless(self: _Kept, index: Any, sizes: Any, most: int) -> None:
+        begin(self, index, sizes, 1 << 60)
+
+    patch.setattr(_Kept, "__init__", endless)
+
+
+def high_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("offload.planner.stores.HIGH", "another word")
+
+
+def low_may_have_the_whole_budget(patch: pytest.MonkeyPatch) -> None:
+    can_load = LoadPlanner.can_load
+    patch.setattr(LoadPlanner, "can_load", lambda self, a, b, _low=False: can_load(self, a, b))
+
+
+MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
+    "wrong values are swallowed": (
+        wrong_values_are_swallowed,
+        lambda: served.test_a_wrong_control_is_described({"pin_s": -1}, "seconds"),
+    ),
+    "a wrong list allows all tiers": (
+        without("no_store", value=False),
+        served.test_a_wrong_list_of_tiers_allows_none,
+    ),
+    "tiers that may be read are ignored": (
+        without("read", None),
+        served.test_only_allowed_tiers_are_read,
+    ),
+    "tiers that may be written are ignored": (
+        without("write", None),
+        served.test_a_prompt_can_be_kept_off_the_disk,
+    ),
+    "low priority displaces": (
+        instead(DemotionQueue, "_may_displace", True),
+        served.test_low_priority_does_not_displace_on_the_disk,
+    ),
+    "low priority has the whole load budget": (
+        low_may_have_the_whole_budget,
+        served.test_low_priority_may_use_half_of_the_load_budget,
+    ),
+    "high priority does not pass": (
+        high_is_not_told,
+        served.test_high_priority_passes_admission_but_not_the_write_budget,
+    ),
+    "pins never end": (
+        instead(TimedPins, "tick", None),
+        pins.test_kept_chunks_are_no_victims_until_their_time_is_over,
+    ),
+    "pins have no bound": (pins_without_bound, pins.test_no_client_gets_more_than_the_share),
+    "pins keep nothing": (
+        instead(_Kept, "keep", 2),
+        pins.test_kept_chunks_are_no_victims_until_their_time_is_over,
+    ),
+    "pins survive a reset": (
+        instead(TimedPins, "clear", None),
+        pins.test_memory_is_bounded_by_what_is_kept,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, check = MUTANTS[fault]
+    check()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,57 @@
+"""What may not be evicted is passed by: once, and without turning a prefix upside down."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index.capacity import SlotSpace
+from offload.index.tier_index import TierIndex
+from policies.base import EntryInfo
+from policies.registry import make_policy
+
+CHUNKS = 200
+PREFIX = [b"a%03d" % number for number in range(CHUNKS)]
+OTHERS = [b"b%03d" % number for number in range(CHUNKS)]
+
+
+def full_index(policy: str) -> TierIndex:
+    """Two prompts, the older one ``PREFIX``, fill the tier."""
+    index = TierIndex("cpu", SlotSpace(2 * CHUNKS), make_policy(policy))
+    for keys in (PREFIX, OTHERS):
+        index.reserve(keys, [EntryInfo()] * CHUNKS)
+        index.commit(keys)
+        index.touch(keys)
+    return index
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive", "leaf-lru", "lfu"])
+@pytest.mark.parametrize("why", ["kept", "held", "pinned"])
+def test_the_head_of_a_prefix_that_had_to_stay_still_goes_last(policy: str, why: str) -> None:
+    index = full_index(policy)
+    if why == "pinned":
+        index.pin(PREFIX)
+    else:
+        setattr(index, why, frozenset(PREFIX))
+    gone = index.evict(CHUNKS // 2)
+    assert len(gone) == CHUNKS // 2
+    assert not set(gone) & set(PREFIX)
+    if why == "pinned":
+        index.unpin(PREFIX)
+    else:
+        setattr(index, why, frozenset())
+    order = [key for key in index.policy.victims(2 * CHUNKS, lambda key: True) if key in PREFIX]
+    assert order == PREFIX[::-1]
+
+
+@pytest.mark.parametrize("why", ["kept", "held", "pinned"])
+def test_lru_passes_by_what_must_stay_once(why: str) -> None:
+    index = full_index("lru")
+    if why == "pinned":
+        index.pin(PREFIX)
+    else:
+        setattr(index, why, frozenset(PREFIX))
+    index.evict(1)
+    asked: list[object] = []
+    index.policy.victims(1, lambda key: asked.append(key) is None)
+    assert len(asked) < CHUNKS // 2
+    assert not set(asked) & set(PREFIX)

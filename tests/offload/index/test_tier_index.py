@@ -1,0 +1,336 @@
+"""The tier index against a naive model, and its table of states."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from offload.errors import InvariantError
+from offload.index import tier_index as index_module
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState
+from offload.index.tier_index import TierIndex
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+from policies.guarded import GuardedPolicy
+from policies.registry import make_policy
+
+KEYS = [bytes([n]) * 4 for n in range(11)]
+SLOTS = 3
+keys_st = st.lists(st.sampled_from(KEYS[:6]), min_size=1, max_size=4, unique=True)
+
+
+class NaiveIndex:
+    """What the index promises, said in the simplest way: lists and per-key records."""
+
+    def __init__(self) -> None:
+        self.state = dict.fromkeys(KEYS, ChunkState.ABSENT)
+        self.pins = dict.fromkeys(KEYS, 0)
+        self.order: list[bytes] = []  # resident, least recently used first
+
+    def used(self) -> int:
+        return sum(state is not ChunkState.ABSENT for state in self.state.values())
+
+    def reserve(self, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        evicted = []
+        for count, key in enumerate(keys):
+            if self.used() == SLOTS:
+                victim = next((k for k in self.order if self.pins[k] == 0), None)
+                if victim is None:
+                    return count, evicted
+                self._leave(victim)
+                evicted.append(victim)
+            self.state[key] = ChunkState.FILLING
+        return len(keys), evicted
+
+    def end(self, key: bytes, *, good: bool) -> None:
+        if self.state[key] is ChunkState.DOOMED:
+            self.unpin(key)
+        elif good:
+            self.order.append(key)
+            self.state[key] = ChunkState.PINNED if self.pins[key] else ChunkState.RESIDENT
+        else:
+            self.state[key] = ChunkState.DOOMED if self.pins[key] else ChunkState.ABSENT
+
+    def pin(self, key: bytes) -> None:
+        self.pins[key] += 1
+        if self.state[key] is ChunkState.RESIDENT:
+            self.state[key] = ChunkState.PINNED
+
+    def unpin(self, key: bytes) -> None:
+        self.pins[key] -= 1
+        if self.pins[key] == 0:
+            if self.state[key] is ChunkState.DOOMED:
+                self.state[key] = ChunkState.ABSENT
+            elif self.state[key] is ChunkState.PINNED:
+                self.state[key] = ChunkState.RESIDENT
+
+    def drop(self, key: bytes) -> None:
+        if self.state[key] is ChunkState.FILLING:
+            self.pins[key] += 1
+            self.state[key] = ChunkState.DOOMED
+        elif key in self.order:
+            self._leave(key)
+            if self.pins[key]:
+                self.state[key] = ChunkState.DOOMED
+
+    def _leave(self, key: bytes) -> None:
+        self.order.remove(key)
+        self.state[key] = ChunkState.ABSENT
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random life of three slots; the index and the model must agree on every key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = TierIndex("cpu", SlotSpace(SLOTS), LruPolicy())
+        self.model = NaiveIndex()
+        self.jobs: list[bytes] = []  # keys that some job is filling
+        self.pinned: list[bytes] = []
+
+    @rule(keys=keys_st)
+    def reserve(self, keys: list[bytes]) -> None:
+        keys = [key for key in keys if self.index.is_absent(key)]
+        granted, evicted = self.model.reserve(keys)
+        answer = self.index.reserve(keys, [EntryInfo()] * len(keys))
+        assert len(answer.places) == granted
+        assert list(answer.evicted) == evicted
+        self.jobs += keys[:granted]
+
+    @rule(count=st.integers(1, SLOTS), good=st.sampled_from([True, True, True, False]))
+    def end(self, count: int, good: bool) -> None:
+        keys = self.jobs[:count]
+        (self.index.commit if good else self.index.abort)(keys)
+        for key in reversed(keys):
+            self.model.end(key, good=good)
+        del self.jobs[:count]
+
+    @rule(key=st.sampled_from(KEYS[:6]))
+    def pin(self, key: bytes) -> None:
+        if key in self.index or self.index.is_filling(key):
+            self.index.pin([key])
+            self.model.pin(key)
+            self.pinned.append(key)
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        if self.pinned:
+            keys = data.draw(st.lists(st.sampled_from(self.pinned), max_size=3))
+            self.let_go(
+                [k for n, k in enumerate(keys) if keys[: n + 1].count(k) <= self.pinned.count(k)]
+            )
+
+    def let_go(self, keys: list[bytes]) -> None:
+        self.index.unpin(keys)
+        for key in keys:
+            self.pinned.remove(key)
+            self.model.unpin(key)
+
+    @rule(keys=keys_st)
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+        for key in reversed(keys):
+            if key in self.model.order:
+                self.model.order.remove(key)
+                self.model.order.append(key)
+
+    @rule(key=st.sampled_from(KEYS[:6]))
+    def drop(self, key: bytes) -> None:
+        assert self.index.drop([key]) == ([key] if key in self.model.order else [])
+        self.model.drop(key)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        for key in KEYS:
+            self.model.drop(key)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check()
+        assert {key: self.index.state(key) for key in KEYS} == self.model.state
+        assert self.index.space.used == self.model.used()
+        places = [self.index.place(k) for k in KEYS if k in self.index or self.index.is_filling(k)]
+        assert len(places) == len(set(places))
+
+
+IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexMachine = IndexMachine.TestCase
+
+
+class TestManyAtOnce(IndexMachine.TestCase):  # type: ignore[misc, valid-type]  # made by Hypothesis
+    """The same model, with every key looked at before all are changed at once."""
+
+    settings = IndexMachine.TestCase.settings
+
+    @pytest.fixture(autouse=True)
+    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(index_module, "MANY", 1)
+
+
+@pytest.mark.parametrize("many", [1, 64])
+def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long life that comes through the whole table; Hypothesis reaches only some of it."""
+    monkeypatch.setattr(index_module, "MANY", many)
+    rng = random.Random(many)
+    seen: set[tuple[ChunkState, ChunkEvent, ChunkState]] = set()
+    machine = IndexMachine()
+
+    def step(event: ChunkEvent) -> None:
+        before = dict(machine.model.state)
+        keys = rng.sample(KEYS[:6], rng.randint(1, 3))
+        if event is ChunkEvent.RESERVE:
+            machine.reserve(keys=keys)
+            was_resident = [key for key in KEYS if before[key] is ChunkState.RESIDENT]
+            seen.update((before[k], ChunkEvent.EVICT, machine.model.state[k]) for k in was_resident)
+        elif event in (ChunkEvent.COMMIT, ChunkEvent.ABORT):
+            keys = machine.jobs[: len(keys)]
+            machine.end(count=len(keys), good=event is ChunkEvent.COMMIT)
+        elif event is ChunkEvent.PIN:
+            keys = keys[:1] if len(machine.pinned) < 3 else []  # all pinned: nothing can happen
+            for key in keys:
+                machine.pin(key=key)
+        elif event is ChunkEvent.UNPIN:
+            keys = machine.pinned[: len(keys)]
+            machine.let_go(keys)
+        else:
+            keys = keys[:1]
+            machine.drop(key=keys[0])
+        seen.update((before[key], event, machine.model.state[key]) for key in keys)
+        machine.agrees()
+
+    events = [event for event in ChunkEvent if event is not ChunkEvent.EVICT]
+    for number in range(4000):
+        step(rng.choice(events))
+        if number % 100 == 99:
+            machine.clear()
+            machine.agrees()
+    allowed = {(s, e, after) for (s, e), states in TRANSITIONS.items() for after in states}
+    assert allowed <= seen, allowed - seen
+
+
+def in_state(state: ChunkState) -> TierIndex:
+    """An index whose chunk ``KEYS[0]`` is in the given state."""
+    index, key = TierIndex("cpu", SlotSpace(2), LruPolicy()), [KEYS[0]]
+    if state is not ChunkState.ABSENT:
+        index.reserve(key, [EntryInfo()])
+    if state in (ChunkState.RESIDENT, ChunkState.PINNED, ChunkState.DOOMED):
+        index.commit(key)
+    if state in (ChunkState.PINNED, ChunkState.DOOMED):
+        index.pin(key)
+    if state is ChunkState.DOOMED:
+        index.drop(key)
+    assert index.state(KEYS[0]) is state
+    return index
+
+
+@pytest.mark.parametrize("state", ChunkState)
+def test_many_are_absent_if_each_is(state: ChunkState) -> None:
+    index = in_state(state)
+    assert index.is_absent(KEYS[0]) == (state is ChunkState.ABSENT)
+    assert index.are_absent([KEYS[1], KEYS[0]]) == (state is ChunkState.ABSENT)
+
+
+ACTIONS = {
+    ChunkEvent.RESERVE: lambda index: index.reserve([KEYS[0]], [EntryInfo()]),
+    ChunkEvent.COMMIT: lambda index: index.commit([KEYS[0]]),
+    ChunkEvent.ABORT: lambda index: index.abort([KEYS[0]]),
+    ChunkEvent.PIN: lambda index: index.pin([KEYS[0]]),
+    ChunkEvent.UNPIN: lambda index: index.unpin([KEYS[0]]),
+    ChunkEvent.DROP: lambda index: index.drop([KEYS[0]]),
+}
+
+
+@pytest.mark.parametrize("state", ChunkState)
+@pytest.mark.parametrize("event", ACTIONS)
+def test_every_event_in_every_state_is_as_the_table_says(
+    state: ChunkState, event: ChunkEvent
+) -> None:
+    index = in_state(state)
+    allowed = TRANSITIONS.get((state, event))
+    if (state, event) == (ChunkState.FILLING, ChunkEvent.UNPIN):
+        allowed = None  # allowed only after a pin
+    if allowed is None:
+        with pytest.raises(InvariantError, match=state.value):
+            ACTIONS[event](index)
+    else:
+        ACTIONS[event](index)
+        assert index.state(KEYS[0]) in allowed
+
+
+def test_a_pinned_chunk_is_not_evicted() -> None:
+    index = TierIndex("cpu", SlotSpace(2), LruPolicy())
+    for key in KEYS[:2]:
+        index.reserve([key], [EntryInfo()])
+        index.commit([key])
+    index.pin([KEYS[0]])
+    assert index.reserve([KEYS[2]], [EntryInfo()]).evicted == (KEYS[1],)
+    assert index.reserve([KEYS[3]], [EntryInfo()]).places == ()
+
+
+class _Evil(LruPolicy):
+    def victims(self, count, evictable):  # type: ignore[no-untyped-def]  # a broken plugin
+        return super().victims(count, lambda key: True)
+
+
+def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> None:
+    index = TierIndex("cpu", SlotSpace(1), _Evil())
+    index.reserve([KEYS[0]], [EntryInfo()])
+    index.commit([KEYS[0]])
+    index.pin([KEYS[0]])
+    assert index.reserve([KEYS[1]], [EntryInfo()]).places == ()
+    assert isinstance(index.policy, GuardedPolicy)
+    assert type(index.policy.active) is LruPolicy
+    index.unpin([KEYS[0]])
+    assert index.reserve([KEYS[1]], [EntryInfo()]).evicted == (KEYS[0],)
+    index.check()
+
+
+def test_evicting_a_pinned_key_is_an_invariant_error_behind_the_guard_too() -> None:
+    index = TierIndex("cpu", SlotSpace(1), LruPolicy())
+    index.policy = _Evil()
+    index.reserve([KEYS[0]], [EntryInfo()])
+    index.commit([KEYS[0]])
+    index.pin([KEYS[0]])
+    with pytest.raises(InvariantError, match="evict"):
+        index.reserve([KEYS[1]], [EntryInfo()])
+
+
+def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
+    index = TierIndex("lmdb", ByteSpace(1000), LruPolicy(), low_watermark=0.8)
+    info = EntryInfo(size_bytes=100)
+    index.reserve(KEYS[:10], [info] * 10)
+    index.commit(KEYS[:10])
+    answer = index.reserve([KEYS[10]], [info])
+    # Committed together, so the tail of the prefix is the oldest.
+    assert answer.evicted == (KEYS[9], KEYS[8])
+    assert index.space.used == 900
+    index.check()
+
+
+def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
+    index = TierIndex("lmdb", ByteSpace(250), LruPolicy())
+    info = EntryInfo(size_bytes=100)
+    assert index.recover(KEYS[:3], [info] * 3) == [KEYS[2]]
+    assert index.reserve([KEYS[5]], [info]).evicted == (KEYS[0],)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1, 1, 2]]])
+def test_recovery_at_once_is_recovery_one_by_one(policy: str, parts: list[list[int]]) -> None:
+    """An empty index takes everything at once, unless a key comes twice."""
+    index = TierIndex("lmdb", ByteSpace(350), make_policy(policy))
+    resident = index.resident
+    info = EntryInfo(size_bytes=100)
+    rejected: list[bytes] = []
+    for part in parts:
+        rejected += index.recover([KEYS[n] for n in part], [info] * len(part))
+    assert rejected == [KEYS[1]] * (sum(map(len, parts)) - 3)
+    assert all(key in resident for key in KEYS[:3])
+    index.check()
+    assert index.reserve(KEYS[4:6], [info] * 2).evicted == (KEYS[0], KEYS[1])

@@ -1,0 +1,186 @@
+"""The weights change while a disk is away: the others are told at once, it when it is back."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.connector.scheduler.pending_epochs import BeginOne, OwedEpochs
+from offload.errors import TierUnavailableError
+from offload.namespaces import epochs as tier_epochs
+from offload.namespaces.epochs import TierEpochs, draw_epoch
+from offload.namespaces.folders import open_place, read_epoch, replica_folder
+from offload.namespaces.manifest import Namespace
+from offload.namespaces.mounts import Spot
+
+NAMESPACE = Namespace.of({"model": "a"})
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Two tiers, opened once."""
+    found = [str(tmp_path / name) for name in ("near", "far")]
+    for path in found:
+        open_place(path, NAMESPACE, replica=0, rank=0, engine="test", starts=True).close()
+    return found
+
+
+@pytest.fixture
+def owed(paths: list[str]) -> Iterator[OwedEpochs]:
+    yield from served(paths, TierEpochs(paths, NAMESPACE, 0).begin)
+
+
+def served(paths: list[str], begin_one: BeginOne) -> Iterator[OwedEpochs]:
+    epochs = OwedEpochs(len(paths), begin_one, retry_s=0.01)
+    yield epochs
+    epochs.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtiers-epoch"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def epoch_at(path: str) -> int:
+    return read_epoch(replica_folder(path, NAMESPACE))
+
+
+def taken(owed: OwedEpochs) -> dict[int, int]:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := owed.take()):
+        assert time.monotonic() < end, "the disk is back and was not told"
+        time.sleep(0.005)
+    return found
+
+
+@pytest.mark.parametrize("comes_back", ["as it was", "empty"])
+def test_a_disk_that_is_away_is_told_when_it_is_back(
+    paths: list[str], owed: OwedEpochs, comes_back: str
+) -> None:
+    far, elsewhere = Path(paths[1]), Path(paths[1] + "-elsewhere")
+    assert owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 1, 1: 1}
+    far.rename(elsewhere)
+    assert not owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 3}
+    assert not owed.reset(PATIENCE_S), "and once more"
+    assert owed.take() == {0: 5}
+    assert owed.take() == {}
+    assert not far.exists()
+    if comes_back == "empty":
+        shutil.rmtree(elsewhere)
+        far.mkdir(mode=0o700)
+    else:
+        elsewhere.rename(far)
+    epoch = 1 if comes_back == "empty" else 3
+    assert taken(owed) == {1: epoch}
+    assert epoch_at(paths[1]) == epoch
+    assert owed.take() == {}
+    assert owed.reset(PATIENCE_S)
+    assert owed.take() == {0: 7, 1: epoch + 2}
+
+
+class Held:
+    """Begins epochs, and hangs on one tier where it is told to."""
+
+    def __init__(self, paths: list[str], tier: int, where: str) -> None:
+        self.hangs, self.go_on = threading.Event(), threading.Event()
+        self.asked = 0
+        self._begin = TierEpochs(paths, NAMESPACE, 0).begin
+        self._tier, self._where = tier, where
+
+    def __call__(self, tier: int, noted: Callable[[], None]) -> int:
+        if tier != self._tier:
+            return self._begin(tier, noted)
+        self.asked += 1
+        self._hang("at once")
+        return self._begin(tier, lambda: self._hold(noted))
+
+    def _hold(self, noted: Callable[[], None]) -> None:
+        noted()
+        self._hang("in its syncs")
+
+    def _hang(self, where: str) -> None:
+        if where == self._where:
+            self.hangs.set()
+            self.go_on.wait()
+
+
+@pytest.mark.parametrize("where", ["at once", "in its syncs"])
+def test_a_disk_that_hangs_keeps_no_reset(paths: list[str], where: str) -> None:
+    """It is waited for once. What it has placed before it hangs survives the process."""
+    held = Held(paths, 1, where)
+    for owed in served(paths, held):
+        owed.reset(0.0)
+        assert held.hangs.wait(PATIENCE_S)
+        assert taken(owed) == {0: 1}
+        assert epoch_at(paths[1]) == (1 if where == "in its syncs" else 0)
+        assert owed.reset(3600.0) is (where == "in its syncs"), "it does not wait for an hour"
+        assert owed.take() == {0: 3}
+        held.go_on.set()
+        assert taken(owed) == {1: 1}, "one epoch is enough for both: nothing came in between"
+        assert held.asked == 1
+        assert owed.reset(PATIENCE_S)
+        assert owed.take() == {0: 5, 1: 3}
+
+
+CHILD = """
+import os, signal, sys, threading, time
+from offload.connector.scheduler.pending_epochs import BeginOne, OwedEpochs
+from offload.namespaces.manifest import Namespace
+from offload.namespaces.epochs import TierEpochs
+def hangs(fd):
+    threading.Event().wait()
+os.fsync = hangs
+owed = OwedEpochs(1, TierEpochs([sys.argv[1]], Namespace.of({"model": "a"}), 0).begin)
+while not owed.reset(0.01):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_killed_right_after_a_reset_leaves_nothing_to_be_found(
+    paths: list[str],
+) -> None:
+    """Also while the disk cannot sync. The next server begins another epoch."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, paths[0]],
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    with open_place(paths[0], NAMESPACE, replica=0, rank=0, engine="next", starts=True) as place:
+        assert place.epoch == 2
+
+
+def test_a_mount_point_without_its_disk_gets_no_folders(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = TierEpochs(paths, NAMESPACE, 0)
+    shutil.rmtree(paths[1])
+    Path(paths[1]).mkdir(mode=0o700)
+    monkeypatch.setattr(tier_epochs, "spot_of", lambda _: Spot(-1, "/elsewhere"))
+    with pytest.raises(TierUnavailableError, match="another file system"):
+        epochs.begin(1)
+    assert list(Path(paths[1]).iterdir()) == []
+
+
+def test_epochs_of_shared_tiers_are_nobody_elses_and_never_those_of_the_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd ones mean weights that no file holds."""
+    drawn = [draw_epoch() for _ in range(200)]
+    assert all(epoch % 2 == 1 for epoch in drawn)
+    assert len(set(drawn)) == len(drawn)
+    later = time.time() + 10.0
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert draw_epoch() > max(drawn)

@@ -1,0 +1,331 @@
+"""Loads and answers of more chunks than one step takes: nothing of them is lost between two steps,
+and nothing is left over when something comes in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.retention import HeldChunks
+from offload.index.tier_index import TierIndex
+from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
+from offload.messages.report import JobResult, Observed, StepReport
+from offload.planner.loads import NOBODY
+from offload.planner.planner import Planner
+from policies.eviction.lru import LruPolicy
+from tests.offload.planner.simulated_ranks import GROUP, key_of
+
+LONG = range(10)
+OTHERS = range(100, 120)
+
+
+class Bed:
+    """A planner that plans four chunks of loads in a step, fewer if they need slots."""
+
+    def __init__(self, slots: int = 24, disk_chunks: int = 24, ranks: int = 1) -> None:
+        self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+        self.disk = TierIndex("disk", ByteSpace(disk_chunks * 100), LruPolicy())
+        groups = {GROUP: GroupInfo("full", 16, (100,))}
+        self.planner = Planner(groups, self.cpu, [self.disk], ranks=ranks, step_chunks=4)
+        self.planner.tick(0.0)
+
+    def store(self, numbers: range) -> None:
+        """These are in the CPU tier and on the disk."""
+        for n in numbers:
+            self.planner.plan_store(run(range(n, n + 1)))
+            self.work()
+
+    def work(self) -> None:
+        """Every store and every write ends well, until there is nothing to do."""
+        while self.planner.busy:
+            self.answer_all(self.step())
+
+    def answer_all(self, plan: StepPlan) -> None:
+        jobs = [job.job for job in (*plan.stores, *plan.demotes)]
+        jobs += [load.job for load in plan.loads if load.is_last]
+        self.planner.complete(StepReport({job: JobResult() for job in jobs}))
+
+    def step(self) -> StepPlan:
+        plan = self.planner.step()
+        self.planner.check()
+        return plan
+
+    def load(self, request: str = "r", numbers: range = LONG) -> LoadJob:
+        """The first part of a load."""
+        self.planner.plan_load(request, [run(numbers)])
+        (first,) = self.step().loads
+        assert not first.is_last
+        return first
+
+    def parts(self) -> list[LoadJob]:
+        """What is still to come, step by step."""
+        found: list[LoadJob] = []
+        while not (found and found[-1].is_last):
+            found += self.step().loads
+        return found
+
+    def end(self, job: int, result: JobResult | None = None) -> None:
+        """A load ends; nothing may be left of it."""
+        self.planner.complete(StepReport({job: result or JobResult()}))
+        self.planner.request_ended("r")
+        self.work()
+        assert self.planner.loading_chunks == 0
+        loads = self.planner._loads
+        for left in (loads.held, loads.sources.promoting, loads._queue, loads._waited_for):
+            assert not left
+        for index in (self.cpu, self.disk):
+            assert not index._pins
+            assert not index.filling_count
+
+
+def run(numbers: range) -> Run:
+    return Run([key_of(n) for n in numbers], GROUP, list(numbers), [16 * (n + 1) for n in numbers])
+
+
+def keys_in(parts: list[LoadJob]) -> list[bytes]:
+    return [item.key for part in parts for item in part.items]
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_long_load_is_one_job_in_parts(where: str) -> None:
+    bed = Bed()
+    bed.store(LONG)
+    if where == "disk":
+        bed.cpu.clear()
+    tokens = bed.planner.plan_load("r", [run(LONG)])
+    assert tokens == {-1 if where == "cpu" else 0: 160}
+    parts = bed.parts()
+    assert keys_in(parts) == [key_of(n) for n in LONG]
+    assert {part.job for part in parts} == {parts[0].job}
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert len(parts) >= 3
+    assert bed.planner.loading_chunks == 10
+    bed.end(parts[0].job)
+    assert all(key_of(n) in bed.cpu for n in LONG)
+    assert bed.planner.totals()["loads"] == 1
+    assert bed.planner.totals()[f"loaded_tokens:{where}"] == 160
+
+
+def test_a_load_of_nothing_is_a_load() -> None:
+    bed = Bed()
+    assert bed.planner.plan_load("r", []) == {}
+    (load,) = bed.step().loads
+    assert (load.items, load.is_last) == ((), True)
+    bed.end(load.job)
+
+
+def test_a_key_may_be_there_twice() -> None:
+    """A caller of the API in one process may ask for that."""
+    bed = Bed()
+    bed.store(LONG)
+    twice = [*LONG, 3, 4]
+    keys = [key_of(n) for n in twice]
+    bed.planner.plan_load("r", [Run(keys, GROUP, list(range(12)), range(1, 13))])
+    parts = bed.parts()
+    assert keys_in(parts) == keys
+    bed.end(parts[0].job)
+
+
+def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    for name in "abc":
+        bed.planner.plan_load(name, [run(LONG)])
+    while not all(load.rest == [] for load in bed.planner._loads._waited_for.values()):
+        plan = bed.step()
+        assert sum(len(part.items) for part in plan.loads) <= 4
+    jobs = {part.job for part in bed.planner.step().loads}
+    assert not jobs
+
+
+def keeps_its_chunks(tier: str) -> None:
+    """What a load waits for is not evicted before its part is planned. The parts are planned
+    although the tier overflows meanwhile."""
+    bed = Bed(slots=24 if tier == "disk" else 14, disk_chunks=14)
+    bed.store(LONG)
+    if tier == "disk":
+        bed.cpu.clear()
+    first = bed.load()
+    index = bed.cpu if tier == "cpu" else bed.disk
+    room = bed.planner._loads._room
+    bed.planner._loads._room = 0  # no part is planned meanwhile
+    for n in OTHERS:
+        one = run(range(n, n + 1))
+        (info,) = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
+        grant = index.reserve([key_of(n)], [info])
+        index.commit([key_of(n)][: len(grant.places)])
+    bed.planner._loads._room = room
+    assert index.evictions, "the tier must overflow"
+    assert all(index.is_pinned(key_of(n)) for n in LONG)
+    parts = [first, *bed.parts()]
+    assert keys_in(parts) == [key_of(n) for n in LONG]
+    bed.end(first.job)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_what_a_load_waits_for_is_not_evicted(tier: str) -> None:
+    keeps_its_chunks(tier)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_chunks_that_are_not_held_are_missed(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault."""
+    monkeypatch.setattr(HeldChunks, "hold", lambda self, owner, keys: None)
+    with pytest.raises(AssertionError):
+        keeps_its_chunks(tier)
+
+
+def test_two_loads_may_wait_for_the_same_chunks() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.planner.plan_load("r", [run(LONG)])
+    bed.planner.plan_load("other", [run(LONG)])
+    bed.planner.cancel_load("other")
+    held = bed.planner._loads.held
+    assert len(held) == 1
+    assert all(key_of(number) in held for number in LONG)
+    parts = [part for _ in range(10) for part in bed.step().loads]
+    (other,) = (part for part in parts if part.request == "other")
+    assert (other.part, other.is_last, other.items) == (0, True, ())
+    mine = [part for part in parts if part.request == "r"]
+    assert keys_in(mine) == [key_of(n) for n in LONG]
+    bed.planner.complete(StepReport({other.job: JobResult()}))
+    bed.end(mine[0].job)
+
+
+def test_an_answer_ends_only_its_own_load() -> None:
+    """A name may come back while an earlier load under it still flies (a read that hangs)."""
+    bed = Bed()
+    bed.store(LONG)
+    bed.planner.plan_load("r", [run(range(3))])
+    (old,) = bed.step().loads
+    bed.planner.request_ended("r")
+    assert bed.planner.loading_chunks == 0
+    new = bed.load("r")
+    assert bed.planner.loading_chunks == len(LONG)
+    bed.planner.complete(StepReport({old.job: JobResult()}))
+    assert bed.planner.loading_chunks == len(LONG), "the new load has not ended"
+    assert keys_in([new, *bed.parts()]) == [key_of(n) for n in LONG], "nor is it cut short"
+    bed.end(new.job)
+
+
+def test_a_request_that_is_aborted_loads_no_more() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.cpu.clear()
+    first = bed.load()
+    bed.planner.cancel_load("r")
+    (last,) = bed.step().loads
+    assert (last.job, last.part, last.is_last, last.items) == (first.job, 1, True, ())
+    bed.end(first.job)
+    assert all(item.key in bed.cpu for item in first.items), "what was read is kept"
+
+
+def is_cut(bed: Bed, first: LoadJob) -> None:
+    (last,) = bed.step().loads
+    assert (last.job, last.is_last, last.items) == (first.job, True, (NOBODY,))
+    bed.end(first.job, JobResult(bad=frozenset({NOBODY.key})))
+    assert bed.planner.totals()["load_failures"] == 1
+
+
+def test_a_reset_in_the_midst_fails_the_load() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    first = bed.load()
+    bed.planner.reset({0: 2})
+    is_cut(bed, first)
+    assert not len(bed.cpu)
+
+
+def test_a_tier_that_begins_to_fail_in_the_midst_is_not_asked_for_the_rest() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.cpu.clear()
+    first = bed.load()
+    failing = StepReport()
+    failing.see(0, 0, Observed(reads_failed=3))
+    bed.planner.complete(failing)
+    assert not bed.planner.gates.tiers[0].reads.closed
+    is_cut(bed, first)
+
+
+def test_a_chunk_that_is_lost_in_the_midst_fails_the_load() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.cpu.clear()
+    first = bed.load()
+    bed.planner.forget([key_of(9)])
+    parts = bed.parts()
+    assert parts[-1].items == (NOBODY,)
+    bed.end(first.job, JobResult(bad=frozenset({NOBODY.key})))
+
+
+def test_a_part_that_fails_fails_the_load_and_keeps_the_rest() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.cpu.clear()
+    parts = [bed.load(), *bed.parts()]
+    lost = frozenset({parts[1].items[0].key})
+    bed.end(parts[0].job, JobResult(bad=lost, lost=lost))
+    assert {key for key in map(key_of, LONG) if key not in bed.cpu} == lost
+    assert not any(key in bed.disk for key in lost)
+
+
+def test_a_load_that_every_rank_has_given_up_is_not_planned_on() -> None:
+    bed = Bed(ranks=2)
+    bed.planner = Planner(bed.planner.groups, bed.cpu, [bed.disk], ranks=1, step_chunks=4)
+    bed.store(LONG)
+    bed.cpu.clear()
+    first = bed.load()
+    bed.planner.complete(StepReport({first.job: JobResult(failed=True, late=True)}))
+    bed.planner.request_ended("r")
+    (last,) = bed.step().loads
+    assert last.is_last
+    assert last.items == (NOBODY,)
+    assert not bed.step().loads
+    bed.end(first.job)  # an answer that nobody asked for
+    assert bed.planner.totals()["late_answers"] == 1
+
+
+def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    bed.cpu.clear()
+    parts = [bed.load(), *bed.parts()]
+    bed.planner.complete(StepReport({parts[0].job: JobResult()}))
+    assert 0 < bed.cpu.filling_count < 10
+    assert bed.planner.busy
+    held = bed.planner.present
+    for _ in range(20):
+        assert all(map(held, map(key_of, LONG)))
+        bed.step()
+    assert bed.cpu.policy.victims(99, lambda key: True) == [key_of(n) for n in reversed(LONG)]
+    bed.end(0)
+
+
+def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> None:
+    many = range(300)
+    cpu = TierIndex("cpu", SlotSpace(400), LruPolicy())
+    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=53)
+    assert planner.plan_store(run(many)) == 100, "five eighths of the budget"
+    assert planner.plan_store(run(range(100, 300))) == 0
+    assert planner.plan_store(run(range(290, 300))) == 0, "nor few, as long as it goes on"
+    ended = run(range(290, 300))
+    assert planner.plan_store(ended, ended=True) == 10, "of what ends a few always find room"
+    assert planner.totals()["store_refusals"] == 0
+    plan = planner.step()
+    assert planner.plan_store(run(range(100, 300))) == 100
+    assert sum(len(store.slots) for store in plan.stores) == 110
+    ended = run(range(200, 300))
+    assert planner.plan_store(ended, ended=True) == 64, "and no more, however many are missing"
+
+
+def test_a_part_in_the_slab_names_slots_that_hold_it() -> None:
+    bed = Bed()
+    bed.store(LONG)
+    parts = [bed.load(), *bed.parts()]
+    for part in parts:
+        for item in part.items:
+            assert (item.tier, item.slot) == (IN_SLAB, bed.cpu.place(item.key))
+    bed.end(parts[0].job)

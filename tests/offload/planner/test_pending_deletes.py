@@ -1,0 +1,28 @@
+"""Deletions of a tier that has lost everything."""
+
+from __future__ import annotations
+
+from offload.planner.pending_deletes import DELETIONS_MOST
+from tests.offload.planner.simulated_ranks import key_of
+from tests.offload.planner.troubled_tiers import answer, holding, make, see, step, wanted
+
+
+def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
+    """Nothing is written meanwhile: a chunk could be deleted that was written again."""
+    many = 3 * DELETIONS_MOST
+    planner = make()
+    planner.lower[0].space.capacity = 100 * many
+    holding(planner, *range(many))
+    see(planner, losses=1)
+    planner.plan_store(wanted(0))
+    plan = step(planner, 0.0)
+    answer(planner, plan.stores[0].job)
+    deleted = list(plan.deletes[0])
+    while len(deleted) < many:
+        plan = step(planner, 0.0)
+        assert len(plan.deletes[0]) <= 2 * DELETIONS_MOST
+        deleted += plan.deletes[0]
+        assert not plan.demotes or len(deleted) == many
+    assert sorted(deleted) == sorted(key_of(n) for n in range(many))
+    demotes = plan.demotes or step(planner, 0.0).demotes
+    assert [job.keys for job in demotes] == [(key_of(0),)]

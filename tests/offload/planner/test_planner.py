@@ -1,0 +1,280 @@
+"""The planner in a seeded world (``planner_world``), and its single decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index import tier_index as index
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import CPU
+from offload.messages.plan import IN_SLAB, STAGED
+from offload.messages.report import JobResult, StepReport
+from offload.planner.jobs import Job
+from offload.planner.planner import Planner
+from policies.eviction.lru import LruPolicy
+from tests.offload.planner.simulated_ranks import GROUP, World, key_of
+
+SEEDS = 150
+STEPS = 250
+
+
+def live(world: World) -> None:
+    """Random life: stores and loads of overlapping prefixes, resets, work and reports."""
+    choose = world.random
+    for _ in range(STEPS):
+        start = choose.choice((0, 0, 20, 40))
+        numbers = list(range(start, start + choose.randint(1, 9)))
+        action = choose.random()
+        if action < 0.2:
+            world.store(numbers, choose.randint(1, 20))
+        elif action < 0.4:
+            world.load(numbers, choose.randint(30, 50))
+        elif action < 0.41:
+            world.reset()
+        elif action < 0.8:
+            world.work()
+        else:
+            world.report()
+        world.planner.check()
+
+
+@pytest.mark.parametrize(("ranks", "many"), [(1, 64), (1, 1), (2, 64), (3, 1)])
+def test_no_load_ever_brings_other_content(
+    ranks: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "MANY", many)
+    loaded = 0
+    for seed in range(SEEDS // 3):
+        world = World(seed, ranks=ranks)
+        live(world)
+        world.drain()
+        world.planner.check()
+        assert world.mismatches == []
+        assert world.planner.cpu.filling_count == 0
+        assert all(not tier.filling_count for tier in world.planner.lower)
+        for number in range(60):
+            key = key_of(number)
+            for tier in (world.planner.cpu, *world.planner.lower):
+                assert tier.state(key).value in ("absent", "resident"), f"seed {seed}"
+        loaded += world.loaded
+    assert loaded > 100, "the world must really load"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["no fence", "ignore failed ranks", "forget pins", "commit bad keys"],
+)
+def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "no fence":
+        monkeypatch.setattr(Planner, "fence", lambda self, blocks: None)
+    elif fault == "ignore failed ranks":
+        monkeypatch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
+    elif fault == "forget pins":
+        monkeypatch.setattr(TierIndex, "pin", lambda self, keys: None)
+        monkeypatch.setattr(TierIndex, "unpin", lambda self, keys: None)
+        monkeypatch.setattr(Planner, "check", lambda self: None)
+    else:
+        monkeypatch.setattr(
+            "offload.planner.jobs.Job.answer",
+            property(lambda job: JobResult(job.result.ranks, lost=job.result.lost)),
+        )
+    seen = False
+    for seed in range(SEEDS):
+        world = World(seed)
+        try:
+            live(world)
+            world.drain()
+        except (AssertionError, KeyError):
+            seen = True
+        if seen or world.mismatches:
+            return
+    raise AssertionError(f"{fault!r} went unseen in {SEEDS} worlds")
+
+
+def make(slots: int = 4, disk_chunks: int = 8) -> Planner:
+    groups = {GROUP: GroupInfo("full", 16, (100,))}
+    cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+    disk = TierIndex("disk", ByteSpace(disk_chunks * 100), LruPolicy())
+    return Planner(groups, cpu, [disk])
+
+
+def wanted(*numbers: int, block: int = 1) -> Run:
+    count = len(numbers)
+    keys = [key_of(n) for n in numbers]
+    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
+
+
+def finish(planner: Planner, *jobs: int) -> None:
+    planner.complete(StepReport({job: JobResult() for job in jobs}))
+
+
+def stored(planner: Planner, *numbers: int) -> None:
+    """Store chunks and let the write-through end too."""
+    planner.plan_store(wanted(*numbers))
+    while planner.busy:
+        plan = planner.step()
+        finish(planner, *(job.job for job in (*plan.stores, *plan.demotes)))
+
+
+def test_a_chunk_is_stored_once() -> None:
+    planner = make()
+    assert planner.plan_store(wanted(1, 2)) == 2
+    assert planner.plan_store(wanted(1, 2, block=7)) == 2
+    assert [store.slots for store in planner.step().stores] == [(0, 1)]
+
+
+def test_a_store_that_finds_no_slot_can_be_asked_again() -> None:
+    planner = make(slots=2)
+    assert planner.plan_store(wanted(1, 2, 3)) == 2
+    assert planner.stats.store_refusals == 1
+    plan = planner.step()
+    finish(planner, plan.stores[0].job)
+    planner.step()
+    assert planner.plan_store(wanted(1, 2, 3)) == 2  # dirty chunks are not evicted
+
+
+def test_no_more_is_stored_at_a_time_than_may_be() -> None:
+    groups = {GROUP: GroupInfo("full", 16, ())}
+    cpu = TierIndex("cpu", SlotSpace(8), LruPolicy())
+    planner = Planner(groups, cpu, max_store_chunks=3)
+    assert planner.plan_store(wanted(1, 2)) == 2
+    assert planner.plan_store(wanted(3, 4, 5, block=3)) == 1
+    first, second = planner.step().stores
+    assert planner.plan_store(wanted(4, 5, block=4)) == 0, "they are still under way"
+    finish(planner, first.job)
+    assert planner.plan_store(wanted(4, 5, 6, block=4)) == 2
+    finish(planner, second.job)
+    planner.check()
+
+
+def test_a_committed_chunk_is_written_through_and_then_found_below() -> None:
+    planner = make(slots=2)
+    stored(planner, 1, 2)
+    stored(planner, 3, 4)
+    assert planner.stats.tier(CPU).evicted_chunks == 2
+    tokens = planner.plan_load("r", [wanted(1, 3)])
+    assert tokens == {0: 16, CPU: 16}
+    items = planner.step().loads[0].items
+    assert [(item.tier, item.slot >= 0) for item in items] == [(0, True), (IN_SLAB, True)]
+
+
+def test_a_load_larger_than_the_cpu_tier_is_staged() -> None:
+    planner = make(slots=2)
+    for numbers in ((1, 2), (3, 4), (5, 6)):
+        stored(planner, *numbers)
+    planner.plan_load("r", [wanted(1, 2, 3, 4, 5, 6)])
+    items = planner.step().loads[0].items
+    assert [item.slot == STAGED for item in items] == [True] * 4 + [False] * 2
+
+
+def test_two_requests_share_one_read() -> None:
+    planner = make(slots=2)
+    stored(planner, 1)
+    stored(planner, 2, 3)
+    planner.plan_load("a", [wanted(1)])
+    planner.plan_load("b", [wanted(1, block=9)])
+    first, second = planner.step().loads
+    assert first.items[0].tier == 0
+    assert second.items[0].tier == IN_SLAB
+    assert second.items[0].slot == first.items[0].slot
+
+
+def test_a_lost_record_is_forgotten_and_deleted_on_every_rank() -> None:
+    planner = make(slots=2)
+    stored(planner, 1)
+    stored(planner, 2, 3)
+    planner.plan_load("a", [wanted(1)])
+    job = planner.step().loads[0].job
+    lost = frozenset({key_of(1)})
+    planner.complete(StepReport({job: JobResult(bad=lost, lost=lost)}))
+    assert not any(key_of(1) in holder for holder in planner.holders)
+    assert planner.step().deletes == {0: (key_of(1),)}
+    assert planner.stats.load_failures == 1
+
+
+def test_a_chunk_that_is_forgotten_while_it_is_written_is_deleted() -> None:
+    planner = make()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    (demote,) = planner.step().demotes
+    planner.forget([key_of(1)])
+    finish(planner, demote.job)
+    assert key_of(1) not in planner.lower[0]
+    assert planner.step().deletes == {0: (key_of(1),)}, "the ranks have written it"
+
+
+def test_an_unsent_store_whose_block_is_reused_is_cancelled() -> None:
+    planner = make()
+    planner.plan_store(wanted(1, 2))
+    planner.fence([2])
+    plan = planner.step()
+    assert plan.stores == ()
+    assert plan.fence == ()
+    assert planner.cpu.space.used == 0
+
+
+def test_a_sent_store_whose_block_is_reused_is_fenced() -> None:
+    planner = make()
+    planner.plan_store(wanted(1, 2))
+    job = planner.step().stores[0].job
+    planner.fence([2, 77])
+    assert planner.step().fence == (job,)
+
+
+def test_stores_that_are_distrusted_are_never_committed() -> None:
+    """A fence may have been missed: nobody knows what the blocks hold."""
+    planner = make()
+    planner.plan_store(wanted(1))
+    sent = planner.step().stores[0].job
+    planner.plan_store(wanted(2, block=9))
+    planner.distrust_stores()
+    assert planner.step().stores == (), "what was not sent is cancelled"
+    finish(planner, sent)
+    assert not any(key_of(n) in holder for n in (1, 2) for holder in planner.holders)
+    planner.check()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    assert key_of(1) in planner.cpu, "the next store is trusted again"
+
+
+def test_after_a_reset_nothing_is_written_before_the_new_epoch() -> None:
+    """A tier that is still of the old epoch would keep new chunks under it."""
+    planner = make()
+    planner.forget_all()
+    planner.plan_store(wanted(1))
+    finish(planner, planner.step().stores[0].job)
+    assert key_of(1) in planner.cpu
+    assert planner.step().demotes == ()
+    planner.begin_epochs({0: 2})
+    planner.plan_store(wanted(2))
+    finish(planner, planner.step().stores[0].job)
+    assert [demote.keys for demote in planner.step().demotes] == [(key_of(2),)]
+
+
+def test_after_a_reset_late_stores_are_not_found() -> None:
+    planner = make()
+    planner.plan_store(wanted(1))
+    job = planner.step().stores[0].job
+    planner.reset({0: 1})
+    finish(planner, job)
+    assert not any(key_of(1) in holder for holder in planner.holders)
+    plan = planner.step()
+    assert plan.reset
+    assert plan.epochs == {0: 1}
+    assert plan.demotes == ()
+    planner.check()
+
+
+def test_a_job_needs_every_rank_and_one_failed_rank_fails_it() -> None:
+    groups = {GROUP: GroupInfo("full", 16, ())}
+    planner = Planner(groups, TierIndex("cpu", SlotSpace(2), LruPolicy()), ranks=2)
+    planner.plan_store(wanted(1, 2))
+    job = planner.step().stores[0].job
+    finish(planner, job)
+    assert key_of(1) not in planner.cpu
+    bad = frozenset({key_of(2)})
+    planner.complete(StepReport({job: JobResult(bad=bad)}))
+    assert key_of(1) in planner.cpu
+    assert key_of(2) not in planner.cpu

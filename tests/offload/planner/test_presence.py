@@ -1,0 +1,312 @@
+"""Shared tiers above the worker: what is asked, remembered, forgotten, and what it may cost."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_suffix
+from offload.messages.plan import DemoteJob, StepPlan
+from offload.messages.report import Answer, JobResult, Observed, StepReport
+from offload.planner.circuit_breaker import Circuit
+from offload.planner.planner import Planner
+from offload.planner.presence import ANSWER_MOST_S, PROBE_KEY, STEPS_LEAST, SharedLimits, Wait
+from offload.planner.tier_health import Gates
+from policies.eviction.lru import LruPolicy
+
+KEYS = [bytes([n]) * 32 + group_suffix(0) for n in range(20)]
+LIMITS = SharedLimits(lookup_timeout_s=0.05, remember_s=5.0, asked_most=12)
+
+
+class World:
+    """A planner with a private disk (0) and a shared store (1) below the CPU tier."""
+
+    def __init__(
+        self, ranks: int = 1, known_most: int = 100, limits: SharedLimits = LIMITS
+    ) -> None:
+        self.cpu = TierIndex("cpu", SlotSpace(16), LruPolicy())
+        self.disk = TierIndex("disk", ByteSpace(100), LruPolicy())
+        self.store = TierIndex("store", ByteSpace(known_most), LruPolicy())
+        self.gates = Gates(["disk", "store"])
+        self.planner = Planner(
+            {0: GroupInfo("full", 16, (1, 1))},
+            self.cpu,
+            [self.disk, self.store],
+            ranks=ranks,
+            gates=self.gates,
+            shared=[1],
+            shared_limits=limits,
+        )
+        self.shared = self.planner.shared
+        self.ranks = ranks
+        self.now = 0.0
+
+    def ask(self, keys: list[bytes]) -> Wait:
+        return self.shared.ask(keys, None, self.now)
+
+    def at(self, now: float) -> None:
+        self.now = now
+        self.planner.tick(now)
+
+    def step(self) -> StepPlan:
+        return self.planner.step()
+
+    def answer(self, plan: StepPlan, there: list[bytes] | None) -> None:
+        """Every rank answers every question of a plan."""
+        for question in plan.questions:
+            flags = None if there is None else bytes(key in there for key in question.keys)
+            report = StepReport(answers={question.number: Answer(flags, self.ranks)})
+            self.planner.complete(report)
+
+    def learn(self, there: list[bytes], asked: list[bytes] = KEYS[:8]) -> None:
+        self.ask(asked)
+        self.answer(self.step(), there)
+
+    def load(self, keys: list[bytes], result: JobResult) -> None:
+        self.planner.plan_load("r", [Run(keys, 0, list(range(len(keys))), range(len(keys)))])
+        [job] = self.step().loads
+        self.planner.complete(StepReport({job.job: result}))
+
+
+def test_an_answer_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
+    world = World()
+    wait = world.ask(KEYS[:8])
+    assert world.shared.is_waiting(wait, 0.0)
+    plan = world.step()
+    [question] = plan.questions
+    assert (question.tier, question.keys) == (1, tuple(KEYS[:8]))
+    assert not plan.empty
+    world.answer(plan, KEYS[:5])
+    assert not world.shared.is_waiting(wait, 0.0)
+    assert [world.planner.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
+    assert not world.ask(KEYS[:8]).numbers, "all of it is known now"
+    assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
+
+
+def _questions(world: World, keys: list[bytes]) -> list[object]:
+    world.ask(keys)
+    return list(world.step().questions)
+
+
+def test_what_is_being_asked_is_not_asked_twice_but_waited_for() -> None:
+    world = World()
+    first = world.ask(KEYS[:4])
+    second = world.ask(KEYS[2:6])
+    plan = world.step()
+    assert [q.keys for q in plan.questions] == [tuple(KEYS[:4]), tuple(KEYS[4:6])]
+    assert first.numbers < second.numbers
+    assert not world.step().questions
+
+
+def test_knowledge_of_both_kinds_expires() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    world.at(4.9)
+    assert not world.ask(KEYS[:8]).numbers
+    world.at(5.1)
+    assert not any(map(world.planner.present, KEYS[:3]))
+    assert [q.keys for q in _questions(world, KEYS[:8])] == [tuple(KEYS[:8])]
+    assert not world.step().deletes, "the store keeps what this engine has forgotten"
+
+
+def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    world.planner.plan_load("r", [Run(KEYS[:1], 0, [1], [1])])
+    world.at(6.0)
+    assert [world.planner.lower[1].is_pinned(k) for k in KEYS[:3]] == [True, False, False]
+    assert KEYS[0] in world.store
+    assert KEYS[1] not in world.store
+    [job] = world.step().loads
+    world.planner.complete(StepReport({job.job: JobResult()}))
+    world.at(12.0)
+    assert KEYS[0] not in world.store
+    world.planner.check()
+
+
+def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() -> None:
+    world = World()
+    wait = world.ask(KEYS[:2])
+    for _ in range(STEPS_LEAST - 1):
+        world.step()
+    assert world.shared.is_waiting(wait, 10.0), "the engine has been busy"
+    world.step()
+    assert world.shared.is_waiting(wait, 0.049)
+    assert not world.shared.is_waiting(wait, 0.051)
+    assert not world.shared.is_waiting(wait, 0.0), "once gone on, it does not stop again"
+    assert world.planner.totals()["lookup_timeouts"] == 1
+    assert world.shared.is_unanswered(1, KEYS[0])
+
+
+def test_a_late_answer_is_remembered() -> None:
+    world = World()
+    world.ask(KEYS[:2])
+    plan = world.step()
+    world.at(ANSWER_MOST_S - 1)
+    world.answer(plan, KEYS[:2])
+    assert world.planner.present(KEYS[0])
+
+
+def test_a_question_without_an_answer_ends() -> None:
+    world = World()
+    world.ask(KEYS[:2])
+    plan = world.step()
+    assert world.planner.busy
+    world.at(ANSWER_MOST_S)
+    assert not world.planner.busy
+    world.answer(plan, KEYS[:2])
+    assert not world.planner.present(KEYS[0]), "nobody knows any more what it was about"
+    assert world.ask(KEYS[:2]).numbers, "it can be asked again"
+
+
+def test_one_rank_without_its_part_is_a_miss() -> None:
+    world = World(ranks=2)
+    wait = world.ask(KEYS[:3])
+    [question] = world.step().questions
+    world.planner.complete(StepReport(answers={question.number: Answer(b"\1\1\0")}))
+    assert world.shared.is_waiting(wait, 0.0)
+    assert not world.planner.present(KEYS[0])
+    world.planner.complete(StepReport(answers={question.number: Answer(b"\1\0\1")}))
+    assert [world.planner.present(key) for key in KEYS[:3]] == [True, False, False]
+
+
+def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
+    one = StepReport(answers={1: Answer(b"\1\1\0"), 2: Answer(b"\1")})
+    other = StepReport(answers={1: Answer(b"\0\1\1"), 3: Answer(None)})
+    merged = one.merge(other)
+    assert merged.answers[1] == Answer(b"\0\1\0", 2)
+    assert merged.answers[2] == Answer(b"\1", 1)
+    assert Answer(b"\1").merge(Answer(None)) == Answer(None, 2)
+    assert not merged.empty
+
+
+def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
+    world = World()
+    wait = world.ask(KEYS[:2])
+    world.answer(world.step(), None)
+    assert not world.shared.is_waiting(wait, 0.0)
+    assert world.ask(KEYS[:2]).numbers
+    assert world.planner.totals()["unanswered_questions:store"] == 1
+
+
+def test_what_is_asked_at_a_time_is_bounded() -> None:
+    world = World()
+    world.ask(KEYS)
+    [question] = world.step().questions
+    assert question.keys == tuple(KEYS[:12])
+    assert not world.ask(KEYS[12:]).numbers
+
+
+def test_what_is_known_is_bounded_without_deleting_anything() -> None:
+    world = World(known_most=4)
+    world.learn(KEYS[:8])
+    assert len(world.store) <= 4
+    world.planner.check()
+    world.learn(KEYS[8:12], KEYS[8:12])
+    assert KEYS[8] in world.store
+    assert not world.step().deletes
+
+
+def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    gone, damaged = frozenset(KEYS[:1]), frozenset(KEYS[1:2])
+    world.load(KEYS[:3], JobResult(bad=gone | damaged, lost=gone | damaged, corrupt=damaged))
+    assert [key in world.store for key in KEYS[:3]] == [False, False, True]
+    assert world.step().deletes == {1: (KEYS[1],)}
+
+
+def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
+    world = World()
+    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
+    [store] = world.step().stores
+    world.planner.complete(StepReport({store.job: JobResult()}))
+    demotes: dict[int, DemoteJob] = {job.tier: job for job in world.step().demotes}
+    world.planner.complete(StepReport({demotes[1].job: JobResult()}))
+    assert KEYS[0] in world.store
+    assert not world.ask([KEYS[0]]).numbers
+    world.at(5.1)
+    assert KEYS[0] not in world.store
+    assert not world.step().deletes
+
+
+def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
+    world = World(ranks=2)
+    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
+    [store] = world.step().stores
+    world.planner.complete(StepReport({store.job: JobResult(ranks=2)}))
+    demotes = {job.tier: job for job in world.step().demotes}
+    world.planner.complete(StepReport({demotes[1].job: JobResult(2, bad=frozenset(KEYS[:1]))}))
+    assert 1 not in world.step().deletes
+
+
+def test_a_tier_that_lost_everything_is_asked_again() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    world.planner.complete(StepReport(tiers={(1, 0): Observed(losses=1)}))
+    assert not any(map(world.planner.present, KEYS[:3]))
+    assert world.ask(KEYS[:3]).numbers
+    assert 1 not in world.step().deletes
+
+
+def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> None:
+    world = World()
+    world.learn(KEYS[:3])
+    wait = world.ask(KEYS[8:10])
+    plan = world.step()
+    world.planner.forget_all()
+    assert not world.shared.is_waiting(wait, 0.0)
+    assert not world.ask(KEYS).numbers, "its new epoch has not begun"
+    world.planner.begin_epochs({1: 7})
+    world.answer(plan, KEYS[8:10])
+    assert not any(map(world.planner.present, KEYS))
+    world.ask(KEYS[:2])
+    new = world.step()
+    assert (new.reset, new.epochs, len(new.questions)) == (True, {1: 7}, 1)
+
+
+def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None:
+    world = World()
+    world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
+    gate = world.gates.tiers[1]
+    assert gate.reads.state is Circuit.OPEN
+    assert not world.ask(KEYS[:2]).numbers
+    world.at(6.0)
+    plan = world.step()
+    assert [q.keys for q in plan.questions] == [(PROBE_KEY,)]
+    world.answer(plan, None)
+    assert gate.reads.state is Circuit.OPEN
+    world.at(30.0)
+    world.answer(world.step(), [])
+    assert gate.reads.closed, "it answers, though it holds nothing"
+    assert world.ask(KEYS[:2]).numbers
+
+
+def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
+    world = World()
+    world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
+    world.at(6.0)
+    world.step()
+    world.planner.reset({0: 1, 1: 1})
+    world.at(6.1)
+    assert [q.keys for q in world.step().questions] == [(PROBE_KEY,)]
+
+
+@pytest.mark.parametrize("keys", [KEYS[:3], [b"a", b"bcd"]])
+def test_a_plan_with_questions_travels(keys: list[bytes]) -> None:
+    world = World()
+    world.ask(keys)
+    [question] = pickle.loads(pickle.dumps(world.step())).questions
+    assert (question.tier, list(question.keys)) == (1, keys)
+
+
+def test_no_shared_tier_costs_nothing() -> None:
+    cpu = TierIndex("cpu", SlotSpace(4), LruPolicy())
+    planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
+    assert not planner.shared.ask(KEYS, None, 0.0).numbers
+    assert not planner.step().questions
+    assert not [name for name in planner.totals() if "asked" in name or "lookup" in name]

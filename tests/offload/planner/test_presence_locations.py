@@ -1,0 +1,154 @@
+"""Several servers over one path: folders, claims, capacities, and the command line on them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offload.errors import TierUnavailableError
+from offload.namespaces import claims
+from offload.namespaces.claims import live_owners
+from offload.namespaces.cleanup import remove_namespace
+from offload.namespaces.inventory import find_homes
+from offload.worker.tier_factory import make_tier
+from tests.offload.cli.stores import kvtiers
+from tests.offload.worker.reopening_child import NAMESPACE, places
+from tests.offload.worker.test_tier_folders import release, renew
+from tests.tiers.shared.child import RANGE
+from tests.tiers.shared.processes import Child, children, watch
+from tiers.adapters.reopening import ReopeningTier
+from tiers.base import WriteOutcome
+from tiers.files.shared_tier import SharedFileTier
+from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.testing import assert_holds, assert_misses, key_of, put
+
+SIZE = 20_000
+KINDS = {"lmdb": SharedLmdbTier, "file": SharedFileTier}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_share_a_folder_and_keep_others_out(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tier"
+    [one] = places(path, type=kind, shared=True).specs()
+    [two] = places(path, type=kind, shared=True).specs()
+    assert one.folder == two.folder
+    assert one.capacity_bytes == two.capacity_bytes
+    assert [owner.shares for owner in live_owners(path)] == [True, True]
+    with pytest.raises(TierUnavailableError, match='Give this server "shared": true'):
+        places(path, type=kind).specs()
+    assert not remove_namespace(path, NAMESPACE.name)
+    release(one)
+    assert not remove_namespace(path, NAMESPACE.name)
+    release(two)
+    [alone] = places(path, type=kind).specs()
+    with pytest.raises(TierUnavailableError, match="which does not share it"):
+        places(path, type=kind, shared=True).specs()
+    release(alone)
+    assert remove_namespace(path, NAMESPACE.name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_option_reaches_the_tier(tmp_path: Path, kind: str) -> None:
+    [spec] = places(tmp_path / "tier", type=kind, shared=True, low_watermark=0.5).specs()
+    tier = make_tier(spec, 4096)
+    assert isinstance(tier, ReopeningTier)
+    assert isinstance(tier._tier, KINDS[kind])
+    assert kind == "file" or tier._tier._low_watermark == 0.5
+    release(spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_one_that_is_opened_again_keeps_its_weights(tmp_path: Path, kind: str) -> None:
+    """Records are those of the model's files before a reset and after a restart, and of nobody
+    else after a reset."""
+    [spec] = places(tmp_path / "tier", type=kind, shared=True).specs()
+    tier = make_tier(spec, 4096)
+    await tier.open()
+    assert await put(tier, [key_of(1)], SIZE) == [WriteOutcome.OK]
+    await tier.aclose()
+    for epoch, is_there in ((4711, False), (0, True)):
+        spec = renew(spec, epoch)
+        tier = make_tier(spec, 4096)
+        await tier.open()
+        assert await tier.present([key_of(1)]) == [is_there]
+        await tier.aclose()
+    release(spec)
+
+
+def test_a_file_system_without_locks_can_be_shared_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_fd: int, _kind: int) -> None:
+        raise OSError(errno.ENOSYS, "not here")
+
+    path = tmp_path / "tier"
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    [spec] = places(path, type="file", shared=True).specs()
+    assert live_owners(path) == []
+    make_tier(spec, 4096)
+    release(spec)
+    with pytest.raises(OSError, match="not here"):
+        places(path, type="file").specs()
+
+
+def test_replicas_share_and_capacity_is_divided_among_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    server = replace(places(path, shared=True), shares=4, ranks=2)
+    [first] = server.specs()
+    [other] = replace(server, replica=1).specs()
+    assert first.folder == other.folder
+    assert 31 << 20 < first.capacity_bytes < 32 << 20, "half of 64 MiB, not a quarter"
+    release(first)
+    release(other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tier"
+    arguments = (64 << 20, SIZE)
+    with children(
+        Child(kind, folder, 0, *arguments, 30, "none"),
+        Child(kind, folder, 1, *arguments, 30, "none"),
+    ) as group:
+        watch(group, lambda: all(child.said(".") for child in group), lambda: None)
+        [home] = find_homes(folder)
+        [store] = home.stores
+        pids = {child.process.pid for child in group}
+        if kind == "lmdb":  # the claims of a server are beside the folder; this one has no server
+            assert {owner.pid for owner in store.sharers()} == pids
+            assert {owner.pid for owner in home.owners()} == pids
+        shown = kvtiers("inspect", folder, "--json")
+        assert shown.code == 0, shown.err
+        assert '"records": 60' in shown.out
+        assert kvtiers("verify", folder).code == 0
+        for child in group:
+            child.leave()
+    if kind == "lmdb":
+        with (folder / "payload.data").open("r+b") as file:
+            file.seek(4096 + 99)
+            file.write(b"rot")
+    else:
+        os.truncate(min((folder / "epoch-0").iterdir()), 9000)
+    assert kvtiers("verify", folder).code == 1
+    asyncio.run(look_again(kind, folder))
+
+
+async def look_again(kind: str, folder: Path) -> None:
+    """A damaged record that the command line removed is gone for those who share, and its place is
+    free."""
+    tier = KINDS[kind](folder, 64 << 20)
+    info = await tier.open()
+    assert info.record_count == 59
+    keys = [key_of(n) for n in (*range(30), *range(RANGE, RANGE + 30))]
+    there = await tier.present(keys)
+    assert there.count(False) == 1
+    await assert_holds(tier, [key for key, good in zip(keys, there, strict=True) if good], SIZE)
+    await assert_misses(tier, [keys[there.index(False)]], SIZE)
+    if isinstance(tier, SharedLmdbTier):
+        tier.check()
+    await tier.aclose()

@@ -1,0 +1,135 @@
+"""When policies hear of uses: long requests part by part, as if it were at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from offload.index.capacity import ByteSpace
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import CPU
+from offload.planner import recency as uses
+from offload.planner.recency import Uses
+from policies.base import EntryInfo, EvictionPolicy, Key
+from policies.eviction.lru import LruPolicy
+
+KEYS = [number.to_bytes(4) for number in range(40)]
+
+
+class WholeRequests(LruPolicy):
+    takes_parts = False
+
+
+class Told(LruPolicy):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def touch(self, keys):  # type: ignore[no-untyped-def]  # as in the base
+        self.told.append(f"touch {len(keys)}")
+        super().touch(keys)
+
+    def advise(self, keys, hints):  # type: ignore[no-untyped-def]  # as in the base
+        self.told.append(f"advise {len(keys)}")
+
+
+def index_of(policy: EvictionPolicy) -> TierIndex:
+    index = TierIndex("cpu", ByteSpace(1000), policy)
+    index.recover(KEYS, [EntryInfo()] * len(KEYS))
+    return index
+
+
+def order(index: TierIndex) -> list[Key]:
+    return index.policy.victims(len(index), lambda key: True)
+
+
+def into(cpu: TierIndex, *lower: TierIndex) -> Callable[[int, Sequence[Key]], None]:
+    """Notes uses in these tiers."""
+    tiers = dict(enumerate((cpu, *lower), CPU))
+    return lambda tier, keys: tiers[tier].touch(keys)
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "AT_ONCE", 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 20])
+def test_parts_are_as_one_use(count: int) -> None:
+    at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
+    at_once.touch(KEYS[:count])
+    noted = Uses(by_parts, (), into(by_parts))
+    noted.ended(KEYS[:count], {})
+    steps = 0
+    while order(by_parts) != order(at_once):
+        noted.step()
+        steps += 1
+        assert steps < 10
+    assert steps == max(0, count - 1) // 3
+
+
+def test_a_step_notes_one_part_and_hints_come_last() -> None:
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), into(index))
+    noted.ended(KEYS[:7], {"session_end": True})
+    assert policy.told == ["touch 3"]
+    noted.step()
+    assert policy.told == ["touch 3", "touch 3"]
+    noted.step()
+    assert policy.told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    noted.step()
+    assert len(policy.told) == 4
+
+
+@pytest.mark.parametrize("make", [WholeRequests])
+def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruPolicy]) -> None:
+    at_once, index = index_of(LruPolicy()), index_of(make())
+    noted = Uses(index, (), into(index))
+    noted.ended(KEYS[:20], {})
+    assert noted.is_long
+    assert order(index) == KEYS, "the hook does not wait for that"
+    assert noted.step() == 20
+    at_once.touch(KEYS[:20])
+    assert order(index) == order(at_once)
+
+
+def test_each_tier_is_told_as_its_policy_takes_it() -> None:
+    class Whole(Told):
+        takes_parts = False
+
+    policies = Whole(), Told()
+    cpu, disk = map(index_of, policies)
+    noted = Uses(cpu, [disk], into(cpu, disk))
+    noted.ended(KEYS[:7], {"session_end": True})
+    assert not policies[0].told
+    while noted.step():
+        pass
+    assert policies[0].told == ["touch 7", "advise 7"]
+    assert policies[1].told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    noted.ended(KEYS[:3], {})
+    assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], "what is short, at once"
+
+
+def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "BEHIND_MOST", 4)
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), into(index))
+    for _ in range(10):
+        noted.ended(KEYS, {})
+    parts = 14 * 10
+    assert len(policy.told) == parts - 4
+
+
+def test_a_reset_forgets_what_was_put_off() -> None:
+    policy = Told()
+    index = index_of(policy)
+    noted = Uses(index, (), into(index))
+    noted.ended(KEYS, {})
+    noted.clear()
+    noted.step()
+    assert policy.told == ["touch 3"]

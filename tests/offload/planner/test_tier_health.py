@@ -1,0 +1,381 @@
+"""Gates as the planner uses them: reading, break-even and the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo
+from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_suffix
+from offload.messages.plan import IN_SLAB, STAGED
+from offload.messages.report import JobResult
+from offload.planner.circuit_breaker import Circuit
+from offload.planner.load_or_recompute import SAMPLES_MIN
+from offload.planner.planner import Planner
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+from tests.offload.planner.simulated_ranks import key_of
+from tests.offload.planner.troubled_tiers import (
+    FAILURES,
+    TOKENS,
+    WAIT_S,
+    answer,
+    break_reads,
+    break_writes,
+    found,
+    holding,
+    make,
+    probe_of,
+    see,
+    step,
+    store,
+    wanted,
+)
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def test_a_tier_that_fails_is_left_out_of_lookups() -> None:
+    planner = make()
+    holding(planner, 1, 2)
+    assert found(planner, 1)
+    for _ in range(FAILURES - 1):
+        see(planner, reads_failed=1)
+        assert found(planner, 1)
+    see(planner, reads_failed=1)
+    assert not found(planner, 1)
+    assert planner.totals()["breaker_openings:disk0"] == 1
+
+
+def test_what_the_cpu_tier_holds_is_found_all_the_same() -> None:
+    planner = make()
+    planner.plan_store(wanted(1))
+    answer(planner, step(planner, 0.0).stores[0].job)
+    holding(planner, 2)
+    break_reads(planner)
+    assert found(planner, 1)
+    assert not found(planner, 2)
+
+
+def test_a_chunk_of_a_tier_that_is_shut_out_is_stored_anew() -> None:
+    planner = make()
+    holding(planner, 1)
+    break_reads(planner)
+    assert planner.plan_store(wanted(1)) == 1
+    assert step(planner, 0.0).stores[0].slots == (0,)
+
+
+def test_a_probe_after_the_wait_and_one_at_a_time_closes_it_again() -> None:
+    planner = make()
+    holding(planner, *range(5))
+    gate = break_reads(planner)
+    assert step(planner, WAIT_S - 0.1).loads == ()
+    probe = probe_of(step(planner, WAIT_S))
+    assert {(item.slot, item.tier, item.blocks) for item in probe.items} == {(STAGED, 0, ())}
+    assert {item.key for item in probe.items} == {key_of(n) for n in range(5)}
+    for later in (WAIT_S, 100.0, 1000.0):
+        assert step(planner, later).loads == ()
+        assert not found(planner, 1), "no request pays for the probe"
+    answer(planner, probe.job, JobResult(seconds=0.1))
+    assert gate.reads.closed
+    assert found(planner, 1)
+    assert not planner.busy
+
+
+def test_a_failed_probe_makes_the_next_wait_longer() -> None:
+    planner = make()
+    holding(planner, 1)
+    gate = break_reads(planner)
+    probe = probe_of(step(planner, WAIT_S))
+    answer(planner, probe.job, JobResult(failed=True))
+    assert gate.reads.state is Circuit.OPEN
+    assert step(planner, 2 * WAIT_S).loads == ()
+    assert probe_of(step(planner, 3 * WAIT_S)).job != probe.job
+
+
+def test_a_probe_needs_every_rank() -> None:
+    planner = make(ranks=2)
+    holding(planner, 1)
+    gate = break_reads(planner)
+    probe = probe_of(step(planner, WAIT_S))
+    see(planner, rank=0, reads_good=1)
+    answer(planner, probe.job)
+    assert not gate.reads.closed
+    answer(planner, probe.job, JobResult(failed=True))
+    assert gate.reads.state is Circuit.OPEN
+
+
+def test_a_probe_that_hangs_reopens_it_and_is_not_followed_by_another() -> None:
+    planner = make()
+    holding(planner, 1)
+    gate = break_reads(planner)
+    probe = probe_of(step(planner, WAIT_S))
+    see(planner, reads_failed=1)  # it is late
+    assert gate.reads.state is Circuit.OPEN
+    for now in (100.0, 200.0, 300.0):
+        assert step(planner, now).loads == ()
+        assert not found(planner, 1)
+    answer(planner, probe.job, JobResult(failed=True))
+    assert probe_of(step(planner, 1000.0))
+
+
+def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
+    planner = make()
+    gate = break_reads(planner)
+    for now in (WAIT_S, 2 * WAIT_S, 1000.0):
+        assert step(planner, now).loads == ()
+        assert not planner.busy
+    assert gate.reads.state is Circuit.HALF_OPEN
+    holding(planner, 1)
+    answer(planner, probe_of(step(planner, 1001.0)).job)
+    assert found(planner, 1)
+
+
+def test_a_probe_that_finds_some_records_damaged_is_good_and_forgets_them() -> None:
+    planner = make()
+    holding(planner, 1, 2)
+    gate = break_reads(planner)
+    lost = frozenset({key_of(1)})
+    answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=lost, lost=lost))
+    assert gate.reads.closed
+    assert not found(planner, 1)
+    assert found(planner, 2)
+    assert step(planner, WAIT_S).deletes == {0: (key_of(1),)}
+
+
+def test_a_probe_that_brings_nothing_is_bad() -> None:
+    planner = make()
+    holding(planner, 1)
+    gate = break_reads(planner)
+    bad = frozenset({key_of(1)})
+    answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=bad))
+    assert gate.reads.state is Circuit.OPEN
+
+
+def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
+    planner = make()
+    holding(planner, 1)
+    gate = break_reads(planner)
+    probe = probe_of(step(planner, WAIT_S))
+    planner.reset({0: 1})
+    answer(planner, probe.job, JobResult(failed=True))
+    assert gate.reads.state is Circuit.HALF_OPEN
+    holding(planner, 2)
+    answer(planner, probe_of(step(planner, WAIT_S)).job)
+    assert found(planner, 2)
+
+
+def test_chunks_under_a_probe_are_not_evicted() -> None:
+    planner = make(slots=64)
+    holding(planner, *range(64))
+    break_reads(planner)
+    probe = probe_of(step(planner, WAIT_S))
+    planner.plan_store(wanted(*range(100, 110)))
+    answer(planner, step(planner, WAIT_S).stores[0].job)
+    assert step(planner, WAIT_S).demotes == (), "the tier is full of pinned chunks"
+    answer(planner, probe.job)
+    assert found(planner, 63)
+    store(planner, 200)
+    assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be again"
+
+
+def test_the_other_tier_goes_on() -> None:
+    planner = make(tiers=2)
+    holding(planner, 1, 2, tier=0)
+    holding(planner, 2, 3, tier=1)
+    break_reads(planner, 0)
+    assert [found(planner, n) for n in (1, 2, 3)] == [False, True, True]
+    planner.plan_load("r", [wanted(2, 3)])
+    assert [item.tier for item in step(planner, 0.0).loads[0].items] == [1, 1]
+
+
+def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
+    planner = make(tiers=2)
+    holding(planner, 1, tier=0)
+    holding(planner, 1, tier=1)
+    planner.plan_load("hung", [wanted(1)])
+    (hung,) = step(planner, 0.0).loads
+    assert hung.items[0].tier == 0
+    break_reads(planner, 0)
+    assert found(planner, 1)
+    planner.plan_load("r", [wanted(1, block=9)])
+    (load,) = step(planner, 0.0).loads
+    assert (load.items[0].tier, load.items[0].slot) == (1, STAGED)
+    answer(planner, load.job)
+    answer(planner, hung.job, JobResult(failed=True))
+    planner.check()
+
+
+def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
+    planner = make(tiers=2)
+    holding(planner, 1, tier=0)
+    planner.plan_load("a", [wanted(1)])
+    planner.plan_load("b", [wanted(1, block=9)])
+    first, second = step(planner, 0.0).loads
+    assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
+
+
+def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
+    planner = make(max_load_blocks=4)
+    holding(planner, *range(6))
+    planner.plan_load("hung", [wanted(0, 1, 2)])
+    job = step(planner, 0.0).loads[0].job
+    assert not planner.can_load(2, 2)
+    planner.request_ended("hung")
+    assert planner.can_load(2, 2)
+    planner.plan_load("next", [wanted(4, 5)])
+    next_job = step(planner, 0.0).loads[0].job
+    answer(planner, job, JobResult(failed=True))
+    assert not planner.can_load(3, 3), "the late answer of the hung load counts only once"
+    answer(planner, next_job)
+    assert planner.can_load(4, 4)
+
+
+# -- break-even --------------------------------------------------------------------------------
+
+
+def compute_at(planner: Planner, rate: float) -> None:
+    for _ in range(SAMPLES_MIN):
+        planner.computed(TOKENS, TOKENS / rate)
+
+
+def load_at(planner: Planner, rate: float, now: float) -> None:
+    """One request's load of one chunk from the tier, straight to the GPU."""
+    assert found(planner, 1)
+    planner.plan_load("r", [wanted(1)])
+    (load,) = step(planner, now).loads
+    # It is not kept in the CPU tier, so that the next load comes from below again.
+    bad = JobResult(seconds=TOKENS / rate)
+    planner.cpu.drop([key_of(1)])
+    answer(planner, load.job, bad)
+
+
+def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
+    planner = make()
+    holding(planner, 1)
+    compute_at(planner, 1000.0)
+    for _ in range(SAMPLES_MIN):
+        load_at(planner, 100.0, 0.0)
+    assert not found(planner, 1)
+    assert planner.gates.tiers[0].writable, "only reading does not pay"
+    assert step(planner, WAIT_S - 1).loads == ()
+    probe = probe_of(step(planner, WAIT_S))
+    answer(planner, probe.job, JobResult(seconds=TOKENS / 100.0))
+    assert not found(planner, 1)
+    assert step(planner, WAIT_S + 1).loads == ()
+    answer(planner, probe_of(step(planner, 100.0)).job, JobResult(seconds=TOKENS / 5000.0))
+    assert found(planner, 1)
+
+
+def test_a_load_of_the_cpu_tier_says_nothing_of_the_tier_below() -> None:
+    planner = make()
+    compute_at(planner, 1e9)
+    planner.plan_store(wanted(1))
+    answer(planner, step(planner, 0.0).stores[0].job)
+    holding(planner, 2)
+    for _ in range(10):
+        planner.plan_load("r", [wanted(1)])
+        (load,) = step(planner, 0.0).loads
+        answer(planner, load.job, JobResult(seconds=100.0))
+    assert found(planner, 2)
+
+
+def test_in_a_hundred_minutes_of_a_slow_tier_requests_try_it_a_few_times_only() -> None:
+    """Loads at half the speed of computing, probes twice as fast (nobody else reads then)."""
+    planner = make()
+    holding(planner, 1)
+    compute_at(planner, 1000.0)
+    tried, now = 0, 0.0
+    while now < 6000.0:
+        if found(planner, 1):
+            load_at(planner, 500.0, now)
+            tried += 1
+        for load in step(planner, now).loads:
+            answer(planner, load.job, JobResult(seconds=TOKENS / 2000.0))
+        now += 1.0
+    assert tried <= SAMPLES_MIN * 105, "not 6,000 times"
+
+
+# -- the log -----------------------------------------------------------------------------------
+
+
+def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    planner = make()
+    holding(planner, 1)
+    with caplog.at_level(logging.WARNING, "offload.planner.tier_health"):
+        break_reads(planner)
+        for now in (1.0, 2.0, 3.0):
+            step(planner, now)
+        probe = probe_of(step(planner, WAIT_S))
+        answer(planner, probe.job, JobResult(failed=True))
+        answer(planner, probe_of(step(planner, 4 * WAIT_S)).job)
+        break_writes(planner)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "kvtiers: tier disk0 fails and is not read any more; it is tried again from time to time",
+        "kvtiers: tier disk0 is read again",
+        "kvtiers: tier disk0 fails and is not written any more; "
+        "it is tried again from time to time",
+    ]
+
+
+def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
+    """A chunk is there on every rank or not at all; the other tier keeps what it has."""
+    planner = make(tiers=2, ranks=2)
+    holding(planner, 1, 2, 3)
+    holding(planner, 2, tier=1)
+    planner.plan_load("r", [wanted(1)])
+    see(planner, rank=1, losses=1)
+    assert len(planner.lower[0]) == 0
+    assert [planner.present(key_of(n)) for n in (2, 3)] == [True, False]
+    plan = step(planner, 1.0)
+    assert set(plan.deletes[0]) == {key_of(1), key_of(2), key_of(3)}
+    assert 1 not in plan.deletes
+    answer(planner, plan.loads[0].job)
+    answer(planner, plan.loads[0].job)
+    planner.check()
+
+
+def test_a_load_that_came_too_late_is_enough() -> None:
+    """Its request has waited for nothing; the next one must not."""
+    planner = make()
+    holding(planner, 1)
+    compute_at(planner, 1000.0)
+    for _ in range(8):
+        load_at(planner, 5000.0, 0.0)
+    assert found(planner, 1)
+    planner.plan_load("late", [wanted(1)])
+    (load,) = step(planner, 0.0).loads
+    answer(planner, load.job, JobResult(failed=True, late=True, seconds=10.0))
+    assert not found(planner, 1)
+    assert planner.gates.tiers[0].reads.closed, "no single read was late"
+
+
+def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> None:
+    planner = make(slots=16)
+    compute_at(planner, 20_000.0)
+    planner.plan_store(wanted(*range(2, 12)))
+    answer(planner, step(planner, 0.0).stores[0].job)
+    holding(planner, 1)
+    for _ in range(8):
+        planner.plan_load("r", [wanted(*range(1, 12))])  # one from the disk, ten from the CPU tier
+        (load,) = step(planner, 0.0).loads
+        planner.cpu.drop([key_of(1)])
+        answer(planner, load.job, JobResult(seconds=0.2))
+    assert found(planner, 1)
+    assert planner.gates.tiers[0].pace.least_tokens == 0
+
+
+def test_a_probe_counts_tokens_as_a_load_does() -> None:
+    """Chunks of several groups hold the same tokens."""
+    groups = {n: GroupInfo("full", TOKENS, (100,)) for n in range(4)}
+    lower = TierIndex("disk", ByteSpace(6400), LruPolicy())
+    planner = Planner(groups, TierIndex("cpu", SlotSpace(8), LruPolicy()), [lower])
+    keys = [b"chunk" + group_suffix(n) for n in range(4)]
+    lower.recover(keys, [EntryInfo(n, size_bytes=100) for n in range(4)])
+    job = planner._loads.plan_probe(0)
+    (opened,) = planner._ledger.jobs()
+    assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})

@@ -1,0 +1,92 @@
+"""A planner with lower tiers that may be in trouble, driven by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.tier_index import TierIndex
+from offload.messages.plan import LoadJob, StepPlan
+from offload.messages.report import JobResult, Observed, StepReport
+from offload.planner.circuit_breaker import Circuit
+from offload.planner.planner import Planner
+from offload.planner.tier_health import GateLimits, Gates, TierGate
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+from tests.offload.planner.simulated_ranks import GROUP, key_of
+
+FAILURES = 3
+WAIT_S = 5.0
+TOKENS = 512
+"""Of one chunk: enough to count as a measurement."""
+
+
+def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Planner:
+    groups = {GROUP: GroupInfo("full", TOKENS, (100,) * tiers)}
+    cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+    lower = [TierIndex(f"disk{n}", ByteSpace(6400), LruPolicy()) for n in range(tiers)]
+    gates = Gates([index.name for index in lower], GateLimits(FAILURES))
+    return Planner(groups, cpu, lower, ranks=ranks, gates=gates, **limits)
+
+
+def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
+    """The tier was found with these chunks at start."""
+    info = EntryInfo(GROUP, size_bytes=100)
+    keys = [key_of(n) for n in numbers]
+    assert planner.lower[tier].recover(keys, [info] * len(keys)) == []
+
+
+def wanted(*numbers: int, block: int = 1) -> Run:
+    count = len(numbers)
+    keys = [key_of(n) for n in numbers]
+    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
+
+
+def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
+    report = StepReport()
+    report.see(tier, rank, Observed(**seen))
+    planner.complete(report)
+
+
+def answer(planner: Planner, job: int, result: JobResult | None = None) -> None:
+    planner.complete(StepReport({job: result or JobResult()}))
+
+
+def step(planner: Planner, now: float) -> StepPlan:
+    planner.tick(now)
+    plan = planner.step()
+    planner.check()
+    return plan
+
+
+def probe_of(plan: StepPlan) -> LoadJob:
+    (probe,) = plan.loads
+    assert probe.request == ""
+    return probe
+
+
+def break_reads(planner: Planner, tier: int = 0) -> TierGate:
+    see(planner, tier, reads_failed=FAILURES)
+    gate = planner.gates.tiers[tier]
+    assert gate.reads.state is Circuit.OPEN
+    return gate
+
+
+def break_writes(planner: Planner, tier: int = 0) -> TierGate:
+    see(planner, tier, writes_failed=FAILURES)
+    gate = planner.gates.tiers[tier]
+    assert gate.writes.state is Circuit.OPEN
+    return gate
+
+
+def found(planner: Planner, number: int) -> bool:
+    assert planner.present(key_of(number)) == any(key_of(number) in h for h in planner.holders)
+    return planner.present(key_of(number))
+
+
+def store(planner: Planner, *numbers: int, now: float = 0.0) -> StepPlan:
+    """Store chunks; the plan in which their write-through may go."""
+    planner.plan_store(wanted(*numbers))
+    answer(planner, step(planner, now).stores[0].job)
+    return step(planner, now)

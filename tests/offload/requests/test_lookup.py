@@ -1,0 +1,112 @@
+"""How much of a hit is loaded, and what is left to be computed because that is sooner done."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import UNKNOWN, GroupInfo, Origin, Run
+from offload.index.request_options import Controls
+from offload.index.tier_index import TierIndex
+from offload.layout.groups import FULL, GroupLayout, ModelLayout
+from offload.layout.keys import group_suffix
+from offload.layout.prefix_match import Coordinator
+from offload.planner.load_or_recompute import SAMPLES_MIN, STOP_BELOW
+from offload.planner.planner import Planner
+from offload.planner.tier_health import Gates
+from offload.requests.lookup import tokens_to_load
+from offload.requests.lookup_cache import KnownPrefix, LookupRoom
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+
+CHUNK = 16
+CHUNKS = 40
+RATE = 1000.0
+"""Computed tokens per second."""
+LAYOUT = ModelLayout(1024, 1, CHUNK, (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),))
+KEYS = [bytes([n]) + group_suffix(0) for n in range(CHUNKS)]
+
+
+def planner_with(cpu: int, *below: int) -> Planner:
+    """The first ``cpu`` chunks are in the CPU tier, the next ``below[0]`` in the first lower tier,
+    and so on. Short loads from a lower tier take what computing 10 chunks takes."""
+    holds = TierIndex("cpu", SlotSpace(CHUNKS), LruPolicy())
+    lower = [TierIndex(f"disk{n}", ByteSpace(10**6), LruPolicy()) for n in range(len(below))]
+    first = 0
+    for index, count in zip((holds, *lower), (cpu, *below), strict=True):
+        keys = KEYS[first : first + count]
+        index.recover(keys, [EntryInfo(0, size_bytes=1)] * count)
+        first += count
+    gates = Gates([index.name for index in lower])
+    planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, gates=gates)
+    for _ in range(SAMPLES_MIN):
+        planner.computed(1000, 1000 / RATE)
+    return planner
+
+
+def slow(planner: Planner, tier: int) -> None:
+    """A short load from this tier takes as long as computing ten chunks."""
+    for _ in range(SAMPLES_MIN):
+        planner.gates.tiers[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
+
+
+def chunks_to_load(planner: Planner, start: int = 0, origin: Origin = UNKNOWN) -> int:
+    first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupRoom(planner.removals)
+    found = tokens_to_load(
+        Coordinator(LAYOUT), planner, [KEYS], first, limit, room, KnownPrefix(), origin
+    )
+    assert found is not None
+    return found // CHUNK
+
+
+@pytest.mark.parametrize(
+    ("cpu", "below", "loaded"),
+    [
+        (0, 9, 0),  # sooner computed
+        (0, 10, 10),
+        (20, 9, 20),  # the near part is loaded, the rest computed
+        (20, 10, 30),
+        (3, 0, 3),  # nothing to ask the slow tier for
+    ],
+)
+def test_a_slow_tier_is_not_asked_for_a_few_tokens(cpu: int, below: int, loaded: int) -> None:
+    planner = planner_with(cpu, below)
+    assert chunks_to_load(planner) == cpu + below, "nothing is known of the tier yet"
+    slow(planner, 0)
+    assert chunks_to_load(planner) == loaded
+    assert planner.stats.short_loads == (loaded < cpu + below)
+
+
+def test_what_the_gpu_holds_already_does_not_count() -> None:
+    planner = planner_with(0, 15)
+    slow(planner, 0)
+    assert chunks_to_load(planner) == 15
+    assert chunks_to_load(planner, start=6) == 6
+
+
+@pytest.mark.parametrize(("tokens", "loaded"), [(0, 2), (CHUNK - 1, 2), (3 * CHUNK, 5), (900, 9)])
+def test_a_client_bounds_what_is_loaded(tokens: int, loaded: int) -> None:
+    planner = planner_with(9)
+    origin = Origin(controls=Controls(max_load_tokens=tokens))
+    assert chunks_to_load(planner, start=2, origin=origin) == loaded
+
+
+def test_each_of_two_tiers_is_weighed_by_itself() -> None:
+    planner = planner_with(5, 20, 9)
+    slow(planner, 1)
+    assert chunks_to_load(planner) == 25
+    planner = planner_with(5, 9, 9)
+    slow(planner, 0)
+    slow(planner, 1)
+    assert chunks_to_load(planner) == 5
+    planner = planner_with(5, 9, 20)
+    slow(planner, 0)
+    slow(planner, 1)
+    assert chunks_to_load(planner) == 34, "what lies behind is worth it"
+
+
+def test_a_read_under_way_is_joined_whatever_its_tier() -> None:
+    planner = planner_with(0, 9)
+    slow(planner, 0)
+    planner.plan_load("r", [Run(KEYS[:9], 0, list(range(9)), range(1, 10))])
+    assert chunks_to_load(planner) == 9

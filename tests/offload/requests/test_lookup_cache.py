@@ -1,0 +1,289 @@
+"""Lookups over several steps that remember what they have found, beside ones that ask for all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.tier_index import TierIndex
+from offload.layout.groups import FULL, WINDOW, GroupLayout, ModelLayout
+from offload.layout.keys import group_suffix
+from offload.layout.prefix_match import Coordinator
+from offload.messages.report import JobResult, StepReport
+from offload.planner.planner import Planner
+from offload.requests import lookup_cache as known_prefix
+from offload.requests.lookup import tokens_to_load
+from offload.requests.lookup_cache import KnownPrefix, LookupRoom
+from offload.telemetry.removed_chunks import Removals
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+
+CHUNK = 16
+CHUNKS = 24
+STEP = 5
+FEW = 2
+ALONE = (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),)
+SEVERAL = (
+    GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),
+    GroupLayout(1, WINDOW, CHUNK, 1, ("window",), 64, window_tokens=40),
+    GroupLayout(2, FULL, CHUNK, 2, ("wide",), 64),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_prefix, "BATCH", 3)
+
+
+class World:
+    """Tiers whose chunks come and go, and lookups of one request that remember."""
+
+    def __init__(self, seed: int, groups: tuple[GroupLayout, ...] = ALONE) -> None:
+        self.random = random.Random(seed)
+        layout = ModelLayout(1024, CHUNK, max(g.chunk_tokens for g in groups), groups)
+        self.coordinator = Coordinator(layout)
+        self.keys = [
+            [bytes([n]) + group_suffix(g.group) for n in range(CHUNKS // g.chunk_blocks)]
+            for g in groups
+        ]
+        self.every = [key for keys in self.keys for key in keys]
+        self.cpu = TierIndex("cpu", SlotSpace(len(self.every)), LruPolicy())
+        self.disk = TierIndex("disk", ByteSpace(10**6), LruPolicy())
+        self.other = TierIndex("other", ByteSpace(10**6), LruPolicy())
+        infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
+        self.planner = Planner(infos, self.cpu, [self.disk, self.other])
+        self.room = LookupRoom(self.planner.removals, STEP, FEW)
+        self.known = KnownPrefix()
+        self.limit = CHUNKS * CHUNK
+        self.loads: list[int] = []
+
+    def put(self, index: TierIndex, keys: list[bytes]) -> None:
+        new = [key for key in keys if index.is_absent(key)]
+        index.recover(new, [EntryInfo(int(key[-1]), size_bytes=1) for key in new])
+
+    def ask(self, start: int = 0, known: KnownPrefix | None = None) -> int | None:
+        room = self.room if known is None else LookupRoom(self.planner.removals, 10**6)
+        known = self.known if known is None else known
+        return tokens_to_load(
+            self.coordinator, self.planner, self.keys, start, self.limit, room, known
+        )
+
+    def truth(self, start: int = 0) -> int | None:
+        """What a lookup says that remembers nothing and may ask for everything."""
+        return self.ask(start, KnownPrefix())
+
+    def change(self) -> None:
+        """Something comes or goes, in one of the ways that there are."""
+        some = self.random.sample(self.every, self.random.choice([1, 1, 2, 6]))
+        index = self.random.choice([self.cpu, self.disk, self.other])
+        what = self.random.random()
+        if what < 0.5:
+            self.put(index, some)
+        elif what < 0.7:
+            index.drop(some)
+        elif what < 0.8:
+            index.evict(self.random.choice([1, 3]))
+        elif what < 0.82:
+            index.clear()
+        elif what < 0.85:
+            gates = self.planner.gates.tiers
+            for gate in self.random.sample(gates, self.random.choice([1, 2])):
+                gate.pace.pays = not gate.pace.pays  # that disk is asked or not
+        elif what < 0.92:
+            self.load()
+        else:
+            self.end_load()
+
+    def load(self) -> None:
+        """Another request begins to read what only the disk has."""
+        keys = [k for k in self.keys[0] if k in self.disk and self.cpu.is_absent(k)][:4]
+        if keys:
+            name = f"r{self.random.random()}"
+            blocks, depths = list(range(1, len(keys) + 1)), range(1, len(keys) + 1)
+            self.planner.plan_load(name, [Run(keys, 0, blocks, depths)])
+            self.loads += [load.job for load in self.planner.step().loads]
+
+    def end_load(self) -> None:
+        """It has ended, well or not, while the disk may have lost what was read."""
+        if self.loads:
+            good = self.random.random() < 0.5
+            result = JobResult() if good else JobResult(failed=True)
+            self.planner.complete(StepReport({self.loads.pop(0): result}))
+            self.planner.step()
+
+
+def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
+    """How many answers there were, all of them those of a lookup that remembers nothing."""
+    world = World(seed, groups)
+    world.put(world.disk, world.every[: world.random.randrange(len(world.every))])
+    answers = start = 0
+    for step in range(200):
+        world.room.next_step()
+        if world.random.random() < 0.4:
+            world.change()
+        if world.random.random() < 0.05:
+            start = world.random.choice([0, CHUNK, 4 * CHUNK])
+        if world.random.random() < 0.02:
+            world.limit = world.random.randrange(CHUNK, CHUNKS * CHUNK + 1)
+        found = world.ask(start)
+        if found is not None:
+            answers += 1
+            assert found == world.truth(start), f"seed {seed}, step {step}"
+    return answers
+
+
+@pytest.mark.parametrize("groups", [ALONE, SEVERAL], ids=["alone", "several"])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_remembered_is_what_there_is(seed: int, groups: tuple[GroupLayout, ...]) -> None:
+    assert remembers_rightly(seed, groups) > 50
+
+
+def _forget_to_note(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Removals, "note", lambda self, keys: None)
+
+
+def _forget_to_note_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Removals, "note_all", lambda self: None)
+
+
+def _do_not_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(known_prefix._Run, "cut", lambda self, keys, gone: None)
+
+
+def _any_holders(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(known_prefix._Run, "is_of", lambda self, first, holders: True)
+
+
+def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
+    """One disk is shut out and another is not any more: other holders, but as many."""
+    is_of = known_prefix._Run.is_of
+    patch.setattr(
+        known_prefix._Run,
+        "is_of",
+        lambda self, first, holders: (
+            is_of(self, first, self.holders) and len(holders) == len(self.holders)
+        ),
+    )
+
+
+def _trust_the_gap(patch: pytest.MonkeyPatch) -> None:
+    extend = known_prefix._Run.extend
+    patch.setattr(
+        known_prefix._Run, "extend", lambda self, *a: 0 if self.has_gap else extend(self, *a)
+    )
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _forget_to_note,
+        _forget_to_note_all,
+        _do_not_cut,
+        _any_holders,
+        _as_many_holders,
+        _trust_the_gap,
+    ],
+)
+def test_planted_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="seed"):
+        sum(remembers_rightly(seed, ALONE) for seed in range(40))
+
+
+def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
+    """The chunks are nowhere but in the read under way, which fails."""
+    world = World(0)
+    keys = world.keys[0][:4]
+    world.put(world.disk, keys)
+    world.load()
+    world.disk.drop(keys)
+    assert world.ask() == world.truth() == 4 * CHUNK, "it is being read"
+    world.planner.complete(StepReport({world.loads[0]: JobResult(failed=True)}))
+    world.room.next_step()
+    assert world.ask() == world.truth() == 0
+
+
+def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> None:
+    """A step whose budget is used up leaves that to the next; nobody may count on the chunks."""
+    world = World(0)
+    keys = world.keys[0][:8]
+    world.put(world.disk, keys)
+    world.planner.plan_load("back", [Run(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
+    world.loads += [load.job for load in world.planner.step().loads]
+    world.load()
+    world.disk.drop(keys)
+    while (found := world.ask()) is None:
+        world.room.next_step()
+    assert found == world.truth() == 8 * CHUNK, "they are being read"
+    world.planner.budget.spend(10**6)
+    failed = JobResult(failed=True)
+    world.planner.complete(StepReport(dict.fromkeys(world.loads, failed)))
+    assert world.cpu.filling_count == 4, "the first four of the prompt"
+    world.room.next_step()
+    assert world.ask() == world.truth() == 0
+
+
+def test_a_long_prompt_takes_several_steps_and_asks_for_each_chunk_once() -> None:
+    world = World(0)
+    world.put(world.disk, world.every)
+    steps = 1
+    while (found := world.ask()) is None:
+        world.room.next_step()
+        steps += 1
+    assert found == CHUNKS * CHUNK
+    assert steps == -(-CHUNKS // STEP)
+    world.room.next_step()
+    assert world.ask() == CHUNKS * CHUNK
+    assert world.room.left == STEP, "it was asked again"
+
+
+def test_several_long_prompts_share_a_step() -> None:
+    world = World(0)
+    world.put(world.disk, world.every)
+    assert world.ask() is None
+    left = world.room.left
+    world.known = KnownPrefix()
+    assert world.ask() is None, "another request"
+    assert left - world.room.left == FEW, "it may ask for a few all the same"
+
+
+@pytest.mark.parametrize("most", [3, 10**6])
+def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
+    """Between any two of its steps so much has left that what it knows may be wrong."""
+    world = World(0)
+    world.planner.removals._most = most
+    world.put(world.disk, world.every)
+    steps = 0
+    while (found := world.ask()) is None:
+        steps += 1
+        assert steps < 4 * CHUNKS, "it waits for ever"
+        world.put(world.cpu, world.every[:4])
+        world.cpu.evict(4)
+        world.room.next_step()
+    assert found == CHUNKS * CHUNK
+
+
+def test_removals_are_known_for_a_while() -> None:
+    removals = Removals(4)
+    removals.note([b"a", b"b"])
+    mark = removals.count
+    assert removals.since(mark) == []
+    removals.note([b"c"])
+    assert removals.since(mark) == [(b"c",)]
+    assert removals.since(0) == [(b"c",), (b"a", b"b")]
+    removals.note([b"d", b"e"])
+    assert removals.since(0) is None, "the first two are not known any more"
+    assert removals.since(mark) == [(b"d", b"e"), (b"c",)]
+    removals.note(list(map(str.encode, "fghij")))
+    assert removals.since(mark) is None
+    assert removals.since(removals.count) == []
+    mark = removals.count
+    removals.note_all()
+    assert removals.since(mark) is None
+    assert removals.since(removals.count) == []

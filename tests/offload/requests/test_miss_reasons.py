@@ -1,0 +1,119 @@
+"""The records of requests: bounded in memory and on disk, and read back by ``kvtiers why``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
+from offload.requests.request_log import RequestFile
+from offload.telemetry.removed_chunks import Cause, Departure, Departures
+
+
+@pytest.mark.parametrize("text", [None, "no json\n", '{"request": 3}\n', "[]\n"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "f.jsonl"
+    if text is not None:
+        file.write_text(text)
+    shown = CliRunner().invoke(app, ["why", str(file), "--reason", "bad", "--last", "0"])
+    assert shown.exit_code == 2
+    assert "3 problems" in shown.output
+
+
+def test_every_reason_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(Reason)
+
+
+def test_memory_is_bounded() -> None:
+    log = RequestLog(most=3)
+    for number in range(10):
+        log.add(RequestRecord(str(number), 0.0, 0, 0))
+    assert [record.request for record in log.last] == ["7", "8", "9"]
+    departures = Departures(most=100)
+    for number in range(1000):
+        departures.note([b"%d" % number], Departure(Cause.EVICTED, 0, float(number)))
+        assert len(departures) <= 101
+    assert departures.find(b"999")
+    assert departures.find(b"950")
+    assert departures.find(b"1") is None
+    departures.note((b"x%d" % number for number in range(10**6)), Departure(Cause.LOST, 0, 0.0))
+    assert len(departures) <= 101
+
+
+@pytest.mark.parametrize("most", [24, 10_000])
+def test_the_latest_departure_counts(most: int) -> None:
+    """Whether they share a part or not."""
+    departures = Departures(most)
+    for number, cause in enumerate((Cause.NO_ROOM, Cause.EVICTED, Cause.CORRUPT)):
+        departures.note([b"k", b"%d" % number], Departure(cause, 0, float(number)))
+        departures.note([b"%d of %d" % (n, number) for n in range(5)], Departure(cause, 0, 0.0))
+    assert departures.find(b"k") == Departure(Cause.CORRUPT, 0, 2.0)
+
+
+def _record(number: int) -> RequestRecord:
+    return RequestRecord(f"r{number}", 0.0, 64, 0, 60, miss=Miss(Reason.NEVER_STORED))
+
+
+def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text("what was there before")
+    written = RequestFile(str(file), most=10)
+    for number in range(95):
+        written(_record(number))
+    written.close()
+    assert written.dropped == 0
+    names = [json.loads(line)["request"] for line in file.read_text().splitlines()]
+    assert names[-10:] == [f"r{number}" for number in range(85, 95)]
+    assert len(names) <= 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
+
+
+def test_a_restart_keeps_what_the_server_before_has_written(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    for numbers in (range(95), range(95, 100), range(100, 103)):
+        written = RequestFile(str(file), most=10)
+        for number in numbers:
+            written(_record(number))
+        written.close()
+        with file.open("a") as torn:
+            torn.write('{"request": "torn by a crash')
+    names = [json.loads(line)["request"] for line in file.read_text().splitlines()[:-1]]
+    assert names[-10:] == [f"r{number}" for number in range(93, 103)]
+    assert len(names) == len(set(names)) <= 20
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("text")
+    for name in ("requests.jsonl", "requests.jsonl.new"):
+        (tmp_path / name).symlink_to(target)
+    written = RequestFile(str(tmp_path / "requests.jsonl"), most=10)
+    written(_record(1))
+    written.close()
+    assert target.read_text() == "text"
+    assert not (tmp_path / "requests.jsonl").is_symlink()
+
+
+def test_a_file_that_cannot_be_written_ends_the_recording_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("offload").propagate = True  # another test may have sent it to vLLM's log
+    with caplog.at_level(logging.ERROR, logger="offload"):
+        written = RequestFile(str(tmp_path / "missing" / "requests.jsonl"), most=10)
+        for number in range(3000):
+            written(_record(number))  # more than the queue takes
+        written.close()
+    assert written.dropped > 0
+    assert any("recording requests" in record.message for record in caplog.records)
+
+
+def test_the_guide_lists_every_reason() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "misses.md").read_text()
+    for reason, text in MEANINGS.items():
+        assert f"| `{reason.value}` | {text} |" in guide
+    assert guide.count("\n| `") == len(MEANINGS)

@@ -1,0 +1,90 @@
+"""The table of metrics: its reference is current, its names are Prometheus's, and everything that
+is counted has a place in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from offload.messages.report import Observed
+from offload.planner.tier_health import Gates
+from offload.requests.miss_reasons import Reason, RequestLog
+from offload.telemetry.counters import PlannerStats, WorkerStats
+from offload.telemetry.metrics import METRICS, SECTIONS, reference
+from offload.telemetry.removed_chunks import Cause, Departure
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+MARK = "<!-- generated: everything below -->\n\n"
+
+
+def test_the_reference_is_current() -> None:
+    head, _, tables = REFERENCE.read_text().partition(MARK)
+    if os.environ.get("KVTIERS_REWRITE") == "1":
+        REFERENCE.write_text(head + MARK + reference())
+        return
+    assert tables == reference(), "run it again with KVTIERS_REWRITE=1"
+
+
+def test_no_name_is_in_two_sections() -> None:
+    assert sum(map(len, SECTIONS.values())) == len(METRICS)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_names_follow_prometheus(name: str) -> None:
+    assert re.fullmatch(r"[a-z][a-z_]*", name)
+    assert not name.endswith("_total")
+    words = name.split("_")
+    for short in ("s", "ms", "us", "mib", "gib", "kb", "time"):
+        assert short not in words, "base units, written out"
+    assert METRICS[name].text.endswith(".")
+
+
+def test_what_is_counted_has_a_place() -> None:
+    stats = PlannerStats(["lmdb"])
+    for cause in Cause:
+        stats._left(0, [b"k"], cause)
+    worker = WorkerStats()
+    worker.read(0, 1, 1.0)
+    worker.wrote(0, 1, 1.0)
+    worker.corrupt(0)
+    gates = Gates(["lmdb"])
+    gates.tiers[0].observe(0, Observed(reads_failed=9), 0.0)
+    counted = stats.totals() | worker.totals() | gates.totals() | RequestLog().totals()
+    for flat in counted:
+        name, *labels = flat.split(":")
+        assert name in METRICS, flat
+        assert len(labels) == len(METRICS[name].labels), flat
+    assert f"misses:{Reason.EVICTED.value}" in counted
+
+
+def test_why_chunks_have_left_is_counted_and_remembered() -> None:
+    stats = PlannerStats(["lmdb"], now=7.0)
+    stats.evicted(-1, [b"a", b"b"])
+    stats.dropped(0, [b"c", b"d", b"e"], corrupt={b"d"})
+    stats.refused(-1, [b"f"], Cause.NO_ROOM)
+    stats.stored(0, [b"g"], [b"h"])
+    assert stats.removed == {"cpu:evicted": 2, "lmdb:corrupt": 1, "lmdb:lost": 2}
+    found = {key: stats.departures.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
+    assert found == {
+        b"a": Departure(Cause.EVICTED, -1, 7.0),
+        b"c": Departure(Cause.LOST, 0, 7.0),
+        b"d": Departure(Cause.CORRUPT, 0, 7.0),
+        b"f": Departure(Cause.NO_ROOM, -1, 7.0),
+        b"h": Departure(Cause.FAILED, 0, 7.0),
+    }
+    assert stats.departures.find(b"g") is None
+    stats.reset([b"a"], {-1: 3, 0: 0})
+    assert stats.removed["cpu:reset"] == 3
+    assert stats.departures.find(b"c") is None, "a reset forgets everything"
+    assert stats.departures.find(b"a") == Departure(Cause.RESET, -1, 7.0)
+
+
+def test_hits_and_misses_of_tiers_add_up_to_what_was_wanted() -> None:
+    stats = PlannerStats(["lmdb", "file"])
+    stats.planned({-1: 10, 0: 20, 1: 30})
+    stats.missed(40)
+    found = {name: (c.hit_tokens, c.missed_tokens) for name, c in stats.tiers.items()}
+    assert found == {"cpu": (10, 90), "lmdb": (20, 70), "file": (30, 40)}

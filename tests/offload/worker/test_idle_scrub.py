@@ -1,0 +1,188 @@
+"""A tier is scrubbed while nobody asks for anything, no faster than it may be, and what was found
+reaches the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from offload.messages.report import Observed
+from offload.telemetry.counters import WorkerStats
+from offload.worker.idle_scrub import (
+    BATCH_BYTES,
+    NOTHING_DUE_S,
+    QUIET_S,
+    TROUBLE_S,
+    IdleScrub,
+    ScrubLimits,
+)
+from offload.worker.tier_monitor import TierWatch
+from tests.offload.planner.simulated_ranks import key_of
+from tests.offload.planner.troubled_tiers import holding, make, see, step
+from tests.sim.virtual_time import run_virtually
+from tiers.base import Scrubbed, TierClosedError, TierIoError
+from tiers.testing.memory_tier import MemoryTier
+
+LIMITS = ScrubLimits(bytes_per_s=4 << 20, period_s=3600.0)
+
+
+class Scrubbing(MemoryTier):
+    """Notes when it is scrubbed; answers what it is told to."""
+
+    def __init__(self, answer: Callable[[], Scrubbed | None]) -> None:
+        super().__init__(1 << 20)
+        self.answer = answer
+        self.at: list[float] = []
+        self.takes_s = 0.01
+
+    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        assert (most_bytes, period_s) == (BATCH_BYTES, LIMITS.period_s)
+        self.at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.takes_s)
+        return self.answer()
+
+
+def whole_batch() -> Scrubbed:
+    return Scrubbed(4, BATCH_BYTES)
+
+
+def scrubbing(
+    answer: Callable[[], Scrubbed | None], seconds: float, beside: Callable[..., Awaitable[Any]]
+) -> tuple[Scrubbing, list[Scrubbed]]:
+    """So many seconds of a tier that is scrubbed, while ``beside(watch)`` runs; the tier, and what
+    was reported."""
+    found: list[Scrubbed] = []
+    tier = Scrubbing(answer)
+
+    async def main() -> None:
+        watch = TierWatch(5.0, lambda _seen: None)
+        scrub = IdleScrub(tier, watch, LIMITS, found.append)
+        scrub.start()
+        asked = asyncio.ensure_future(beside(watch))
+        await asyncio.sleep(seconds)
+        scrub.stop()
+        asked.cancel()
+        count = len(tier.at)
+        await asyncio.sleep(seconds)
+        assert len(tier.at) == count, "it was stopped"
+
+    run_virtually(main())
+    return tier, found
+
+
+async def nothing(_watch: TierWatch) -> None:
+    """Nobody asks for anything."""
+
+
+def test_the_rate_is_kept() -> None:
+    tier, found = scrubbing(whole_batch, 100.0, nothing)
+    nbytes = sum(one.payload_bytes for one in found)
+    assert 0.9 * 100.0 * LIMITS.bytes_per_s < nbytes <= 100.0 * LIMITS.bytes_per_s + BATCH_BYTES
+    assert len(found) == len(tier.at)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_read_while_requests_read_or_have_just_read(seed: int) -> None:
+    """Whatever they ask, and however long it takes; in between it goes on."""
+    busy: list[tuple[float, float]] = []
+
+    async def ask(watch: TierWatch) -> None:
+        rng, loop = random.Random(seed), asyncio.get_running_loop()
+
+        async def operation(seconds: float) -> list[Any]:
+            await asyncio.sleep(seconds)
+            if rng.random() < 0.2:
+                raise TierIoError("planted")
+            return []
+
+        async def one(kind: str, seconds: float) -> None:
+            began = loop.time()
+            try:
+                if kind == "change":
+                    await watch.change(operation(seconds))  # type: ignore[arg-type]  # its answer is not looked at
+                else:
+                    await getattr(watch, kind)(operation(seconds), 0)
+            except TierIoError:
+                pass
+            finally:
+                busy.append((began, loop.time()))
+
+        tasks = []
+        while True:
+            await asyncio.sleep(rng.choice([0.01, 0.5, 0.9, 1.5, 4.0]))
+            kind = rng.choice(["read", "write", "ask", "change"])
+            tasks.append(asyncio.ensure_future(one(kind, rng.choice([0.001, 0.3, 7.0]))))
+
+    tier, _ = scrubbing(whole_batch, 500.0, ask)
+    assert len(tier.at) > 20
+    assert len(busy) > 50
+    for at in tier.at:
+        assert not [pair for pair in busy if pair[0] < at < pair[1] + QUIET_S - 1e-9], at
+
+
+def test_a_tier_with_nothing_due_is_asked_now_and_then() -> None:
+    tier, found = scrubbing(lambda: None, 10 * NOTHING_DUE_S, nothing)
+    assert len(tier.at) == 10
+    assert found == []
+
+
+@pytest.mark.parametrize("how", ["says so", "raises"])
+def test_a_tier_in_trouble_is_left_alone_for_a_while(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer() -> Scrubbed:
+        if how == "raises":
+            raise TierIoError("planted")
+        return Scrubbed(trouble="planted")
+
+    tier, found = scrubbing(answer, 10 * TROUBLE_S, nothing)
+    assert len(tier.at) == 10
+    assert found == []
+    assert [record.getMessage() for record in caplog.records].count(caplog.messages[0]) == 1
+    assert "cannot be scrubbed" in caplog.text
+
+
+def test_a_closed_tier_is_not_asked_again() -> None:
+    def answer() -> Scrubbed:
+        raise TierClosedError("closed")
+
+    tier, _ = scrubbing(answer, 1000.0, nothing)
+    assert len(tier.at) == 1
+
+
+def test_damage_is_dropped_from_the_index_and_removed_on_every_rank() -> None:
+    """One rank has found it; a chunk is there on all of them or not at all."""
+    planner = make(ranks=2)
+    holding(planner, *range(4))
+    disk, bad = planner.lower[0], key_of(2)
+    see(planner, rank=1, damaged=frozenset([bad, b"not there"]))
+    assert bad not in disk
+    assert all(key_of(number) in disk for number in (0, 1, 3))
+    assert list(step(planner, 0.0).deletes[0]) == [bad]
+    assert planner.stats.removed == {"disk0:corrupt": 1}
+    see(planner, damaged=frozenset([bad]))  # another rank finds the same
+    assert planner.stats.removed == {"disk0:corrupt": 1}
+    planner.check()
+
+
+def test_what_ranks_have_found_adds_up() -> None:
+    one, two = (
+        Observed(damaged=frozenset([b"a"])),
+        Observed(reads_good=1, damaged=frozenset([b"b"])),
+    )
+    assert one.merge(two) == Observed(reads_good=1, damaged=frozenset([b"a", b"b"]))
+    stats = WorkerStats()
+    for _ in range(2):
+        stats.scrubbed(0, 4, 1000, 1)
+    totals = stats.totals()
+    for name, count in (
+        ("scrubbed_records", 8),
+        ("scrubbed_bytes", 2000),
+        ("scrub_damaged", 2),
+        ("corrupt_records", 2),
+    ):
+        assert totals[f"{name}:0"] == count

@@ -1,0 +1,106 @@
+"""What a tier failed to do is made good before it is written again."""
+
+from __future__ import annotations
+
+from offload.messages.plan import DemoteJob, StepPlan
+from tests.offload.small_model import compute, keys
+from tests.offload.worker.test_executor import KEYS, Rank, load, rank_with, store
+from tiers.testing.faults import FailingTier, HoldingTier, nth
+from tiers.testing.memory_tier import MemoryTier
+
+RECORD = 8192
+
+
+async def fill(rank: Rank, first: int, job: int, slots: list[int]) -> None:
+    """Compute content of keys from ``first`` on and store it into slots."""
+    blocks = list(range(10, 10 + len(slots)))
+    compute(rank.caches, keys(len(slots), first), blocks)
+    rank.executor.post(StepPlan(stores=(store(job, blocks, slots),)))
+    assert not (await rank.turn()).report.results[job].failed
+
+
+async def demote(rank: Rank, job: int, numbers: list[int], slots: list[int]) -> bool:
+    """Write chunks; whether they were taken."""
+    plan = DemoteJob(job, 0, 0, tuple(KEYS[n] for n in numbers), tuple(slots))
+    rank.executor.post(StepPlan(demotes=(plan,)))
+    result = (await rank.turn()).report.results[job]
+    return not (result.failed or result.bad)
+
+
+async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -> None:
+    """It would say OK to a write of a key that it holds, and keep what it has: old weights."""
+    medium = MemoryTier(1 << 20)
+    tier = FailingTier(medium, lambda call: call <= 2, methods={"reset"})
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0])
+        assert await demote(rank, 2, [0], [0])
+        rank.executor.post(StepPlan(reset=True, epochs={0: 1}))
+        await rank.turn()
+        await fill(rank, 5, 3, [0])  # what the new weights make of the first key
+        assert not await demote(rank, 4, [0], [0]), "the second try fails too"
+        assert medium.epoch == 0
+        assert await demote(rank, 5, [0], [0])
+        assert tier.met == 2
+        assert medium.epoch == 1
+        rank.executor.post(StepPlan(loads=(load(6, [3], [20], tier=0),)))
+        await rank.turn()
+        for layer in ("layers.0", "layers.1"):
+            assert (rank.caches[layer][20] == rank.caches[layer][10]).all(), "new content"
+
+
+async def test_what_a_full_tier_did_not_take_is_told() -> None:
+    medium = MemoryTier(RECORD)  # room for one record
+    async with rank_with(medium) as rank:
+        await fill(rank, 0, 1, [0, 1])
+        plan = DemoteJob(2, 0, 0, (KEYS[0], KEYS[1]), (0, 1))
+        rank.executor.post(StepPlan(demotes=(plan,)))
+        result = (await rank.turn()).report.results[2]
+        assert not result.failed
+        assert set(KEYS[:2]) - result.bad == set(medium.records)
+        assert len(result.bad) == rank.executor.stats.write_failures == 1
+
+
+async def test_a_reset_waits_for_the_writes_before_it() -> None:
+    """What is being written belongs to the old weights, and so to their epoch."""
+    medium = MemoryTier(1 << 20)
+    tier = HoldingTier(medium, methods={"write"})
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0])
+        plan = DemoteJob(2, 0, 0, (KEYS[0],), (0,))
+        rank.executor.post(StepPlan(demotes=(plan,)))
+        await tier.waiting()
+        rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
+        await rank.turn()
+        assert medium.epoch == 0
+        tier.release()
+        await rank.turn()
+        await rank.executor.settle()
+        assert (medium.epoch, medium.records) == (5, {})
+
+
+async def test_a_deletion_that_failed_is_done_before_the_next_write() -> None:
+    medium = MemoryTier(RECORD)  # room for one record
+    tier = FailingTier(medium, nth(1), methods={"delete"})
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0, 1])
+        assert await demote(rank, 2, [0], [0])
+        rank.executor.post(StepPlan(deletes={0: (KEYS[0],)}))
+        await rank.turn()
+        assert tier.met == 1
+        assert KEYS[0] in medium.records
+        assert await demote(rank, 3, [1], [1]), "its place is free"
+        assert list(medium.records) == [KEYS[1]]
+
+
+async def test_a_key_that_is_written_again_is_not_deleted_later() -> None:
+    medium = MemoryTier(1 << 20)
+    tier = FailingTier(medium, lambda call: call <= 2, methods={"delete"})
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0, 1])
+        assert await demote(rank, 2, [0], [0])
+        rank.executor.post(StepPlan(deletes={0: (KEYS[0],)}))
+        await rank.turn()
+        assert await demote(rank, 3, [0], [0])
+        assert await demote(rank, 4, [1], [1])
+        assert tier.met == 2
+        assert sorted(medium.records) == sorted(KEYS[:2])

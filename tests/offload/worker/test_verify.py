@@ -1,0 +1,189 @@
+"""Digests of KV blocks, the table that keeps them, and how long loaded blocks are kept for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offload.layout.registration import GroupCaches, Registration, register_kv_caches
+from offload.messages.plan import DigestJob, LoadItem, LoadJob, StepPlan
+from offload.telemetry.counters import WorkerStats
+from offload.worker.device_digest import BLOCKS_MAX, DeviceDigest
+from offload.worker.verify import DIGESTS_MAX, DigestTable, Verifier
+from tests.offload.small_model import compute, keys
+from tests.offload.worker.test_executor import KEYS, rank_with, store
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(number: int, first: int) -> int:
+    """One step of splitmix64's output function after ``first``, in plain whole numbers."""
+    mixed = (number ^ first) * 0xBF58476D1CE4E5B9 & MASK
+    mixed = (mixed ^ mixed >> 32) * 0x94D049BB133111EB & MASK
+    return mixed ^ (mixed >> 29 & (1 << 35) - 1)
+
+
+def salt(position: int) -> int:
+    state = (position + 1) * 0x9E3779B97F4A7C15 & MASK
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+    return state ^ state >> 31
+
+
+def expected(page: bytes, word_bytes: int) -> int:
+    words = [
+        int.from_bytes(page[at : at + word_bytes], "little")
+        for at in range(0, len(page), word_bytes)
+    ]
+    total = sum(splitmix(word, salt(at)) for at, word in enumerate(words)) & MASK
+    return total - (1 << 64) if total >> 63 else total
+
+
+@pytest.mark.parametrize(("page", "word_bytes"), [(48, 8), (44, 1)])
+def test_a_digest_is_the_same_number_everywhere(page: int, word_bytes: int) -> None:
+    torch.manual_seed(page)
+    cache = torch.randint(0, 256, (5, page), dtype=torch.uint8)
+    digest = DeviceDigest(register_kv_caches(5, [GroupCaches(0, 1, {"layer": cache})]))
+    found = digest.of(0, [4, 0, 4]).tolist()
+    assert found == [[expected(cache[b].numpy().tobytes(), word_bytes)] for b in (4, 0, 4)]
+
+
+def caches(blocks: int = 7) -> tuple[dict[str, torch.Tensor], DeviceDigest]:
+    """Two layers; the heads of the second lie outside the blocks, so its page is four runs."""
+    torch.manual_seed(0)
+    plain = torch.randint(0, 256, (blocks, 2, 16), dtype=torch.uint8)
+    by_head = torch.randint(0, 256, (4, blocks, 16), dtype=torch.uint8).transpose(0, 1)
+    layers = {"plain": plain, "by_head": by_head}
+    return layers, DeviceDigest(register_kv_caches(blocks, [GroupCaches(3, 1, layers)]))
+
+
+def test_every_bit_of_a_block_is_in_its_digest_and_in_no_other() -> None:
+    layers, digest = caches()
+    everything = list(range(7))
+    before = digest.of(3, everything)
+    assert digest.layers(3) == ("plain", "by_head")
+    for column, tensor in enumerate(layers.values()):
+        block = tensor[5]
+        for at in np.ndindex(*block.shape):
+            for bit in (1, 128):
+                block[at] ^= bit
+                changed = (digest.of(3, everything) != before).nonzero().tolist()
+                block[at] ^= bit
+                assert changed == [[5, column]]
+    assert torch.equal(digest.of(3, everything), before)
+
+
+def test_exchanged_words_and_runs_change_a_digest() -> None:
+    layers, digest = caches()
+    before = digest.of(3, [2])
+    plain, by_head = layers["plain"], layers["by_head"]
+    plain[2] = plain[2].flip(0).clone()
+    by_head[2] = by_head[2].roll(1, 0).clone()
+    assert (digest.of(3, [2]) != before).all()
+
+
+def test_more_blocks_than_are_gathered_at_once() -> None:
+    _, digest = caches(2 * BLOCKS_MAX + 3)
+    ids = list(reversed(range(2 * BLOCKS_MAX + 3)))
+    one_by_one = torch.cat([digest.of(3, [block]) for block in ids])
+    assert torch.equal(digest.of(3, ids), one_by_one)
+
+
+def entry(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-9, 9, (2, 3))
+
+
+def opened(folder: Path) -> DigestTable:
+    table = DigestTable(folder, "space-rank0")
+    table.open()
+    return table
+
+
+def test_what_one_engine_has_digested_another_finds(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path)
+    first.enter([b"a", b"b"], np.stack([entry(1), entry(2)]))
+    assert [d.tolist() for d in second.known(b"a")] == [entry(1).tolist()]
+    first.enter([b"c"], entry(3)[None])  # after its file was read
+    assert [d.tolist() for d in second.known(b"c")] == [entry(3).tolist()]
+    assert second.known(b"d") == ()
+    first.close()
+    assert [d.tolist() for d in opened(tmp_path).known(b"b")] == [entry(2).tolist()]
+    other = DigestTable(tmp_path, "space-rank1")
+    other.open()
+    assert other.known(b"a") == ()
+
+
+def test_a_frame_that_was_cut_off_by_a_kill_is_passed_by(tmp_path: Path) -> None:
+    table = opened(tmp_path)
+    table.enter([b"a", b"b"], np.stack([entry(1), entry(2)]))
+    table.close()
+    (file,) = tmp_path.iterdir()
+    for size in range(file.stat().st_size):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:size])
+        found = opened(tmp_path)
+        assert [d.tolist() for d in found.known(b"b")] == []
+        assert [d.tolist() for d in found.known(b"a")] in ([], [entry(1).tolist()])
+        file.write_bytes(whole)
+
+
+def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) -> None:
+    table = DigestTable(None, "")
+    for seed in range(DIGESTS_MAX + 2):
+        table.enter([b"a"], entry(seed)[None])
+        table.enter([b"a"], entry(seed)[None])
+    newest = [entry(seed).tolist() for seed in range(2, DIGESTS_MAX + 2)]
+    assert [d.tolist() for d in table.known(b"a")] == newest
+    table.clear()
+    assert table.known(b"a") == ()
+
+
+class HeldVerifier(Verifier):
+    """Compares a loaded chunk when a test lets it."""
+
+    def __init__(self, registration: Registration) -> None:
+        super().__init__(DeviceDigest(registration), WorkerStats(), None, "")
+        self.may_compare = {key: asyncio.Event() for key in KEYS}
+        self.compared = {key: asyncio.Event() for key in KEYS}
+
+    async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+        """What differs, as soon as the first of these may be compared."""
+        await self.may_compare[items[0].key].wait()
+        found = await super().wrong(items)
+        self.compared[items[0].key].set()
+        return found
+
+
+async def test_a_request_keeps_its_blocks_until_all_of_them_were_compared() -> None:
+    """Also if nobody wants the load any more: the next owner of a block would be compared."""
+    held: list[HeldVerifier] = []
+
+    def verifier(registration: Registration) -> Verifier:
+        held.append(HeldVerifier(registration))
+        return held[0]
+
+    async with asyncio.timeout(60.0), rank_with(verifier=verifier) as rank:
+        compute(rank.caches, keys(2), [1, 2])
+        digests = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
+        rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
+        while not (await rank.turn()).report.results:
+            pass
+        for part in range(2):
+            item = LoadItem(KEYS[part], 0, (9 + part,), part, -1)
+            load = LoadJob(2, "r2", [item], part, part == 1)
+            rank.executor.post(StepPlan(loads=(load,)))
+            await rank.turn()
+        rank.executor.leave("r2")
+        for key in KEYS[:2]:
+            assert not (await rank.turn()).finished, "its blocks are being compared"
+            held[0].may_compare[key].set()
+            await held[0].compared[key].wait()
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
+        stats = rank.executor.stats
+        assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)

@@ -1,0 +1,190 @@
+"""The forward pass that the oracle's world plays: it checks every byte that the computation would
+read, writes bytes that follow from the prefix, and moves recurrent states as vLLM's kernels do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds
+
+from tests.oracle.memory import KvMemory, Prefix
+from tests.oracle.models import OracleModel
+
+VOCABULARY = 97
+
+
+@dataclass
+class Running:
+    """What the model runner keeps of a request."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    prefix: Prefix
+    computed_at_start: int = 0
+    guesses: frozenset[int] = frozenset()
+    """Digests that the draft head's last slots may hold and that may come to nothing."""
+    state_column: int | None = None
+    accepted: int = 1
+    """Of states with drafts: where the running one begins, and which of its columns counts."""
+
+
+class ForwardPass:
+    """``runs`` are the requests of the batch by name; wrong bytes that were read are added to
+    ``mismatches``. ``known`` are digests of prefixes that a draft head may find in a block."""
+
+    def __init__(
+        self,
+        model: OracleModel,
+        memory: KvMemory,
+        rng: random.Random,
+        runs: dict[str, Running],
+        mismatches: list[str],
+    ) -> None:
+        self.known: set[int] = set()
+        self._model = model
+        self._memory = memory
+        self._random = rng
+        self._runs = runs
+        self._mismatches = mismatches
+
+    def run(
+        self, scheduled: SchedulerOutput, launch: Callable[..., None]
+    ) -> tuple[dict[str, list[int]], DraftTokenIds | None]:
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            run, start = self._runs[name], computed[name]
+            drafted = scheduled.scheduled_spec_decode_tokens.get(name, [])
+            tokens = (run.tokens + drafted)[: start + count]
+            digests = run.prefix.digests(tokens).copy()
+            tables = [list(table) for table in run.tables]
+            self._move_states(run, tables, start, count, launch)
+            launch(partial(self._kernel, name, tables, digests, start))
+            sampled[name] = self._sample(run, drafted, start + count)
+            self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)
+        if not self._model.drafts:
+            return sampled, None
+        proposals = []
+        for name, found in sampled.items():
+            proposals.append(self._propose(self._runs[name]))
+            if self._model.draft_head:
+                end = computed[name] + scheduled.num_scheduled_tokens[name]
+                end = len(self._runs[name].tokens) - 1 if found else end
+                self._run_head(name, proposals[-1], computed[name], end, launch)
+        return sampled, DraftTokenIds(list(sampled), proposals)
+
+    def _run_head(
+        self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]
+    ) -> None:
+        """The draft head runs over the accepted tokens, and again over those whose slots looked at
+        guesses; what lies before this request's own tokens is not written."""
+        run = self._runs[name]
+        tables = [list(table) for table in run.tables]
+        digests = run.prefix.digests(run.tokens + guesses).copy()
+        self.known.update(digests[: len(run.tokens)].tolist())
+        run.guesses = frozenset(digests[len(run.tokens) :].tolist())
+        first = max(run.computed_at_start, start - self._model.drafts)
+
+        def kernel() -> None:
+            alive = set().union(*(other.guesses for other in self._runs.values()))
+
+            def known(digest: int) -> bool:
+                return digest in self.known or digest in alive
+
+            wrong = self._memory.check_heads(tables, digests, first, known)
+            self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
+            self._memory.write_heads(tables, digests, first, end)
+
+        launch(kernel)
+
+    def _move_states(
+        self, run: Running, tables: list[list[int]], start: int, count: int, launch: Any
+    ) -> None:
+        """Before the forward pass, as ``preprocess_mamba``: the state that counts moves to the
+        column in which this step begins."""
+        if not self._model.drafts:
+            return
+        tokens = self._model.block_tokens
+        column = -(-(start + count) // tokens) - 1
+        before = run.state_column if run.state_column is not None else (start - 1) // tokens
+        if before not in (-1, column):
+            launch(partial(self._memory.copy_states, tables, before + run.accepted - 1, column))
+            run.accepted = 1
+        run.state_column = column
+
+    def _run_states(
+        self,
+        name: str,
+        tables: list[list[int]],
+        digests: np.ndarray,
+        start: int,
+        drafted: int,
+        sampled: int,
+        launch: Any,
+    ) -> None:
+        """The states after each drafted token, then, as ``postprocess_mamba_fused_kernel``, the one
+        at a block's end to the place where it is cached."""
+        if not self._model.drafts:
+            return
+        run = self._runs[name]
+        column, accepted = run.state_column, run.accepted
+        first = len(digests) - 1 - drafted
+
+        def kernel() -> None:
+            if start:
+                right = digests[start - 1 : start]
+                wrong = self._memory.check_states(tables, column + accepted - 1, right)
+                self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
+            self._memory.write_states(tables, column, digests[first:])
+
+        launch(kernel)
+        run.accepted = max(1, sampled)
+        tokens = self._model.block_tokens
+        aligned = (first + run.accepted) // tokens * tokens
+        if aligned > first:
+            source, target = column + aligned - first - 1, aligned // tokens - 1
+            if column == target:
+                run.accepted = 1
+            launch(partial(self._memory.copy_states, tables, source, target))
+
+    def _kernel(
+        self, name: str, tables: list[list[int]], digests: np.ndarray, computed: int
+    ) -> None:
+        wrong = self._memory.check(tables, digests, computed)
+        self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
+        self._memory.write(tables, digests, computed)
+
+    def _sample(self, run: Running, drafted: list[int], end: int) -> list[int]:
+        """The tokens that follow, drafted ones as long as they are right; none within a prompt."""
+        if end < len(run.tokens):
+            return []
+        found: list[int] = []
+        for draft in [*drafted, -1]:
+            found.append(self._next(run, found))
+            if found[-1] != draft:
+                break
+        run.tokens += found
+        return found
+
+    @staticmethod
+    def _next(run: Running, more: list[int]) -> int:
+        """The token that every run gives after these tokens."""
+        return int(run.prefix.digests(run.tokens + more)[-1] % VOCABULARY)
+
+    def _propose(self, run: Running) -> list[int]:
+        """Drafts, right more often than not."""
+        found: list[int] = []
+        for _ in range(self._model.drafts):
+            right = self._next(run, found)
+            found.append(
+                right if self._random.random() < 0.7 else self._random.randrange(VOCABULARY)
+            )
+        return found

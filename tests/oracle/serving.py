@@ -1,0 +1,463 @@
+"""vLLM's real scheduler with this project's connector in both roles, over memory whose right
+content is known, in one thread and under one seed.
+
+The model runner is played here: a step's forward pass checks every byte that the computation would
+read and writes bytes that follow from the prefix. Kernels and copies run late and in any order that
+streams allow (``tiers.testing.simulated_copy``), so a store without a wait, a missing fence or a
+wrong block id shows as a mismatch. The lower tier is memory that fails now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from offload.connector.connector import OffloadConnector
+from offload.connector.worker import worker_side
+from tests.models.configs import QWEN3
+from tests.models.families import write_model
+from tests.oracle.forward import VOCABULARY, ForwardPass, Running
+from tests.oracle.memory import KvMemory, Prefix
+from tests.oracle.models import OracleModel, in_short_steps
+from tests.vllm.engine import transfer_config
+from tiers.base import ReadOutcome, Tier
+from tiers.testing.memory_tier import MemoryTier
+from tiers.testing.simulated_copy import SimulatedCopyEngine
+
+HASH = "sha256_cbor"
+MAX_TOKENS = 152
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a world is like. ``slots`` of the CPU tier; ``tier``: whether there is a lower tier;
+    ``fault_rate`` of its reads; ``late``: most turns that copies get per step; ``runner``: the
+    model runner whose order of hooks and kernels is played."""
+
+    slots: int = 24
+    tier: bool = True
+    fault_rate: float = 0.0
+    late: int = 6
+    asynchronous: bool = False
+    batched_tokens: int = 32
+    chunk_blocks: int = 1
+    runner: int = 1
+
+
+class PumpedLoop:
+    """``OffloadLoop`` without a thread: it only turns when the world says so."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def turn(self, times: int) -> None:
+        """Let the loop turn."""
+        self.loop.run_until_complete(_turns(times))
+
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        self.loop.close()
+        return True
+
+
+async def _turns(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+class UnreliableTier(MemoryTier):
+    """Reads fail now and then, in all the ways a tier may."""
+
+    def __init__(self, rng: random.Random, rate: float, **options: Any) -> None:
+        super().__init__(1 << 20, **options)
+        self._random = rng
+        self._rate = rate
+
+    async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
+        await _turns(self._random.randrange(8))
+        outcomes = await super().read(keys, into)
+        bad = [ReadOutcome.MISS, ReadOutcome.CORRUPT, ReadOutcome.BUSY]
+        return [
+            self._random.choice(bad) if self._random.random() < self._rate else outcome
+            for outcome in outcomes
+        ]
+
+
+@dataclass
+class Step:
+    """A step that was submitted and whose output has not been seen by the scheduler."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    drafts: DraftTokenIds | None
+    done: list[bool] = field(default_factory=list)
+
+
+def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
+    """vLLM's own configuration and KV cache configuration for the model's layers."""
+    tiers = [{"type": "file", "path": str(folder / "kv"), "capacity": "1MiB", "reserve": 0}]
+    extra = {
+        "cpu": {"capacity": conditions.slots * 4096},
+        "tiers": tiers if conditions.tier else [],
+        "chunk_blocks": conditions.chunk_blocks,
+        "load_timeout_s": 600,
+    }
+    speculative = None
+    if model.drafts:
+        speculative = {
+            "method": "ngram",
+            "num_speculative_tokens": model.drafts,
+            "prompt_lookup_max": 2,
+        }
+    config = EngineArgs(
+        model=str(write_model(folder / "model", QWEN3)),
+        kv_transfer_config=transfer_config(extra),
+        speculative_config=speculative,
+        max_model_len=MAX_TOKENS,
+        max_num_batched_tokens=conditions.batched_tokens,
+        max_num_seqs=4,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo=HASH,
+        async_scheduling=conditions.asynchronous,
+        num_gpu_blocks_override=model.blocks,
+        enforce_eager=True,
+    ).create_engine_config()
+    if model.draft_head:
+        config.speculative_config.method = "mtp"
+    cache = config.cache_config
+    cache.block_size = model.block_tokens
+    cache.mamba_cache_mode = "align"
+    cache.kv_cache_layout = model.layout
+    kv_cache_config = get_kv_cache_configs(config, [model.layers()], [1 << 30])[0]
+    cache.num_gpu_blocks = kv_cache_config.num_blocks
+    return config, kv_cache_config
+
+
+class World:
+    """One engine under one seed. ``mismatches`` are wrong bytes that a forward pass has read."""
+
+    def __init__(self, model: OracleModel, conditions: Conditions, folder: Path, seed: int) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.mismatches: list[str] = []
+        self.finished = 0
+        self.weights = 0
+        self._preempted = 0
+        self._fenced = 0
+        self._model = model
+        self._conditions = conditions
+        self._runs: dict[str, Running] = {}
+        self._prompts: list[list[int]] = []
+        self._salts: dict[str, str | None] = {}
+        self._queue: deque[Step] = deque()
+        self._names = 0
+        config, self.kv_cache_config = make_config(model, conditions, folder)
+        self._config = config
+        self._memory = KvMemory(
+            self.kv_cache_config,
+            config.cache_config.get_resolved_kv_cache_layout(),
+            model.kernel_blocks,
+            rank=0,
+            draft_head=model.draft_head,
+            drafts=model.drafts,
+        )
+        self._forward = ForwardPass(model, self._memory, self.random, self._runs, self.mismatches)
+        self._start()
+
+    def _start(self) -> None:
+        config = self._config
+        sizes = resolve_kv_cache_block_sizes(self.kv_cache_config, config)
+        self.kv_cache_config.hash_block_size = sizes[1]
+        hash_function = get_hash_fn_by_name(HASH)
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(sizes[1], hash_function)
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=sizes[0],
+            hash_block_size=sizes[1],
+            log_stats=True,
+        )
+        self.connector: OffloadConnector = self.scheduler.connector
+        with self._patched():
+            self.worker = OffloadConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+            self.worker.register_kv_caches(self._memory.caches)
+        self.executor: Any = self.worker._worker._executor
+        self.engine: SimulatedCopyEngine = self.executor._engine
+        self._loop: PumpedLoop = self.worker._worker._loop
+        drain, self._fence = self.executor.drain, self.executor.fence
+        self.executor.drain = lambda _wait_s: drain()  # the loop does not turn while it waits
+        self.executor.fence = self._fence_and_turn
+        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.planner: Any = in_short_steps(self.connector._scheduler, self.seed)
+        self.free_at_start = self._free_blocks()
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        def engine(groups: Any, slab: Any, num_blocks: int, device: str) -> SimulatedCopyEngine:
+            return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_side, "OffloadLoop", PumpedLoop)
+            patch.setattr(worker_side, "_make_engine", engine)
+            patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
+            runner = self._conditions.runner == 2
+            patch.setattr(VllmConfig, "use_v2_model_runner", runner)
+            yield
+
+    def _make_tier(self, spec: Any) -> Tier:
+        options = {"namespace": spec.namespace, "rank": spec.rank, "epoch": spec.epoch}
+        return UnreliableTier(self.random, self._conditions.fault_rate, **options)
+
+    # -- what clients do ---------------------------------------------------------------------
+
+    def add(self) -> None:
+        """A request that often begins as an earlier one did."""
+        rng = self.random
+        prompt: list[int] = []
+        if self._prompts and rng.random() < 0.85:
+            earlier = rng.choice(self._prompts)
+            prompt = earlier[: rng.choice([len(earlier), rng.randint(1, len(earlier))])]
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
+        prompt = prompt[:120]
+        self._names += 1
+        name = f"r{self._names}"
+        self._salts[name] = rng.choice([None, None, None, "other"])
+        sampling = SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=True, temperature=0.0)
+        request = Request(
+            name,
+            prompt,
+            sampling,
+            None,
+            cache_salt=self._salts[name],
+            block_hasher=self._hasher,
+        )
+        self._prompts = [*self._prompts[-7:], prompt]
+        self.scheduler.add_request(request)
+
+    def abort(self) -> None:
+        """A client goes away."""
+        if self.scheduler.requests:
+            name = self.random.choice(sorted(self.scheduler.requests))
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def forget_locally(self) -> None:
+        """vLLM's own cache is emptied and whoever runs begins again, so that the next hits are
+        ours. Loads under way hold vLLM back."""
+        with suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def change_weights(self) -> None:
+        """Every byte computed so far is wrong from now on; loads under way hold vLLM back."""
+        while self._queue:
+            self._take_output()
+        try:
+            done = self.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
+        except RuntimeError:
+            return
+        if done:
+            self.weights += 1
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule and submit a step, and take in the output of this or an earlier one."""
+        scheduled = self.scheduler.schedule()
+        self._queue.append(self._submit(scheduled))
+        self._turn()
+        deep = self._conditions.asynchronous and scheduled.total_num_scheduled_tokens > 0
+        while len(self._queue) > (1 if deep and self.random.random() < 0.8 else 0):
+            self._take_output()
+
+    def drain(self, most: int = 1000) -> None:
+        """Until every request has ended and the connector is idle."""
+        for _ in range(most):
+            self.step()
+            if not self.scheduler.has_requests() and not self.planner.busy and not self._queue:
+                return
+        raise AssertionError(f"seed {self.seed}: not at rest: {self._stuck()}")
+
+    def check(self) -> None:
+        """What must hold at any time; raises ``AssertionError``."""
+        where = f"seed {self.seed}"
+        assert self.mismatches == [], f"{where}: {self.mismatches[:5]}"
+        assert self.engine.hazards == [], f"{where}: {self.engine.hazards[:5]}"
+        faults = self.connector.faults.by_hook | self.worker.faults.by_hook
+        assert faults == {}, f"{where}: {faults}"
+
+    def check_idle(self) -> None:
+        """Accounts at rest; raises ``AssertionError``."""
+        self.engine.run_all()
+        self._loop.turn(20)
+        self.check()
+        where = f"seed {self.seed}"
+        assert not self._memory.null_block_touched(), f"{where}: the null block was written"
+        assert self._free_blocks() == self.free_at_start, f"{where}: blocks are not given back"
+        assert self.executor.degraded == "", f"{where}: {self.executor.degraded}"
+        self.planner.check()
+        assert not self.planner.cpu._pins, f"{where}: pins are left"
+        assert self.planner.totals()["late_answers"] == 0, where
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def events(self) -> dict[str, float]:
+        """What has happened so far, counted."""
+        return self.loaded() | {
+            "preempted": self._preempted,
+            "fenced": self._fenced,
+            "weights": self.weights,
+            "load_failures": self.planner.totals()["load_failures"],
+        }
+
+    def loaded(self) -> dict[str, float]:
+        """Tokens loaded so far, by tier."""
+        totals = self.planner.totals()
+        return {k.split(":")[1]: v for k, v in totals.items() if k.startswith("loaded_tokens:")}
+
+    # -- the model runner --------------------------------------------------------------------
+
+    def _submit(self, scheduled: SchedulerOutput) -> Step:
+        meta = scheduled.kv_connector_metadata
+        self._preempted += len(scheduled.preempted_req_ids or ())
+        self._fenced += len(meta.plan.fence)
+        if self._conditions.runner == 1:
+            self.worker.handle_preemptions(meta)
+        self._update_tables(scheduled)
+        launch = self.engine.compute.launch
+        if scheduled.new_block_ids_to_zero:
+            launch(partial(self._memory.zero, list(scheduled.new_block_ids_to_zero)))
+        for copy in scheduled.kv_cache_block_copies or ():
+            launch(partial(self._memory.copy, copy.src_block_id, copy.dst_block_id))
+        if self._conditions.runner == 2:
+            self._turn()  # the GPU may be as far as that by now
+            self.worker.handle_preemptions(meta)
+        sampled, drafts = self._forward.run(scheduled, launch)
+        output = self._connector_hooks(meta, scheduled, launch)
+        names = list(scheduled.num_scheduled_tokens)
+        index = {name: at for at, name in enumerate(names)}
+        result = ModelRunnerOutput(
+            names, index, [sampled[name] for name in names], kv_connector_output=output
+        )
+        step = Step(scheduled, result, drafts)
+        launch(partial(step.done.append, True))
+        return step
+
+    def _connector_hooks(
+        self, meta: Any, scheduled: SchedulerOutput, launch: Callable[..., None]
+    ) -> KVConnectorOutput:
+        """In vLLM's order; with drafts ``wait_for_save`` comes last."""
+        worker = self.worker
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(None)
+        deferred = self._model.drafts > 0 and scheduled.total_num_scheduled_tokens > 0
+        if not deferred:
+            worker.wait_for_save()
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        if deferred:
+            worker.wait_for_save()
+        worker.clear_connector_metadata()
+        return output
+
+    def _update_tables(self, scheduled: SchedulerOutput) -> None:
+        cached = scheduled.scheduled_cached_reqs
+        for name in (
+            scheduled.finished_req_ids
+            | (scheduled.preempted_req_ids or set())
+            | cached.resumed_req_ids
+        ):
+            if name in self._runs:  # what it has guessed stays, here as in vLLM's own cache
+                self._forward.known |= self._runs[name].guesses
+        for name in scheduled.finished_req_ids:
+            self._runs.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
+            tables = [list(table) for table in new.block_ids]
+            start = new.num_computed_tokens
+            self._runs[new.req_id] = Running(list(new.prompt_token_ids), tables, prefix, start)
+        for position, name in enumerate(cached.req_ids):
+            run, new_blocks = self._runs[name], cached.new_block_ids[position]
+            if name in cached.resumed_req_ids:
+                run.tables = [list(table) for table in new_blocks]
+                run.tokens = list(self.scheduler.requests[name].all_token_ids)
+                run.prefix = Prefix(f"{self.weights}/{self._salts[name]}")
+                run.computed_at_start = cached.num_computed_tokens[position]
+                run.state_column, run.accepted = None, 1
+            elif new_blocks is not None:
+                for table, more in zip(run.tables, new_blocks, strict=True):
+                    table.extend(more)
+
+    # -- time --------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Copies and the loop get some turns, seldom enough that much stays under way."""
+        self._loop.turn(self.random.randrange(self._conditions.late + 1))
+        self.engine.advance(self.random.randrange(self._conditions.late + 1))
+
+    def _take_output(self) -> None:
+        step = self._queue.popleft()
+        while not step.done:  # the sampled tokens are known once the step's kernels have run
+            self.engine.advance()
+        self.finished += sum(
+            output.finish_reason is not None
+            for outputs in self.scheduler.update_from_output(step.scheduled, step.output).values()
+            for output in outputs.outputs
+        )
+        if step.drafts is not None:
+            self.scheduler.update_draft_token_ids(step.drafts)
+
+    def _fence_and_turn(self, jobs: Any) -> None:
+        """The loop turns until the fenced stores have read, as its own thread would see to."""
+        for _ in range(10_000):
+            if not any(map(self.executor._fences.is_reading, jobs)):
+                break
+            self._loop.turn(1)
+            self.engine.advance()
+        self._fence(jobs)
+
+    def _free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _stuck(self) -> str:
+        states = {name: r.status.name for name, r in self.scheduler.requests.items()}
+        return f"{states}, open jobs {self.planner._ledger.jobs()}"

@@ -1,0 +1,275 @@
+"""Controls of a request that vLLM's real scheduler serves, and what the client is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload.connector.scheduler import scheduler_side
+from tests.offload.connector.kv_cache_configs import full, sliding
+from tests.oracle import serving as oracle_world
+from tests.oracle.models import MODELS, OracleModel
+from tests.oracle.serving import Conditions, World
+from tests.oracle.test_late_loads import still
+from tests.oracle.test_miss_reasons import stored
+from tests.oracle.test_requests_told import _request
+from tiers.base import ReadOutcome
+
+PROMPT = list(range(64))
+
+
+@pytest.fixture(params=["full", "sliding_full"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    with World(MODELS[request.param], Conditions(slots=120), tmp_path, 1) as made:
+        yield made
+        made.check_idle()
+
+
+def serve(world: World, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
+    """Serve one request alone; the report that its client gets."""
+    params = serve_params(world, name, prompt, {"kvtiers": told} if told else None)
+    assert bool(params) == bool(told), "a client is told something if it said something"
+    return dict(params["kvtiers_report"]) if params else {}
+
+
+def serve_params(world: World, name: str, prompt: list[int], sent: Any) -> dict[str, Any]:
+    """Serve one request alone with these ``kv_transfer_params``; those of its answer."""
+    request = _request(world, name, prompt, sent)
+    outputs: list[Any] = []
+    update = world.scheduler.update_from_output
+
+    def noting(*arguments: Any) -> Any:
+        found = update(*arguments)
+        outputs.extend(output for out in found.values() for output in out.outputs)
+        return found
+
+    world.scheduler.update_from_output = noting
+    world.scheduler.add_request(request)
+    world.drain()
+    world.check()
+    world.scheduler.update_from_output = update
+    last = [output for output in outputs if output.finish_reason is not None]
+    return dict(last[0].kv_transfer_params or {})
+
+
+def loaded(world: World) -> float:
+    return sum(world.loaded().values())
+
+
+def test_nothing_is_stored_or_loaded_on_request(world: World) -> None:
+    serve(world, "a", PROMPT, no_store=True)
+    assert len(world.planner.cpu) == 0
+    serve(world, "b", PROMPT)
+    assert len(world.planner.cpu) > 0
+    world.forget_locally()
+    assert serve(world, "c", PROMPT, no_load=True) == {"loaded_tokens": {}}
+    assert loaded(world) == 0
+    world.forget_locally()
+    report = serve(world, "d", PROMPT, session="s")
+    assert sum(report["loaded_tokens"].values()) == loaded(world) > 0
+
+
+def test_where_salts_are_required_nothing_is_shared_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = oracle_world.make_config
+
+    def strict(*arguments: Any) -> Any:
+        config, kv_cache_config = make(*arguments)
+        config.kv_transfer_config.kv_connector_extra_config["require_salt"] = True
+        return config, kv_cache_config
+
+    monkeypatch.setattr(oracle_world, "make_config", strict)
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+
+        def ask(name: str, salt: str | None) -> None:
+            world.forget_locally()
+            world.scheduler.add_request(_request(world, name, PROMPT, None, salt))
+            world.drain()
+            world.check()
+
+        ask("nobody's", None)
+        assert len(world.planner.cpu) == 0
+        ask("a tenant's", "tenant")
+        assert len(world.planner.cpu) > 0
+        ask("nobody's again", None)
+        assert loaded(world) == 0
+        ask("the tenant's again", "tenant")
+        assert loaded(world) > 0
+
+
+def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 2) as world:
+        stored(world)
+        request = _request(world, "gone", PROMPT, {"kvtiers": {"session": "s"}})
+        world.scheduler.add_request(request)
+        with still(world):
+            world.step()
+            assert world.planner.loading_chunks == 15
+            side = world.connector._scheduler
+            assert side is not None
+            tables = world.scheduler.kv_cache_manager.get_block_ids("gone")
+            assert side.finished(request, tables) == {"kvtiers_report": {"loaded_tokens": {}}}
+
+
+def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
+    serve(world, "a", PROMPT)
+    world.forget_locally()
+    size = world.connector._scheduler.layout.alignment_tokens
+    report = serve(world, "b", PROMPT, max_load_tokens=2 * size + 1)
+    assert report["loaded_tokens"] == {"cpu": 2 * size}
+    for most, tokens in ((2 * size - 1, size), (2 * size, 2 * size)):
+        world.forget_locally()
+        report = serve(world, "c", PROMPT, max_load_tokens=most)
+        assert report["loaded_tokens"] == {"cpu": tokens}
+    world.forget_locally()
+    assert serve(world, "d", PROMPT, max_load_tokens=0)["loaded_tokens"] == {}
+
+
+def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: World) -> None:
+    serve(world, "a", PROMPT, tiers=["cpu"])
+    assert len(world.planner.lower[0]) == 0
+    world.forget_locally()
+    assert serve(world, "b", PROMPT, tiers=["file"])["loaded_tokens"] == {}
+    serve(world, "c", [*PROMPT[:32], *range(100, 132)])
+    assert len(world.planner.lower[0]) > 0
+    other = [7, *PROMPT[1:]]
+    serve(world, "d", other)
+    world.forget_locally()
+    assert set(serve(world, "e", other, tiers=["file"])["loaded_tokens"]) == {"file"}
+    world.forget_locally()
+    assert set(serve(world, "f", other, tiers=["cpu"])["loaded_tokens"]) == {"cpu"}
+
+
+def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+        report = serve(world, "a", PROMPT, pin_s=600, pinned=32)
+        assert report["pinned_tokens"] == 24, "a quarter of the tier's 24 slots of 4 tokens"
+        for number in range(12):
+            serve(world, f"x{number}", [200 - number, *range(1, 80)])
+        assert world.planner.cpu.evictions > 0
+        world.forget_locally()
+        report = serve(world, "b", PROMPT, session="s")
+        assert report["loaded_tokens"] == {"cpu": 24}
+        world.change_weights()
+        assert world.connector._scheduler._endings.pins.used()["cpu"] == 0
+        world.drain()
+        world.check_idle()
+
+
+def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the server's clock has it, also if nobody asks for anything pinned any more."""
+    ahead = 0.0
+    clock = SimpleNamespace(**vars(time))
+    clock.monotonic = lambda: time.monotonic() + ahead
+    monkeypatch.setattr(scheduler_side, "time", clock)
+    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+        pins = world.connector._scheduler._endings.pins
+        serve(world, "a", PROMPT, pin_s=600)
+        assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
+        ahead = 590.0
+        serve(world, "b", [200, *range(1, 40)])
+        assert pins.used()["cpu"] == 6
+        ahead = 602.0
+        serve(world, "c", [201, *range(1, 40)])
+        assert pins.used()["cpu"] == 0
+        world.check_idle()
+
+
+def test_the_hint_pinned_says_of_how_many_tokens(tmp_path: Path) -> None:
+    """Of the first ones, and never of more than the prompt has."""
+    with World(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
+        assert serve(world, "a", PROMPT, pin_s=600, pinned=10)["pinned_tokens"] == 8
+        other = [7, *PROMPT[1:62]]  # with its answer it has 64 and more
+        assert serve(world, "b", other, pin_s=600, pinned=10_000)["pinned_tokens"] == 60
+        world.check_idle()
+
+
+def test_what_could_not_be_loaded_is_not_told_as_loaded(world: World) -> None:
+    serve(world, "a", PROMPT)
+    world.forget_locally()
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+
+    async def read(keys: Any, into: Any) -> list[ReadOutcome]:
+        return [ReadOutcome.CORRUPT] * len(keys)
+
+    world.executor._tiers[0].read = read
+    assert serve(world, "b", PROMPT, session="s") == {"loaded_tokens": {}}
+    assert loaded(world) == 0
+
+
+TWO_FULL_GROUPS = OracleModel(
+    lambda: {
+        **{f"f.{n}": full(4) for n in range(4)},
+        **{f"s.{n}": sliding(4, 10) for n in range(2)},
+    },
+    blocks=90,
+)
+"""vLLM makes groups of as many layers as the smallest kind has."""
+
+
+def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
+    """The share is used up by the first group, so that a prefix is whole in none but a part."""
+    with World(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
+        assert world.connector._scheduler is not None
+        kinds = [group.kind for group in world.connector._scheduler.layout.groups]
+        assert kinds == ["full", "full", "window"]
+        report = serve(world, "a", PROMPT, pin_s=600, pinned=48)
+        assert report["pinned_tokens"] == 12, "15 slots: 12 chunks of one group, 3 of the other"
+        world.check_idle()
+
+
+def test_wrong_values_are_told_and_counted(world: World) -> None:
+    report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
+    assert len(report["ignored"]) == 3
+    assert world.connector._scheduler.intake.wrong_values == 3
+    assert world.connector.faults.by_hook == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvtier": {"no_store": True}},
+        {"no_store": True},
+        {"kvtiers": {"no_stor": True}},
+        {"kvtiers": "no_store"},
+    ],
+)
+def test_a_control_that_was_not_understood_stores_nothing(
+    world: World, params: dict[str, Any]
+) -> None:
+    """The client is told so, and told what it may have meant."""
+    report = serve_params(world, "a", PROMPT, params)["kvtiers_report"]
+    assert len(world.planner.cpu) == len(world.planner.lower[0]) == 0
+    assert len(report["ignored"]) == 1
+    assert "meant to keep this request from being stored" in report["not_stored"]
+    assert world.connector._scheduler.intake.wrong_values == 1
+    assert serve_params(world, "b", PROMPT, {"do_remote_prefill": False}) == {}
+    assert len(world.planner.cpu) > 0
+    assert world.connector.faults.by_hook == {}
+
+
+def test_the_log_says_at_debug_level_what_a_request_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+        logging.getLogger("offload").propagate = True  # the connector sends it to vLLM's log
+        with caplog.at_level(logging.DEBUG, logger="offload"):
+            serve(world, "a", PROMPT)
+            world.forget_locally()
+            serve(world, "b", PROMPT)
+        texts = [record.message for record in caplog.records]
+        lines = {text for text in texts if "lookup of request" in text}
+        assert len(lines) == 2
+        assert any("request a" in line and "never_stored" in line for line in lines)
+        assert any("request b" in line and "'cpu': 60" in line for line in lines)
+        with caplog.at_level(logging.INFO, logger="offload"):
+            serve(world, "c", PROMPT)
+        later = [record.message for record in caplog.records[len(texts) :]]
+        assert not any("lookup of" in text for text in later)

@@ -1,0 +1,307 @@
+"""No hook of vLLM's waits for a file system, whatever it does: every system call on files hangs,
+and the engine goes on.
+
+vLLM's real scheduler with the connector in both roles, real tiers and the real loop thread. The
+thread that stands for vLLM's own is watched: it must come to its end, and must not have made one
+such call.
+"""
+
+from __future__ import annotations
+
+import _io
+import builtins
+import fcntl
+import io
+import logging
+import mmap
+import os
+import posix
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config.kv_events import KVEventsConfig
+from vllm.lora.request import LoRARequest
+
+from offload.connector import guard
+from offload.connector.worker import worker_side
+from tests.oracle import serving as oracle_world
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, World
+from tests.oracle.test_miss_reasons import PROMPT
+from tests.oracle.test_requests_told import _request
+from tiers.testing.simulated_copy import SimulatedCopyEngine
+
+PATIENCE_S = 120.0
+CALLS = (
+    *("access", "chmod", "chown", "copy_file_range", "fchmod", "fdatasync", "fstat", "fstatvfs"),
+    *("fsync", "ftruncate", "link", "listdir", "lseek", "lstat", "mkdir", "open", "pread"),
+    *("posix_fadvise", "posix_fallocate", "preadv", "pwrite", "pwritev", "read", "readlink"),
+    *("readv", "remove", "rename", "replace", "rmdir", "scandir", "sendfile", "stat", "statvfs"),
+    *("symlink", "sync", "truncate", "unlink", "utime", "write", "writev"),
+)
+OTHERS = [
+    (builtins, "open"),
+    (io, "open"),
+    (_io, "open"),
+    (_io, "open_code"),
+    (_io, "FileIO"),
+    (io, "FileIO"),
+    (fcntl, "flock"),
+    (fcntl, "lockf"),
+    (mmap, "mmap"),
+]
+
+
+NOT_CALLED = {
+    "explain",  # parts of other hooks
+    "build_connector_meta",
+    "request_finished",  # vLLM calls it for connectors that know one group only
+    "shutdown",  # not while vLLM serves
+}
+
+
+class DeadDisk:
+    """Every system call on files and folders, by whatever thread, does not return until ``revive``.
+    ``calls`` are those of one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.hung: set[str] = set()
+        self._watched: threading.Thread | None = None
+        self._back = threading.Event()
+
+    def watch(self, thread: threading.Thread) -> None:
+        self._watched = thread
+
+    def revive(self) -> None:
+        self._back.set()
+
+    def _dead(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hang(*arguments: Any, **more: Any) -> Any:
+            if threading.current_thread() is self._watched:
+                frames = islice(traceback.walk_stack(None), 16)
+                where = " < ".join(f"{at.f_code.co_filename}:{line}" for at, line in frames)
+                self.calls.append(f"{name}{arguments!r:.200} at {where}")
+            self.hung.add(threading.current_thread().name)
+            self._back.wait()
+            return call(*arguments, **more)
+
+        return hang
+
+    @contextmanager
+    def dies(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in CALLS:
+                call = getattr(posix, name, None)
+                if call is not None:
+                    dead = self._dead(name, call)
+                    patch.setattr(posix, name, dead)
+                    patch.setattr(os, name, dead)
+            for module, name in OTHERS:
+                patch.setattr(module, name, self._dead(name, getattr(module, name)))
+            try:
+                yield
+            finally:
+                self.revive()
+
+
+class Served(World):
+    """With the loop's own thread and real tiers."""
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        def engine(groups: Any, slab: Any, num_blocks: int, device: str) -> SimulatedCopyEngine:
+            return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_side, "_make_engine", engine)
+            yield
+
+    def _start(self) -> None:
+        super()._start()
+        self.executor.fence = self._fence
+
+    def _turn(self) -> None:
+        self.engine.advance(50)
+
+    def ask(self, name: str, prompt: list[int]) -> None:
+        self.scheduler.add_request(_request(self, name, prompt, None))
+
+    def serve(self, name: str, prompt: list[int]) -> None:
+        self.ask(name, prompt)
+        self.until(lambda: name not in self.scheduler.requests)
+
+    def until(self, over: Callable[[], bool]) -> None:
+        """Step until something is over; the caller watches how long that takes."""
+        while not over():
+            self.step()
+            self.check()
+
+
+@contextmanager
+def opened(folder: Path, **more: Any) -> Iterator[Served]:
+    """Two disk tiers and all that is optional and writes files."""
+    make = oracle_world.make_config
+
+    def with_all(*arguments: Any) -> Any:
+        config, kv_cache_config = make(*arguments)
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra["tiers"] = [
+            {"type": kind, "path": str(folder / kind), "capacity": size, "reserve": 0, **more}
+            for kind, size in (("file", "1MiB"), ("lmdb", "16MiB"))
+        ]
+        extra["load_timeout_s"] = 1
+        extra["record_requests"] = str(folder / "requests.jsonl")
+        extra["record_trace"] = str(folder / "trace.jsonl")
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        return config, kv_cache_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle_world, "make_config", with_all)
+        with Served(MODELS["full"], Conditions(slots=100), folder, 2) as made:
+            yield made
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Served]:
+    with opened(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def failed(world: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that vLLM has been told of, that their loads failed."""
+    names: list[str] = []
+    update = world.connector._scheduler.update
+
+    def noted(report: Any, finished: Any, failures: Any) -> None:
+        names.extend(failures)
+        update(report, finished, failures)
+
+    monkeypatch.setattr(world.connector._scheduler, "update", noted)
+    return names
+
+
+def live(world: Served, failed: list[str]) -> None:
+    """All that vLLM calls while it serves; loads, stores and resets meet the dead disks."""
+    connector: Any = world.connector
+    world.serve("loads from a disk", PROMPT)
+    assert failed, "the disk is dead"
+    for number in range(4):
+        world.serve(f"stores {number}", [number, *PROMPT])
+    adapted = _request(world, "has an adapter", [6, *PROMPT], None)
+    adapted.lora_request = LoRARequest("adapter", 1, str(Path(__file__).parent))
+    world.scheduler.add_request(adapted)
+    world.until(lambda: adapted.request_id not in world.scheduler.requests)
+    world.ask("is aborted", [7, *PROMPT])
+    world.step()
+    world.abort()
+    with suppress(RuntimeError):
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert connector.reset_cache() is False
+    assert connector.reset_cache() is False, "and does not wait again"
+    world.serve("after the reset", PROMPT)
+    connector.get_kv_connector_stats()
+    list(connector.take_events())
+    connector.has_pending_push_work()
+    lookups = connector._scheduler.lookups
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookups, "ask", None)  # a fault, which is logged with where it was
+        world.ask("a hook fails", [8, *PROMPT])
+        while "a hook fails" in world.scheduler.requests:
+            world.step()
+    assert connector.faults.by_hook == {"get_num_new_matched_tokens": 1}
+    connector.faults.by_hook.clear()
+
+
+def while_the_disks_are_dead(world: Served, work: Callable[[], None]) -> DeadDisk:
+    """Have a thread that stands for vLLM's do this. It must come to its end without a call."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    disk = DeadDisk()
+    thread = threading.Thread(target=run, name="vllm", daemon=True)
+    disk.watch(thread)
+    with disk.dies():
+        thread.start()
+        thread.join(PATIENCE_S)
+        hangs = thread.is_alive()
+        disk.revive()
+        thread.join(PATIENCE_S)
+    assert not disk.calls, "\n".join(disk.calls)
+    assert not hangs
+    if errors:
+        raise errors[0]
+    return disk
+
+
+def stored_on_disk(world: Served) -> None:
+    """The prompt lies on both disks and nowhere else."""
+    world.serve("first", PROMPT)
+    world.until(lambda: not world.planner.busy)
+    world.forget_locally()
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+    assert len(world.planner.lower[0]) == len(world.planner.lower[1]) == len(PROMPT) // 4
+
+
+def test_no_hook_waits_for_a_file_system(
+    world: Served, failed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's handler may hold the captured output of a test that has ended. What logging then prints
+    # of its own failure has source lines in it.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    stored_on_disk(world)
+    disk = while_the_disks_are_dead(world, lambda: live(world, failed))
+    assert any(name.startswith("kvtiers-epoch") for name in disk.hung), disk.hung
+    called = {**world.connector.faults.times(), **world.worker.faults.times()}
+    missing = {hook for hook in guard.HOOKS if f"hook_calls:{hook}" not in called}
+    assert missing == NOT_CALLED, missing
+    # The disks are back, and hear of the reset.
+    owed: Any = world.connector._epochs
+    world.until(lambda: not owed._owed)
+    assert all(not queue.closed for queue in world.planner._demotions.queues)
+
+
+def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
+    """What they hold is asked, what is written to them hangs, a reset needs none of them."""
+    with opened(tmp_path, shared=True) as world:
+        world.serve("first", PROMPT)
+        world.until(lambda: not world.planner.busy)
+        world.forget_locally()
+        world.planner.cpu.drop(list(world.planner.cpu.resident))
+        world.planner.shared.forget_all()
+
+        def work() -> None:
+            world.serve("asks", PROMPT)
+            assert world.planner.totals()["loaded_tokens:file"] == 0, "the disk is dead"
+            world.serve("stores", [3, *PROMPT])
+            assert world.connector.reset_cache() is True
+            world.serve("after the reset", PROMPT)
+
+        while_the_disks_are_dead(world, work)
+
+
+def test_the_end_of_a_server_waits_for_no_file_system(
+    world: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_side, "CLOSE_TIMEOUT_S", 0.2)
+    stored_on_disk(world)
+
+    def end() -> None:
+        world.ask("loads from a disk", PROMPT)
+        world.step()
+        world.worker.shutdown()
+        world.connector.shutdown()
+
+    while_the_disks_are_dead(world, end)

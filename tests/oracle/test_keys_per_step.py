@@ -1,0 +1,187 @@
+"""How many keys of a long prompt are made, and in which steps: none when it arrives, and of the
+rest so many as a step looks at anyway."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from bench import hooks
+from bench.hooks import BLOCK, _output
+from offload.connector.scheduler.finished_requests import MAKE_MOST
+from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MOST
+from offload.layout import request_keys as lazy_keys
+from offload.layout.keys import chunk_keys
+from offload.layout.request_keys import PAGE
+from offload.messages.plan import StepPlan
+from offload.planner.loads import STEP_CHUNKS
+from offload.requests.lookup_cache import FIRST, LOOKUP_CHUNKS
+from tests.oracle.test_long_requests import Server, tables_of
+
+CHUNKS = 4096
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys were made each time, of requests and in no other way."""
+    counts: list[int] = []
+
+    def counting(*arguments: Any) -> list[bytes]:
+        found = chunk_keys(*arguments)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(hooks, "_resident_bytes", lambda: 0)
+    monkeypatch.setattr(lazy_keys, "chunk_keys", counting)
+    return counts
+
+
+class Counted(Server):
+    """A server that notes how many keys each of its steps has made (``steps``)."""
+
+    def __init__(self, made: list[int], chunks: int = CHUNKS) -> None:
+        super().__init__(chunks)
+        self.made = made
+        self.steps: list[int] = []
+
+    def step(self, request: Any = None, scheduled: int = 1) -> StepPlan:
+        plan = super().step(request, scheduled)
+        self.steps.append(sum(self.made))
+        self.made.clear()
+        return plan
+
+    def rest(self) -> None:
+        """Steps until nothing is left to be done."""
+        while self.side.pending:
+            self.step()
+
+
+def new_keys() -> list[bytes]:
+    return [os.urandom(36) for _ in range(CHUNKS)]
+
+
+def test_arrival_makes_no_key(made: list[int]) -> None:
+    server = Counted(made)
+    server.came(server.keys)
+    server.came(new_keys())
+    server.step()
+    assert server.steps == [0]
+
+
+def test_of_a_new_prompt_only_the_first_are_made(made: list[int]) -> None:
+    server = Counted(made)
+    request = server.came(new_keys())
+    assert server.side.lookup(request, 0) == 0
+    server.side.allocated(request, tables_of(request), 0)
+    server.step()
+    assert 0 < server.steps[0] <= FIRST
+
+
+def test_a_lookup_makes_what_it_asks_for_and_a_load_nothing_more(made: list[int]) -> None:
+    server = Counted(made)
+    request = server.came(server.keys)
+    server.load(request)
+    request.num_computed_tokens = request.num_tokens - 1
+    server.side.finished(request, tables_of(request))
+    server.rest()
+    assert max(server.steps) <= LOOKUP_CHUNKS
+    assert sum(server.steps) == CHUNKS
+
+
+def test_of_what_vllm_has_cached_no_key_is_made(made: list[int]) -> None:
+    server = Counted(made)
+    request = server.came(server.keys)
+    cached, rest = CHUNKS - 100, 100
+    assert server.side.lookup(request, cached * BLOCK) == rest * BLOCK
+    server.step()
+    assert rest <= server.steps[0] < rest + PAGE
+
+
+def test_a_store_makes_what_a_step_looks_at(made: list[int]) -> None:
+    server = Counted(made)
+    request = server.came(new_keys())
+    assert server.side.lookup(request, 0) == 0
+    server.side.allocated(request, tables_of(request), 0)
+    plan = server.step(request, CHUNKS * BLOCK)
+    request.num_computed_tokens = CHUNKS * BLOCK
+    while plan.stores:
+        plan = server.step(request)
+    assert len(server.planner.cpu) == CHUNKS
+    assert max(server.steps) <= 3 * STEP_CHUNKS // 2
+    assert sum(server.steps) == CHUNKS
+    server.side.finished(request, tables_of(request))
+    server.rest()
+    assert sum(server.steps) == CHUNKS, "all were made when it ended"
+
+
+class Heard:
+    """What policies hear of, in place of the planner's own way to them."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.uses: list[list[bytes]] = []
+        monkeypatch.setattr(server.planner, "used", lambda keys, _hints: self.uses.append(keys))
+
+
+def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
+    """A request that stores nothing and finds nothing has ended; its keys."""
+    hashes = [os.urandom(36) for _ in range(chunks)]
+    request = server.request(hashes, list(range(chunks * BLOCK + 1)))
+    request.kv_transfer_params = {"kvtiers": {"no_store": True}}
+    assert server.side.lookup(request, 0) == 0, name
+    server.step(request, chunks * BLOCK)
+    request.num_computed_tokens = chunks * BLOCK
+    server.side.finished(request, tables_of(request))
+    return [key[:32] + bytes(4) for key in hashes]
+
+
+def test_an_end_makes_the_rest_in_the_steps_that_follow(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policies hear of a request at once and in the order of ends, whatever was made before."""
+    server = Counted(made)
+    heard = Heard(server, monkeypatch)
+    keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]
+    assert server.side.pending
+    server.rest()
+    assert max(server.steps) <= MAKE_MOST + FIRST
+    assert heard.uses == keys
+
+
+def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None:
+    """A short answer to a prompt that was in vLLM's own cache and in a tier."""
+    chunks = 2 * LOOK_AT_END_MOST
+    server = Counted(made, chunks)
+    request = server.came(server.keys)
+    request.num_computed_tokens = chunks * BLOCK
+    assert server.side.lookup(request, chunks * BLOCK) == 0
+    server.step(request)
+    assert 0 < server.steps[0] <= STEP_CHUNKS
+    server.side.finished(request, tables_of(request))
+    server.rest()
+    assert max(server.steps) <= LOOK_AT_END_MOST + STEP_CHUNKS // 2 + MAKE_MOST
+    assert sum(server.steps) == chunks
+
+
+def test_an_end_of_few_keys_is_told_at_once(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Counted(made)
+    heard = Heard(server, monkeypatch)
+    assert heard.uses == [ended(server, "a", MAKE_MOST // 2)]
+    assert not server.side.pending
+
+
+def test_what_was_not_told_before_a_reset_is_not_told_after_it(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Counted(made)
+    heard = Heard(server, monkeypatch)
+    ended(server, "a")
+    server.side.forget()
+    server.side.begin_epochs({})
+    assert len(server.steps) < 3
+    for _ in range(CHUNKS // MAKE_MOST + 1):
+        server.side.build_plan(_output())
+    assert heard.uses == []

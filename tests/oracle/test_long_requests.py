@@ -1,0 +1,271 @@
+"""Requests of very many chunks on the scheduler side: what takes several steps comes to its end,
+and nothing is lost for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+
+from bench import hooks
+from bench.hooks import BLOCK, Bed, _output
+from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MOST
+from offload.messages.plan import StepPlan
+from offload.messages.report import JobResult, StepReport
+from offload.planner.loads import STEP_CHUNKS
+from offload.planner.stores import PIECE_LEAST
+from offload.requests import lookup as lookups
+from offload.requests.lookup import Lookups
+from offload.requests.lookup_cache import LookupRoom
+from offload.telemetry.removed_chunks import Removals
+
+ROOM = 64
+CHUNKS = 8 * ROOM
+
+
+class Server(Bed):
+    """A scheduler side whose steps a test takes one by one."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__(chunks, 2 * chunks, "lru")
+        self.keys = self.planner.lower[0].some(chunks)
+
+    def came(self, keys: Any) -> Any:
+        request = self.request(keys, list(range(len(keys) * BLOCK + 1)))
+        self.side.on_new_request(request)
+        return request
+
+    def step(self, request: Any = None, scheduled: int = 1) -> StepPlan:
+        """A step; everything that it stores is stored at its end."""
+        tables = ((),) if request is None else tables_of(request)
+        plan = self.side.build_plan(_output(request, tables, scheduled))
+        done = {store.job for store in plan.stores} | {demote.job for demote in plan.demotes}
+        self.side.update(StepReport({job: JobResult() for job in done}), (), ())
+        return plan
+
+    def load(self, request: Any) -> None:
+        """Look up and load all of a request's chunks."""
+        while (found := self.side.lookup(request, 0)) is None:
+            self.step()
+        assert found == len(request.block_hashes) * BLOCK
+        self.side.allocated(request, tables_of(request), found)
+        while not (plan := self.step()).loads:
+            pass
+        job = plan.loads[0].job
+        while not plan.loads[-1].is_last:
+            plan = self.step()
+        self.side.update(StepReport({job: JobResult()}), [request.request_id], ())
+        request.num_computed_tokens = found
+
+
+def tables_of(request: Any) -> tuple[list[int]]:
+    return (list(range(1, 2 + len(request.block_hashes))),)
+
+
+@pytest.fixture(autouse=True)
+def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_resident_bytes", lambda: 0)
+
+
+@pytest.fixture
+def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of ``CHUNKS`` takes eight steps."""
+    monkeypatch.setattr(lookups, "LookupRoom", lambda r: LookupRoom(r, ROOM, ROOM // 4))
+
+
+@pytest.mark.usefixtures("_little_room")
+def test_a_lookup_goes_on_in_steps_in_which_vllm_does_not_ask() -> None:
+    """Others fill them: a waiting request would take as many steps that are not full."""
+    server = Server(CHUNKS)
+    request = server.came(server.keys)
+    assert server.side.lookup(request, 0) is None
+    for _ in range(CHUNKS // ROOM + 1):
+        server.step()
+    assert server.side.lookup(request, 0) == CHUNKS * BLOCK
+
+
+@pytest.mark.usefixtures("_little_room")
+def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(CHUNKS)
+    rooms: list[int] = []
+    over = LookupRoom.next_step
+
+    def next_step(room: LookupRoom, times: int) -> int:
+        rooms.append(room.left)
+        return over(room, times)
+
+    monkeypatch.setattr(LookupRoom, "next_step", next_step)
+    requests = [server.came(server.keys) for _ in range(4)]
+    for request in requests:
+        assert server.side.lookup(request, 0) is None
+    while any(server.side.lookup(request, 0) is None for request in requests[2:]):
+        server.step()
+    assert min(rooms[1:]) >= -ROOM // 4, rooms
+
+
+@pytest.mark.usefixtures("_little_room")
+@pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.11, 1), (0.5, 0)])
+def test_long_steps_ask_for_more(
+    step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1)
+    server = Server(CHUNKS)
+    plan = server.planner.step
+
+    def step(**told: Any) -> StepPlan:
+        server.planner.tick(next(clock) * step_s)
+        return plan(**told)
+
+    monkeypatch.setattr(server.planner, "step", step)
+    for _ in range(8):
+        server.step()
+    request = server.came(server.keys)
+    took = 0
+    while server.side.lookup(request, 0) is None:
+        server.step()
+        took += 1
+    assert took == steps
+
+
+def test_what_was_asked_for_is_told_of_each_step_by_its_own_length() -> None:
+    room = LookupRoom(Removals(), 10)
+    room.left -= 7
+    assert room.next_step(3) == 7
+    room.left -= 25
+    assert room.next_step() == 25
+    assert room.left == 10
+
+
+@pytest.mark.usefixtures("_little_room")
+def test_a_lookup_of_a_request_that_has_ended_does_not_go_on() -> None:
+    server = Server(CHUNKS)
+    request = server.came(server.keys)
+    assert server.side.lookup(request, 0) is None
+    server.side.finished(request, ([],))
+    assert server.side.lookups is not None
+    assert not server.side.lookups._unfinished
+
+
+@pytest.mark.usefixtures("_little_room")
+def test_a_lookup_that_fails_beside_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    server = Server(CHUNKS)
+    request = server.came(server.keys)
+    assert server.side.lookup(request, 0) is None
+    server.step()  # in which vLLM has asked
+    monkeypatch.setattr(Lookups, "_go_on", fail)
+    server.planner.plan_failed_load("other")
+    assert [load.request for load in server.step().loads] == ["other"]
+
+
+@pytest.mark.parametrize("chunks", [20, STEP_CHUNKS // 4])
+def test_what_was_loaded_and_then_evicted_is_stored_again(chunks: int) -> None:
+    server = Server(chunks)
+    request = server.came(server.keys)
+    server.load(request)
+    server.step(request)
+    for index in (server.planner.cpu, *server.planner.lower):
+        index.drop(server.keys[3:])
+    server.side.finished(request, tables_of(request))
+    stored = sum(len(store.slots) for store in server.step().stores)
+    assert stored == chunks - 3
+
+
+@pytest.mark.parametrize("cached", [3 * STEP_CHUNKS, 3 * STEP_CHUNKS + LOOK_AT_END_MOST])
+def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored(
+    cached: int,
+) -> None:
+    """vLLM's own cache has most of the prompt, which one step looks at only in part."""
+    fresh = 40
+    server = Server(cached + fresh)
+    server.planner.lower[0].drop(server.keys[cached:])
+    request = server.came(server.keys)
+    assert server.side.lookup(request, cached * BLOCK) == 0
+    server.side.allocated(request, tables_of(request), 0)
+    request.num_computed_tokens = cached * BLOCK
+    stored = len(server.step(request, fresh * BLOCK + 1).stores)
+    request.num_computed_tokens = request.num_tokens
+    server.side.finished(request, tables_of(request))
+    stored += sum(len(store.slots) for store in server.step().stores)
+    assert stored == fresh
+
+
+def test_a_load_that_was_given_up_is_not_told_as_if_it_were_whole() -> None:
+    """A tier would seem fast that has given a part of it."""
+    server = Server(8 * STEP_CHUNKS)
+    request = server.came(server.keys)
+    while (found := server.side.lookup(request, 0)) is None:
+        server.step()
+    server.side.allocated(request, tables_of(request), found)
+    parts = server.step().loads + server.step().loads
+    server.side.finished(request, tables_of(request))
+    assert server.step().loads[-1].is_last
+    server.side.update(StepReport({parts[0].job: JobResult()}), [request.request_id], ())
+    told = server.planner.stats.tier(0).loaded_tokens
+    read = sum(len(part.items) for part in parts) * BLOCK
+    assert read < len(server.keys) * BLOCK
+    assert told == read
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_store_looks_for_each_chunk_about_once(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for more than the step may store, which would be looked for again in the next one."""
+    chunks = 8 * STEP_CHUNKS
+    server = Server(2 * chunks)
+    if full:
+        server.fill()
+    seen: list[int] = []
+    plan_store = server.planner.plan_store
+
+    def counted(run: Any, *args: Any, **told: Any) -> int:
+        seen.append(len(run))
+        return plan_store(run, *args, **told)
+
+    monkeypatch.setattr(server.planner, "plan_store", counted)
+    request = server.came([os.urandom(32) for _ in range(chunks)])
+    server.side.lookup(request, 0)
+    plan = server.step(request, chunks * BLOCK)
+    request.num_computed_tokens = chunks * BLOCK
+    stored = 0
+    while plan.stores:
+        stored += sum(len(store.slots) for store in plan.stores)
+        plan = server.step(request)
+    assert stored == chunks
+    assert chunks <= sum(seen) < 1.4 * chunks
+
+
+def test_an_end_stores_no_more_than_a_step_may() -> None:
+    chunks = 8 * STEP_CHUNKS
+    server = Server(chunks)
+    request = server.came([os.urandom(32) for _ in range(chunks)])
+    server.side.lookup(request, 0)
+    request.num_computed_tokens = chunks * BLOCK
+    server.side.finished(request, tables_of(request))
+    assert 0 < server.planner._stores.storing < 3 * STEP_CHUNKS
+    assert server.planner.budget.left >= 0
+
+
+def test_chunks_that_are_there_are_passed_over_in_few_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if others have left nearly nothing of the step."""
+    server = Server(STEP_CHUNKS)
+    request = server.came(server.keys)
+    pieces: list[int] = []
+    plan_store = server.planner.plan_store
+
+    def counted(run: Any, *args: Any, **told: Any) -> int:
+        pieces.append(len(run))
+        return plan_store(run, *args, **told)
+
+    monkeypatch.setattr(server.planner, "plan_store", counted)
+    monkeypatch.setattr(server.planner._stores, "room", lambda **_: 1)
+    server.step(request, STEP_CHUNKS * BLOCK)
+    assert sum(pieces) == STEP_CHUNKS
+    assert len(pieces) <= STEP_CHUNKS // PIECE_LEAST

@@ -1,0 +1,42 @@
+"""A request that waits for a shared tier goes on, whatever the length of steps and memories."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload.index.chunk_batch import UNKNOWN
+from offload.planner.presence import SharedLimits
+from offload.requests.lookup import Lookups
+from tests.offload.planner.test_presence import KEYS, World
+
+WANTED = KEYS[:4]
+
+
+@pytest.mark.parametrize("remember_s", [0.0, 0.3, 5.0])
+@pytest.mark.parametrize("step_s", [0.01, 2.0, 7.0])
+@pytest.mark.parametrize("answers_after", [2, 3, 10_000])
+def test_a_request_does_not_ask_for_ever(
+    monkeypatch: pytest.MonkeyPatch, remember_s: float, step_s: float, answers_after: int
+) -> None:
+    """An engine computes others meanwhile, each step that long; answers come that many later."""
+    world = World(limits=SharedLimits(0.05, remember_s))
+    monkeypatch.setattr(time, "monotonic", lambda: world.now)
+    coordinator: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
+    log: Any = None
+    lookups = Lookups(coordinator, world.planner, log)
+    tracker: Any = SimpleNamespace(keys=[WANTED], wait=None, origin=UNKNOWN, lookup_start=0)
+    request: Any = SimpleNamespace(num_tokens=65)
+    asked: list[Any] = []
+    for _ in range(20):
+        if not lookups._is_waiting(tracker, request, 0):
+            return
+        asked.append(world.step())
+        world.at(world.now + step_s)
+        if len(asked) >= answers_after:
+            world.answer(asked[-answers_after], WANTED)
+        world.at(world.now + 0.001)  # what a step of its own time forgets
+    pytest.fail("it waits for ever")

@@ -1,0 +1,401 @@
+"""Every reason for a miss, forced in vLLM's real scheduler and read back: from memory, from the
+counters, and from the file by the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli import app
+from offload.connector.scheduler.scheduler_side import SchedulerSide
+from offload.layout.keys import group_of
+from offload.layout.prefix_match import Coordinator
+from offload.messages.report import JobResult
+from offload.planner.circuit_breaker import Circuit
+from offload.requests import miss_reasons as why
+from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
+from offload.telemetry.removed_chunks import Departures
+from policies.base import AdmissionPolicy, EntryInfo
+from tests.oracle import serving as oracle_world
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, World
+from tests.oracle.test_requests_told import _request
+from tiers.base import ReadOutcome
+
+PROMPT = list(range(64))
+
+
+def reason(record: RequestRecord) -> Reason:
+    return record.miss.reason
+
+
+def serve(world: World, name: str, prompt: list[int], **told: Any) -> RequestRecord:
+    """Serve one request alone; what is known of its lookup."""
+    world.scheduler.add_request(_request(world, name, prompt, {"kvtiers": told} if told else None))
+    world.drain()
+    world.check()
+    found = world.connector._scheduler.log.last[-1]
+    assert found.request == name
+    return found  # type: ignore[no-any-return]  # vllm is untyped here
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Worlds record their requests to this file."""
+    file = tmp_path / "requests.jsonl"
+    make = oracle_world.make_config
+
+    def recording(*arguments: Any) -> Any:
+        config, kv_cache_config = make(*arguments)
+        config.kv_transfer_config.kv_connector_extra_config["record_requests"] = str(file)
+        return config, kv_cache_config
+
+    monkeypatch.setattr(oracle_world, "make_config", recording)
+    return file
+
+
+@pytest.fixture
+def world(recorded: Path, tmp_path: Path) -> Iterator[World]:
+    with World(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
+        yield made
+        made.check_idle()
+
+
+def stored(world: World) -> list[bytes]:
+    """Serve the prompt; the keys of its chunks in prefix order. The GPU has forgotten it then."""
+    trackers = world.connector._scheduler._trackers
+    request = _request(world, "first", PROMPT, None)
+    world.scheduler.add_request(request)
+    tracker = trackers["first"]
+    world.drain()
+    world.forget_locally()
+    return list(tracker.keys[0][: len(PROMPT) // 4])
+
+
+def test_never_stored_then_complete(world: World) -> None:
+    first = serve(world, "a", PROMPT)
+    assert reason(first) is Reason.NEVER_STORED
+    assert (first.miss.depth_tokens, first.hit_tokens, first.loaded) == (4, 0, {})
+    assert first.wanted_tokens == 60
+    world.forget_locally()
+    second = serve(world, "b", PROMPT)
+    assert reason(second) is Reason.COMPLETE
+    assert second.loaded == {"cpu": 60}
+    third = serve(world, "c", PROMPT)  # the GPU has it now
+    assert third.gpu_tokens == 60
+    assert third.wanted_tokens == 0
+    longer = serve(world, "d", [*PROMPT, *range(100, 120)])
+    assert reason(longer) is Reason.NEVER_STORED
+    assert longer.miss.depth_tokens == 68
+
+
+def test_evicted_by_which_policy_and_when(recorded: Path, tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+        keys = stored(world)
+        for number in range(4):
+            serve(world, f"x{number}", [200 - number, *range(1, 80)])
+        assert keys[0] not in world.planner.cpu
+        world.forget_locally()
+        miss = serve(world, "b", PROMPT).miss
+        assert miss.reason is Reason.EVICTED
+        assert (miss.tier, miss.policy) == ("cpu", type(world.planner.cpu.policy.active).__name__)
+        assert (miss.ago_s or 0) > 0
+        assert miss.key == keys[0]
+        world.check_idle()
+
+
+def test_no_room(recorded: Path, tmp_path: Path) -> None:
+    with World(MODELS["full"], Conditions(slots=4, tier=False), tmp_path, 1) as world:
+        stored(world)
+        cpu = world.planner.cpu
+        cpu.pin(list(cpu.resident))  # everything is in use
+        serve(world, "a", [9, *PROMPT])
+        world.forget_locally()
+        assert reason(serve(world, "b", [9, *PROMPT])) is Reason.NO_ROOM
+
+
+def test_not_admitted(world: World) -> None:
+    class Never(AdmissionPolicy):
+        def admit(self, key: Any, info: Any) -> bool:
+            return False
+
+    world.planner._stores._admission = Never()
+    stored(world)
+    assert reason(serve(world, "b", PROMPT)) is Reason.NOT_ADMITTED
+
+
+def test_being_stored(world: World) -> None:
+    keys = stored(world)
+    world.planner.cpu.drop(keys)
+    world.planner.lower[0].drop(keys)
+    world.planner.cpu.reserve(keys[:1], [EntryInfo()])
+    request = _request(world, "b", PROMPT, None)
+    world.scheduler.add_request(request)
+    world.step()
+    assert reason(world.connector._scheduler.log.last[-1]) is Reason.STORING
+    world.planner.cpu.abort(keys[:1])
+    world.drain()
+
+
+def test_store_failed(world: World) -> None:
+    """The store's blocks were given away before it was sent."""
+    request = _request(world, "a", PROMPT, None)
+    world.scheduler.add_request(request)
+    planner = world.planner
+    step = planner.step
+
+    def cancelled(**options: Any) -> Any:
+        planner._stores.cancel_planned()
+        return step(**options)
+
+    planner.step = cancelled
+    world.drain()
+    planner.step = step
+    world.forget_locally()
+    assert reason(serve(world, "b", PROMPT)) is Reason.STORE_FAILED
+
+
+def reads_give(world: World, outcome: ReadOutcome) -> None:
+    """Every read of the lower tier gives this from now on; the CPU tier is empty."""
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+
+    async def read(keys: Any, into: Any) -> list[ReadOutcome]:
+        return [outcome] * len(keys)
+
+    world.executor._tiers[0].read = read
+
+
+@pytest.mark.parametrize(
+    ("outcome", "first", "then"),
+    [
+        (ReadOutcome.CORRUPT, Reason.CORRUPT, Reason.CORRUPT),
+        (ReadOutcome.MISS, Reason.LOST, Reason.LOST),
+        (ReadOutcome.BUSY, Reason.LOAD_FAILED, None),
+    ],
+)
+def test_bad_records(
+    world: World, outcome: ReadOutcome, first: Reason, then: Reason | None
+) -> None:
+    stored(world)
+    reads_give(world, outcome)
+    found = serve(world, "b", PROMPT)
+    assert reason(found) is first, "the request whose load failed"
+    assert found.loaded == {}
+    if then is not None:
+        world.planner.cpu.drop(list(world.planner.cpu.resident))
+        world.planner.lower[0].drop(list(world.planner.lower[0].resident))
+        world.forget_locally()
+        later = serve(world, "c", PROMPT, no_store=True)
+        assert reason(later) is then, "a request that comes after it was dropped"
+        assert later.miss.tier == "file"
+
+
+def test_deadline(world: World) -> None:
+    """The request was answered before its load has ended."""
+    stored(world)
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+    run_load = world.executor._run_load
+
+    async def late(task: Any) -> None:
+        world.executor._end_load(task.job, is_ok=False)
+        task.give_up(late=True)
+        world.executor._answer(task.job, await task.run())
+
+    world.executor._run_load = late
+    found = serve(world, "b", PROMPT)
+    world.executor._run_load = run_load
+    assert reason(found) is Reason.DEADLINE
+    assert why.failed(None) is why.failed(JobResult(late=True)) is Reason.DEADLINE
+
+
+def test_other_namespace_says_which_field_differs(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conditions = Conditions(slots=100)
+    with World(MODELS["full"], conditions, tmp_path, 1) as world:
+        stored(world)
+        world.check_idle()
+    make = oracle_world.make_config
+
+    def other(*arguments: Any) -> Any:
+        config, kv_cache_config = make(*arguments)
+        config.kv_transfer_config.kv_connector_extra_config["chunk_blocks"] = 2
+        return config, kv_cache_config
+
+    monkeypatch.setattr(oracle_world, "make_config", other)
+    with World(MODELS["full"], conditions, tmp_path, 1) as world:
+        miss = serve(world, "a", PROMPT).miss
+        assert miss.reason is Reason.NAMESPACE
+        assert "chunk_blocks differs" in miss.note
+        monkeypatch.setattr(why, "FOREIGN_S", -1.0)
+        assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, "much later"
+
+
+def test_reset(world: World) -> None:
+    stored(world)
+    world.change_weights()
+    assert reason(serve(world, "b", PROMPT)) is Reason.RESET
+
+
+@pytest.mark.parametrize("name", ["sliding_full", "mamba1_full"])
+def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
+    """The layers that keep every token have the prefix, the others kept another boundary."""
+    with World(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
+        kinds = {g.group: g.kind for g in world.connector._scheduler.layout.groups}
+        serve(world, "a", [*PROMPT, *range(64, 120)])
+        world.forget_locally()
+        cpu = world.planner.cpu
+        # As if they had never been there: a window's chunks are kept or not with their boundary.
+        cpu.drop([key for key in list(cpu.resident) if kinds[group_of(key)] == "window"])
+        miss = serve(world, "b", PROMPT).miss
+        assert miss.reason is Reason.WINDOW
+        assert kinds[miss.group] in ("window", "state")
+        world.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("told", "note"),
+    [
+        ({"no_load": True}, "no_load"),
+        ({"tiers": []}, "no_load"),
+        ({"max_load_tokens": 8}, "max_load_tokens"),
+        ({"tiers": ["file"]}, "tiers"),
+    ],
+)
+def test_filtered_by_the_request(world: World, told: dict[str, Any], note: str) -> None:
+    stored(world)
+    world.planner.lower[0].drop(list(world.planner.lower[0].resident))
+    found = serve(world, "b", PROMPT, **told)
+    assert reason(found) is Reason.FILTERED
+    assert found.miss.note == note
+
+
+def test_budget(world: World) -> None:
+    stored(world)
+    world.planner._loads.loading = 1
+    world.planner._loads._max_chunks = 2
+    found = serve(world, "b", PROMPT)
+    assert reason(found) is Reason.BUDGET
+    assert (found.loaded, world.planner.totals()["loads"]) == ({}, 0), "it was computed"
+
+
+@pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])
+def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
+    stored(world)
+    gate = world.planner.gates.tiers[0]
+    far = time.monotonic() + 1e6
+    if which is Reason.BREAKER:
+        gate.reads.state, gate.reads._retry_at = Circuit.OPEN, far
+    else:
+        gate.pace.pays, gate.pace._retry_at = False, far
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+    found = serve(world, "b", PROMPT)
+    assert reason(found) is which
+    assert found.miss.tier == "file"
+
+
+def test_too_few_tokens_to_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(world)
+    world.planner.cpu.drop(list(world.planner.cpu.resident))
+    pace = type(world.planner.gates.tiers[0].pace)
+    monkeypatch.setattr(pace, "least_tokens", 1000.0)
+    assert reason(serve(world, "b", PROMPT)) is Reason.BREAK_EVEN
+
+
+# -- counted, written and read back --------------------------------------------------------------
+
+
+def test_counters_and_file_tell_the_same(world: World, recorded: Path) -> None:
+    serve(world, "a", PROMPT)
+    world.forget_locally()
+    serve(world, "b", [*PROMPT, *range(80, 100)])
+    serve(world, "c", PROMPT, no_load=True)
+    totals = world.connector._scheduler.log.totals()
+    assert totals["misses:never_stored"] == 2
+    assert totals["recomputed_tokens:never_stored"] == 60 + 16
+    world.connector.shutdown()
+    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
+    assert [line["request"] for line in lines] == ["a", "b", "c"]
+    assert lines[1]["loaded_tokens"] == {"cpu": 64}
+    assert recorded.stat().st_mode & 0o777 == 0o600
+    shown = CliRunner().invoke(app, ["why", str(recorded), "--json", "--reason", "never_stored"])
+    assert shown.exit_code == 0, shown.output
+    assert [r["request"] for r in json.loads(shown.output)["requests"]] == ["a", "b"]
+    table = CliRunner().invoke(app, ["why", str(recorded), "--request", "b"])
+    assert "64 cpu" in table.output
+    assert "token 68 of group 0" in table.output
+    assert MEANINGS[Reason.NEVER_STORED][:40] in table.output
+
+
+def test_a_record_that_fails_costs_no_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(world)
+
+    def broken(*_: Any) -> Miss:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(why.Explainer, "why", broken)
+    world.scheduler.add_request(_request(world, "b", PROMPT, None))
+    world.drain()
+    assert world.loaded()["cpu"] == 60
+    assert world.connector.faults.by_hook.pop("explain") >= 1
+
+
+# -- planted faults ------------------------------------------------------------------------------
+
+
+def _departures_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Departures, "note", lambda self, keys, departure: None)
+
+
+def _one_boundary_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "next_boundary", lambda self, hit: max(4, hit))
+
+
+def _gates_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(why.Explainer, "_held_back", staticmethod(lambda *_: None))
+
+
+def _failures_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestLog, "failed", lambda self, record, reason: None)
+
+
+def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
+    lookup = SchedulerSide.lookup
+
+    def twice(self: Any, request: Any, computed: int) -> Any:
+        found = lookup(self, request, computed)
+        self._tracker(request).record = None
+        self._explain(request)
+        self._tracker(request).record = None
+        return found
+
+    patch.setattr(SchedulerSide, "lookup", twice)
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [
+        (_departures_forgotten, test_reset),
+        (_one_boundary_too_early, test_never_stored_then_complete),
+        (_gates_not_looked_at, lambda world: test_a_tier_that_is_not_asked(world, Reason.BREAKER)),
+        (_failures_not_told, test_deadline),
+        (
+            _recorded_at_each_lookup,
+            lambda world: test_counters_and_file_tell_the_same(world, Path("unused")),
+        ),
+    ],
+)
+def test_planted_faults_are_seen(
+    world: World, fault: Callable[[pytest.MonkeyPatch], None], test: Callable[[World], None]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(AssertionError):
+            test(world)
+    world.drain()

@@ -1,0 +1,234 @@
+"""Engines that share a tier, each with vLLM's real scheduler: every byte that a forward pass reads
+is right, whoever has stored it, also when their weights change apart from each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from offload.config.schema import TierConfig
+from offload.connector.scheduler import scheduler_side
+from offload.messages.report import Answer
+from offload.namespaces.epochs import TierEpochs
+from offload.worker.presence_queries import Asker
+from offload.worker.tier_writer import TierWriter
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, World
+from tests.oracle.test_scheduler import READS_WRONG, live
+from tiers.base import ReadOutcome, Tier, TierIoError
+from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
+
+PROMPT = list(range(64))
+SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "3")))
+
+
+class UnreliableSharedTier(SharedMemoryTier):
+    """Takes its time; now and then it cannot say what it holds, or has lost what it said it has."""
+
+    def __init__(
+        self, rng: random.Random, rate: float, memory: SharedMemory, **options: Any
+    ) -> None:
+        super().__init__(memory, **options)
+        self._random = rng
+        self._rate = rate
+        self.may_reset = asyncio.Event()
+        self.may_reset.set()
+
+    async def present(self, keys: Any) -> list[bool]:
+        for _ in range(self._random.randrange(8)):
+            await asyncio.sleep(0)
+        if self._random.random() < self._rate:
+            raise TierIoError("it does not answer")
+        return await super().present(keys)
+
+    async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
+        for _ in range(self._random.randrange(8)):
+            await asyncio.sleep(0)
+        gone = [key for key in keys if self._random.random() < self._rate]
+        await self.delete(gone)
+        return await super().read(keys, into)
+
+    async def reset(self, epoch: int) -> None:
+        for _ in range(self._random.randrange(40)):
+            await asyncio.sleep(0)
+        await self.may_reset.wait()
+        await super().reset(epoch)
+
+
+class Engine(World):
+    """One of several engines over a shared memory; weights that it is given are its own."""
+
+    def __init__(
+        self, number: int, memory: SharedMemory, conditions: Conditions, folder: Path, seed: int
+    ) -> None:
+        self.number = number
+        self.memory = memory
+        self.served = 0
+        super().__init__(MODELS["full"], conditions, folder, seed)
+
+    def _make_tier(self, spec: Any) -> Tier:
+        rate = self._conditions.fault_rate
+        return UnreliableSharedTier(self.random, rate, self.memory, namespace=b"n" * 16)
+
+    def change_weights(self) -> None:
+        before = self.weights
+        super().change_weights()
+        if self.weights != before == 0:
+            self.weights += 100 * self.number
+
+
+def two(
+    folder: Path, seed: int, conditions: Conditions, lookup_timeout_s: float = 60.0
+) -> tuple[Engine, Engine]:
+    """Two engines over one memory, for the same prompts. What is answered at all is answered in
+    time, on a busy machine too."""
+    memory = SharedMemory(1 << 20)
+    one, other = (Engine(n, memory, conditions, folder / str(n), seed) for n in (1, 2))
+    for engine in (one, other):
+        shared = engine.planner.shared
+        shared.limits = replace(shared.limits, lookup_timeout_s=lookup_timeout_s)
+    other._prompts = one._prompts = []
+    return one, other
+
+
+def serve_together(folder: Path, seed: int) -> tuple[Engine, Engine]:
+    """They take turns, under one seed."""
+    rng = random.Random(seed)
+    slots, faults = rng.choice([12, 30]), rng.choice([0.0, 0.1])
+    conditions = Conditions(slots=slots, fault_rate=faults, asynchronous=seed % 2 == 1)
+    one, other = two(folder, seed, conditions)
+    with one, other:
+        for _ in range(8):
+            for engine, next_one in ((one, other), (other, one)):
+                live(engine, 20)
+                next_one._prompts = list(engine._prompts)
+    return one, other
+
+
+def serve(engine: Engine, prompt: list[int]) -> None:
+    """One request of its own, to its end."""
+    request(engine, prompt)
+    engine.drain()
+    engine.check()
+
+
+def request(engine: Engine, prompt: list[int]) -> None:
+    """A client's request."""
+    engine.served += 1
+    name = f"r100{engine.served}"
+    engine._salts[name] = None
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    made = Request(name, prompt, sampling, None, block_hasher=engine._hasher)
+    engine.scheduler.add_request(made)
+
+
+def serve_before_a_reset_is_through(folder: Path) -> None:
+    """The same prompt again under new weights, while the tier is still of the old ones' epoch."""
+    engine, other = two(folder, 1, Conditions(slots=80), lookup_timeout_s=0.05)
+    with engine, other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_side, "STALL_S", 0.2)  # so long the engine steps for nothing
+        serve(engine, PROMPT)
+        tier = engine.executor._tiers[0]
+        tier.may_reset.clear()
+        engine.change_weights()
+        request(engine, PROMPT)
+        while engine.scheduler.has_requests():
+            engine.step()
+        tier.may_reset.set()
+        engine.drain()
+        engine.check_idle()
+
+
+def serve_apart(folder: Path) -> None:
+    """Both have new weights, each its own, and compute the same prompt."""
+    one, other = two(folder, 1, Conditions(slots=80))
+    with one, other:
+        for engine in (one, other):
+            serve(engine, PROMPT)
+            engine.change_weights()
+        for engine in (one, other):
+            serve(engine, PROMPT)
+            engine.check_idle()
+
+
+@pytest.fixture(autouse=True)
+def _a_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TierConfig, "shared", True)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # or equal prompts have other keys in each engine
+
+
+def test_every_byte_read_is_right(tmp_path: Path) -> None:
+    found = dict.fromkeys(["found_chunks:file", "unanswered_questions:file", "load_failures"], 0.0)
+    weights = 0
+    for seed in SEEDS:
+        for engine in serve_together(tmp_path / str(seed), seed):
+            assert engine.finished > 5
+            assert engine.loaded()["file"] > 0, f"seed {seed}: nothing came from the shared tier"
+            weights += engine.weights > 0
+            for name in found:
+                found[name] += engine.planner.totals()[name]
+    assert all(found.values()), f"what this stands on did not happen: {found}"
+    assert weights
+
+
+def test_weights_that_were_changed_apart_are_not_shared(tmp_path: Path) -> None:
+    serve_apart(tmp_path)
+
+
+def test_an_idle_engine_restores_what_another_has_stored(tmp_path: Path) -> None:
+    """The request waits for the answer, and the engine steps on meanwhile."""
+    one, other = two(tmp_path, 1, Conditions(slots=80))
+    with one, other:
+        serve(one, PROMPT)
+        serve(other, PROMPT)
+        other.check_idle()
+        assert other.loaded()["file"] > 0, "nothing came"
+        assert other.planner.totals()["lookup_timeouts"] == 0
+
+
+def test_a_tier_is_not_asked_before_a_reset_is_through(tmp_path: Path) -> None:
+    serve_before_a_reset_is_through(tmp_path)
+
+
+# -- planted faults ------------------------------------------------------------------------------
+
+
+def test_resets_that_every_engine_counts_for_itself_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {}
+
+    def counted(self: Any, tier: int, _noted: Any) -> int:
+        numbers[id(self)] = numbers.get(id(self), -1) + 2
+        return numbers[id(self)]
+
+    monkeypatch.setattr(TierEpochs, "begin", counted)
+    with pytest.raises(AssertionError, match=READS_WRONG):
+        serve_apart(tmp_path)
+
+
+def test_answers_from_before_a_reset_is_through_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierWriter, "_is_behind", lambda self: False)
+    with pytest.raises(AssertionError, match=READS_WRONG):
+        serve_before_a_reset_is_through(tmp_path)
+
+
+def test_an_engine_that_never_asks_restores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: Any, question: Any) -> Answer:
+        return Answer(None)
+
+    monkeypatch.setattr(Asker, "ask", silent)
+    with pytest.raises(AssertionError, match="nothing came"):
+        test_an_idle_engine_restores_what_another_has_stored(tmp_path)

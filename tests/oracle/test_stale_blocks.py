@@ -1,0 +1,130 @@
+"""GPU blocks that must not be stored, under vLLM's real scheduler: of old weights, and those that
+may have been overwritten because a hook failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
+from offload.planner.jobs import JobKind
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, World
+from tests.oracle.test_miss_reasons import PROMPT, stored
+from tests.oracle.test_requests_told import _request
+
+OTHER = list(range(30, 94))
+
+
+def ask(world: World, name: str, prompt: list[int]) -> Any:
+    request = _request(world, name, prompt, None)
+    world.scheduler.add_request(request)
+    return request
+
+
+@pytest.fixture(params=["full", "mamba1_full"])
+def world(request: Any, tmp_path: Path) -> Any:
+    """With and without recurrent states, which are stored in another way."""
+    conditions = Conditions(slots=100, tier=False, batched_tokens=16)
+    with World(MODELS[request.param], conditions, tmp_path, 2) as made:
+        yield made
+
+
+def compute_a_part(world: World) -> None:
+    """A request is in the midst of its prompt when the weights change; it is not restarted."""
+    request = ask(world, "running", PROMPT)
+    world.step()
+    world.step()
+    assert 0 < request.num_computed_tokens < len(PROMPT)
+    world.scheduler.reset_connector_cache()
+
+
+def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: World) -> None:
+    """Nor what follows: it is computed from the old KV cache."""
+    compute_a_part(world)
+    world.drain()
+    world.check()
+    assert world.finished == 1
+    assert len(world.planner.cpu) == 0
+    ask(world, "later", OTHER)
+    world.drain()
+    assert len(world.planner.cpu) > 0
+
+
+def test_a_request_that_begins_again_is_stored_under_new_weights(world: World) -> None:
+    compute_a_part(world)
+    world.forget_locally()  # vLLM preempts it, and computes it from the beginning
+    world.drain()
+    world.check()
+    assert len(world.planner.cpu) >= len(PROMPT) // 4
+    world.check_idle()
+
+
+@pytest.mark.parametrize("how", ["failed", "preempted"])
+def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
+    """A load has failed, or its request has lost its blocks again: nothing of it counts as loaded,
+    and others need not wait for the end of this request."""
+    with World(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
+        keys = stored(world)[: (len(PROMPT) - 1) // 4]
+        if how == "failed":
+            world.planner.cpu.clear()
+            world.executor._tiers[0].records.clear()
+        again = ask(world, "again", PROMPT)
+        while not again.num_output_tokens:
+            world.step()
+        if how == "preempted":
+            assert world.loaded()["cpu"] > 0
+            world.planner.cpu.clear()
+            world.planner.lower[0].clear()
+            world.forget_locally()
+            assert again.num_computed_tokens == 0
+            while not again.num_computed_tokens > len(PROMPT):
+                world.step()
+        else:
+            assert world.planner.totals()["load_failures"] == 1
+        assert "again" in world.scheduler.requests
+        assert not any(map(world.planner.cpu.is_absent, keys))
+        world.drain()
+        world.check()
+
+
+def chunks_being_stored(world: World) -> int:
+    """Of stores that were sent and not answered."""
+    unsent = {store.job for store in world.planner._stores._planned}
+    jobs = [job for job in world.planner._ledger.jobs() if job.kind is JobKind.STORE]
+    return sum(len(job.fills) for job in jobs if job.job not in unsent)
+
+
+@pytest.mark.parametrize("hook", ["build_connector_meta", "update_state_after_alloc"])
+def test_a_fault_that_may_have_hidden_a_fence_spoils_every_open_store(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the blocks of these stores hold nobody knows. The chunks may be stored again later."""
+    with World(MODELS["full"], Conditions(slots=100, tier=False, late=1), tmp_path, 2) as world:
+        ask(world, "stored", PROMPT)
+        world.drain()
+        world.forget_locally()
+        ask(world, "storing", OTHER)
+        while not chunks_being_stored(world):
+            world.step()
+        spoilt = []
+
+        def broken(*_: Any) -> Any:
+            monkeypatch.undo()
+            spoilt.append(chunks_being_stored(world))
+            raise RuntimeError("a fault in a hook")
+
+        if hook == "build_connector_meta":
+            monkeypatch.setattr(BlockTables, "rewritten", broken)
+        else:
+            monkeypatch.setattr(WantedChunks, "of_range", broken)
+            ask(world, "loading", PROMPT)
+        world.drain()
+        assert world.connector.faults.by_hook == {hook: 1}
+        assert spoilt[0] > 0, "the stores ended before the fault"
+        assert world.planner.totals()["store_failures:cpu"] == spoilt[0]
+        assert world.finished == (2 if hook == "build_connector_meta" else 3)
+        assert world.mismatches == []
+        world.planner.check()

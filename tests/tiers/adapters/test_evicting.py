@@ -1,0 +1,124 @@
+"""A tier below its watermarks by a policy: churn, budget, admission."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.base import EntryInfo, RemoveCause
+from policies.eviction.lru import LruPolicy
+from tiers.adapters.evicting import EvictingTier, WriteBudget
+from tiers.base import Key, Tier, WriteOutcome
+from tiers.lmdb.tier import LmdbTier
+from tiers.testing import all_keys, assert_holds, assert_misses, key_of, put
+from tiers.testing.faults import CountingTier
+from tiers.testing.memory_tier import MemoryTier
+
+CAUSES = (RemoveCause.EVICTED, RemoveCause.DROPPED)
+
+
+def describe(key: Key, payload_bytes: int) -> EntryInfo:
+    return EntryInfo(size_bytes=payload_bytes)
+
+
+def evicting(inner: Tier, **options: Any) -> EvictingTier:
+    return EvictingTier(inner, LruPolicy(), describe=describe, causes=CAUSES, **options)
+
+
+async def test_ten_thousand_chunks_through_a_cap_of_a_thousand(tmp_path: Path) -> None:
+    """Size of the folder stays in the cap; the last tenth is printed beside the first."""
+    size, cap = 32 << 10, 1000
+    capacity_bytes = (cap * size) + (3 << 20)
+    tier = evicting(LmdbTier(tmp_path / "tier", capacity_bytes, reserve_bytes=0))
+    await tier.open()
+    seconds = []
+    for start in range(0, 10_000, 50):
+        began = time.perf_counter()
+        keys = [key_of(n) for n in range(start, start + 50)]
+        assert await put(tier, keys, size) == [WriteOutcome.OK] * 50
+        seconds.append(time.perf_counter() - began)
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "tier").iterdir())  # a test
+        assert on_disk <= capacity_bytes + (64 << 10), start
+        await assert_holds(tier, keys[:2], size)
+    tenth = len(seconds) // 10
+    first, last = (sorted(part)[tenth // 2] for part in (seconds[:tenth], seconds[-tenth:]))
+    print(f"50 chunks: {first * 1e3:.1f} ms in the first tenth, {last * 1e3:.1f} ms in the last")
+    await assert_holds(tier, [key_of(n) for n in range(9_200, 10_000)], size)
+    await assert_misses(tier, [key_of(n) for n in range(8_000)], size)
+    await tier.aclose()
+
+
+async def test_recency_decides_and_survives_a_restart(tmp_path: Path) -> None:
+    size = 1 << 20
+    kept = [key_of(n) for n in range(4)]
+    tier = evicting(LmdbTier(tmp_path / "tier", 24 << 20, reserve_bytes=0), high=0.9, low=0.8)
+    await tier.open()
+    await put(tier, [key_of(n) for n in range(16)], size)
+    await assert_holds(tier, kept, size)
+    await tier.aclose()
+
+    tier = evicting(LmdbTier(tmp_path / "tier", 24 << 20, reserve_bytes=0), high=0.9, low=0.8)
+    assert (await tier.open()).record_count == 16
+    await put(tier, [key_of(n) for n in range(100, 110)], size)
+    await assert_holds(tier, kept, size)
+    await assert_misses(tier, [key_of(4), key_of(5)], size)
+    await tier.aclose()
+
+
+async def test_evicting_ahead_leaves_room_for_the_next_write() -> None:
+    inner = CountingTier(MemoryTier(100_000))
+    tier = evicting(inner, high=0.8, low=0.5)
+    await tier.open()
+    await put(tier, [key_of(n) for n in range(80)], 1000)
+    assert not inner.calls["delete"]
+    await put(tier, [key_of(80)], 1000)
+    await asyncio.sleep(0)  # the background task runs, the memory tier never waits
+    assert inner.calls["delete"] > 0
+    left = [stored.key for stored in await all_keys(tier)]
+    assert left == [key_of(n) for n in range(31, 81)]
+    await tier.aclose()
+
+
+async def test_a_write_larger_than_the_tier_is_full() -> None:
+    tier = evicting(MemoryTier(10_000))
+    await tier.open()
+    assert await put(tier, [key_of(1)], 20_000) == [WriteOutcome.FULL]
+    await tier.aclose()
+
+
+async def test_the_budget_refills_with_time() -> None:
+    now = 0.0
+    budget = WriteBudget(86_400 * 100, burst_s=50, clock=lambda: now)
+    tier = evicting(MemoryTier(1 << 20), budget=budget)
+    await tier.open()
+    outcomes = await put(tier, [key_of(n) for n in range(10)], 1000)
+    assert outcomes == [WriteOutcome.OK] * 5 + [WriteOutcome.FULL] * 5
+    now = 20.0
+    outcomes = await put(tier, [key_of(n) for n in range(10, 15)], 1000)
+    assert outcomes == [WriteOutcome.OK] * 2 + [WriteOutcome.FULL] * 3
+    assert tier.stats()["over_budget"] == 8
+    await tier.aclose()
+
+
+async def test_only_what_is_admitted_is_written() -> None:
+    seen: set[Key] = set()
+
+    def second_use(key: Key, info: EntryInfo) -> bool:
+        known = key in seen
+        seen.add(key)
+        return known
+
+    tier = evicting(MemoryTier(1 << 20), admit=second_use)
+    await tier.open()
+    assert await put(tier, [key_of(1)], 1000) == [WriteOutcome.FULL]
+    assert await put(tier, [key_of(1), key_of(2)], 1000) == [WriteOutcome.OK, WriteOutcome.FULL]
+    await tier.aclose()
+
+
+def test_watermarks_are_checked() -> None:
+    with pytest.raises(ValueError, match="watermarks"):
+        evicting(MemoryTier(1), high=0.5, low=0.6)

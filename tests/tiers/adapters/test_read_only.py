@@ -1,0 +1,137 @@
+"""The read-only tier over what others have; its sources here are dicts that can break or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from tiers.adapters.read_only import AskedForeignTier, ForeignKey, ForeignTier
+from tiers.base import Buffer, ReadOutcome, TierIoError
+from tiers.testing import aligned, all_keys, fetch
+
+SIZE = 4096
+
+
+class Shelf:
+    """A source: ``byte`` fills every payload; keys are used in the order in which they stand."""
+
+    def __init__(self, byte: int, *keys: bytes) -> None:
+        self.byte, self.held = byte, list(keys)
+        self.error: Exception | None = None
+        self.go = threading.Event()
+        self.go.set()
+        self.began = threading.Event()
+        self.closed = 0
+        self.threads: set[int] = set()
+
+    def keys(self) -> list[ForeignKey]:
+        self.threads.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        return [ForeignKey(key, self.byte * 100 + n, SIZE) for n, key in enumerate(self.held)]
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        return [self._read(key, data) for key, data in zip(keys, into, strict=True)]
+
+    def _read(self, key: bytes, into: Buffer) -> ReadOutcome:
+        self.threads.add(threading.get_ident())
+        self.began.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        if key not in self.held:
+            return ReadOutcome.MISS
+        into[:] = self.byte
+        return ReadOutcome.OK
+
+    def have(self, keys: Sequence[bytes]) -> list[bool]:
+        self.threads.add(threading.get_ident())
+        return [key in self.held for key in keys]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@asynccontextmanager
+async def over(*shelves: Shelf, asked: bool = False) -> AsyncIterator[ForeignTier]:
+    tier = (AskedForeignTier if asked else ForeignTier)(lambda: shelves)
+    try:
+        await tier.open()
+        yield tier
+    finally:
+        await tier.aclose()
+        await tier.aclose()
+        assert [shelf.closed for shelf in shelves] == [1] * len(shelves)
+
+
+async def test_the_first_source_is_asked_and_uses_are_in_order() -> None:
+    late, early = Shelf(2, b"b", b"c"), Shelf(1, b"a", b"b")
+    async with over(late, early) as tier:
+        assert [key for key, _ in await all_keys(tier)] == [b"a", b"b", b"c"]
+        for key, byte in ((b"a", 1), (b"b", 2), (b"c", 2)):
+            outcome, payload = await fetch(tier, key, SIZE)
+            assert outcome is ReadOutcome.OK
+            assert (payload == byte).all()
+        assert (await fetch(tier, b"z", SIZE))[0] is ReadOutcome.MISS
+        assert (await fetch(tier, b"a", SIZE * 2))[0] is ReadOutcome.CORRUPT
+        late.held.remove(b"c")
+        assert (await fetch(tier, b"c", SIZE))[0] is ReadOutcome.MISS
+        assert tier.stats() == {"records": 3, "reads": 6, "misses": 2, "write_attempts": 0}
+    assert late.threads == early.threads
+    assert threading.get_ident() not in late.threads
+
+
+async def test_one_that_is_asked_knows_what_came_later() -> None:
+    first, second = Shelf(1, b"a"), Shelf(2, b"b")
+    async with over(first, second, asked=True) as tier:
+        assert await all_keys(tier) == []
+        assert await tier.present([b"a", b"b", b"c"]) == [True, True, False]
+        second.held.append(b"c")
+        assert await tier.present([b"c"]) == [True]
+        for key, byte in ((b"a", 1), (b"c", 2)):
+            outcome, payload = await fetch(tier, key, SIZE)
+            assert outcome is ReadOutcome.OK
+            assert (payload == byte).all()
+        first.held.remove(b"a")
+        assert (await fetch(tier, b"a", SIZE))[0] is ReadOutcome.MISS
+        await tier.delete([b"b"])  # it was damaged, and still lies there
+        assert await tier.present([b"b", b"c"]) == [False, True]
+        await tier.reset(1)
+        assert await tier.present([b"b", b"c"]) == [False, False]
+        assert (await fetch(tier, b"c", SIZE))[0] is ReadOutcome.MISS
+        assert tier.stats() == {"records": 0, "reads": 4, "misses": 2, "write_attempts": 0}
+    assert first.threads == second.threads
+
+
+async def test_a_broken_source_costs_its_records_only() -> None:
+    broken, good = Shelf(1, b"a"), Shelf(2, b"b")
+    broken.error = RuntimeError("no database")
+    async with over(broken, good) as tier:
+        assert [key for key, _ in await all_keys(tier)] == [b"b"]
+        assert (await fetch(tier, b"b", SIZE))[0] is ReadOutcome.OK
+        good.error = RuntimeError("gone")
+        with pytest.raises(TierIoError, match="gone"):
+            await fetch(tier, b"b", SIZE)
+
+
+async def test_a_cancelled_read_ends_when_nobody_writes_any_more() -> None:
+    slow = Shelf(7, b"a")
+    async with over(slow) as tier:
+        slow.go.clear()
+        into = aligned(SIZE)
+        into[:] = 0
+        reading = asyncio.ensure_future(tier.read([b"a"], [into]))
+        await asyncio.to_thread(slow.began.wait, 30)
+        reading.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        slow.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert np.unique(into).tolist() == [7]

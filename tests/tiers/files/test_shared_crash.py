@@ -1,0 +1,122 @@
+"""Four processes share one folder of files, and two of them are killed.
+
+The cap is held within the bound that ``shared_folder`` states, no record is lost or wrong, and what
+the dead had begun goes away. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.shared import processes as shared_world
+from tests.tiers.shared.child import BATCH
+from tests.tiers.shared.processes import Child, bytes_of, children, watch
+from tiers.base import ReadOutcome
+from tiers.files.shared_folder import GRANT_SHARE
+from tiers.testing import fetch, key_of, payload_of
+
+SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
+SIZE = 40_000
+ENGINES = 4
+ROOMY = 64 << 20
+TIGHT = 8 << 20
+SMALL_FILES_BYTES = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``plant`` changes in this process is as it was after the test."""
+    for name in ("no-cap", "no-sweep"):
+        owner, attribute, _instead = shared_world.FAULTS[name]
+        monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
+
+
+def most_bytes(capacity: int) -> int:
+    """The stated bound: two grants for each engine that joins while the others write."""
+    return capacity + 2 * (ENGINES - 1) * capacity // GRANT_SHARE + SMALL_FILES_BYTES
+
+
+def unfinished(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("epoch-*/*.tmp")]
+
+
+def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
+    """Two are killed: one at a random moment, one in the middle of writing a file."""
+    shared_world.plant(fault)
+    rng = random.Random(seed)
+    arguments = (capacity, SIZE)
+
+    def sample() -> None:
+        held = bytes_of(folder)
+        assert held <= most_bytes(capacity), f"{held} bytes, seed {seed}"
+
+    kill_after = rng.randrange(1, count)
+    with children(
+        Child("half-file", folder, 0, *arguments, rng.randrange(2, 9) * BATCH, fault),
+        Child("file", folder, 1, *arguments, count, fault),
+        Child("file", folder, 2, *arguments, count, fault),
+        Child("file", folder, 3, *arguments, count, fault),
+    ) as group:
+        half, victim, *others = group
+        watch(group, lambda: len(victim.said("+")) >= kill_after, sample)
+        victim.kill()
+        watch(group, lambda: bool(half.said(".")), sample)
+        half.kill()
+        watch(group, lambda: all(child.said(".") for child in others), sample)
+        wrong = [number for child in group for number in child.said("W")]
+        assert not wrong, f"wrong bytes of {wrong}, seed {seed}"
+        by_child = [child.said("+") for child in group]
+        for child in others:
+            child.leave()
+    asyncio.run(check(folder, capacity, by_child))
+    sample()
+
+
+async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
+    tier = shared_world.make_tier("file", folder, capacity)
+    info = await tier.open()
+    found = 0
+    try:
+        assert unfinished(folder) == [], "files of the dead stay"
+        assert len(os.listdir(folder / "engines")) == 1, "the dead are still among the living"
+        for stored in by_child:
+            there = await tier.present([key_of(number) for number in stored])
+            first = there.index(True) if True in there else len(stored)
+            assert capacity != ROOMY or not first, f"{stored[:first]} are lost"
+            assert all(there[first:]), "evicted, but not the oldest"
+            for number in stored[first:]:
+                outcome, data = await fetch(tier, key_of(number), SIZE)
+                assert outcome is ReadOutcome.OK, f"{number} is lost"
+                assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+            found += len(stored) - first
+        fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
+        assert capacity == ROOMY or found > 0.7 * fit, f"only {found} of {fit} are there"
+    finally:
+        await tier.aclose()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", ROOMY, 60, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", TIGHT, 120, 1000 + seed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen", "capacity", "count"),
+    [("no-cap", "bytes, seed", TIGHT, 90), ("no-sweep", "files of the dead", ROOMY, 24)],
+)
+def test_a_planted_fault_is_seen(
+    tmp_path: Path, fault: str, seen: str, capacity: int, count: int
+) -> None:
+    with pytest.raises(AssertionError, match=seen):
+        run_world(tmp_path / "tier", capacity, count, 1, fault)

@@ -1,0 +1,196 @@
+"""Four processes share one LMDB folder under one cap, and two of them are killed.
+
+The cap is held at every sample, no record is lost or wrong, and what the dead had reserved comes
+back. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite, and all planted faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.tiers.lmdb.test_crash import loop_mount
+from tests.tiers.shared import processes as shared_world
+from tests.tiers.shared.child import BATCH
+from tests.tiers.shared.processes import Child, bytes_of, children, watch
+from tiers.base import ReadOutcome
+from tiers.lmdb.shared.index import State
+from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.testing import fetch, key_of, payload_of
+
+__all__ = ["loop_mount"]
+
+SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
+SIZE = 40_000
+ROOMY = 32 << 20
+"""For everything that the children store; so nothing may be lost."""
+TIGHT = 6 << 20
+
+
+def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
+    """Two are killed: one at a random moment in the first half, one in the middle of writing a
+    payload. ``fault`` is planted in the children."""
+    rng = random.Random(seed)
+    arguments = (capacity, SIZE)
+    largest = 0
+
+    def sample() -> None:
+        nonlocal largest
+        largest = max(largest, bytes_of(folder))
+        assert largest <= capacity, f"{largest} bytes, seed {seed}"
+
+    kill_after = rng.randrange(1, count // 2)
+    with children(
+        Child("half-lmdb", folder, 0, *arguments, rng.randrange(2, 9) * BATCH, fault),
+        Child("lmdb", folder, 1, *arguments, count, fault),
+        Child("lmdb", folder, 2, *arguments, count, fault),
+        Child("lmdb", folder, 3, *arguments, count, fault),
+    ) as group:
+        half, victim, *others = group
+
+        def are_dead() -> bool:
+            for child, is_due in (
+                (victim, len(victim.said("+")) >= kill_after),
+                (half, bool(half.said("."))),
+            ):
+                if is_due:
+                    child.kill()
+            return all(child.process.returncode is not None for child in (half, victim))
+
+        watch(group, are_dead, sample)
+        watch(group, lambda: all(child.said(".") for child in others), sample)
+        wrong = [number for child in group for number in child.said("W")]
+        assert not wrong, f"wrong bytes of {wrong}, seed {seed}"
+        dead = {half.process.pid, victim.process.pid}
+        by_child = [child.said("+") for child in group]
+        if capacity == TIGHT:
+            assert largest > 0.9 * capacity, f"nobody came near the cap: {largest}, seed {seed}"
+            check_what_the_living_did(folder, dead)
+        asyncio.run(check(folder, capacity, by_child, dead))
+        for child in others:
+            child.leave()
+    asyncio.run(check(folder, capacity, by_child, dead))
+    sample()
+
+
+def check_what_the_living_did(folder: Path, dead: set[int]) -> None:
+    """They needed every place there is since the others were killed: what those had reserved is
+    free again, and their rows in LMDB's table of readers too, without anybody opening the tier."""
+    with lmdb.open(str(folder), readonly=True, max_dbs=5) as env:
+        with env.begin(db=env.open_db(b"meta", create=False)) as txn:
+            state = State.load(txn.get(b"state"))
+        check_readers(env, dead)
+    assert state.reserved == 0, "places of the dead are not free again"
+    assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
+
+
+async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: set[int]) -> None:
+    tier = shared_world.make_tier("lmdb", folder, capacity)
+    assert isinstance(tier, SharedLmdbTier)
+    info = await tier.open()
+    found = 0
+    try:
+        tier.check()
+        assert tier._store is not None
+        index = tier._store.index
+        state = index.state()
+        check_accounts(state, sum(map(len, by_child)))
+        check_readers(index.env, dead)
+        for stored in by_child:
+            there = await tier.present([key_of(number) for number in stored])
+            first = there.index(True) if True in there else len(stored)
+            assert capacity != ROOMY or not first, f"{stored[:first]} are lost"
+            assert all(there[first:]), "evicted, but not the oldest"
+            for number in stored[first:]:
+                outcome, data = await fetch(tier, key_of(number), SIZE)
+                assert outcome is ReadOutcome.OK, f"{number} is lost"
+                assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+            found += len(stored) - first
+        fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
+        assert capacity == ROOMY or found > 0.7 * fit, f"only {found} of {fit} are there"
+    finally:
+        await tier.aclose()
+
+
+def check_accounts(state: State, stored: int) -> None:
+    """Every record that was ever published is there or was evicted; nothing is reserved."""
+    assert state.reserved == 0, "places of the dead are not free again"
+    assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
+    ever = state.records + state.evicted
+    assert stored <= ever <= stored + 2 * BATCH, f"{stored} were stored, there are {ever}"
+
+
+def check_readers(env: lmdb.Environment, dead: set[int]) -> None:
+    """Nobody who was killed keeps a place in the table of readers."""
+    rows = [line.split() for line in env.readers().splitlines()[1:]]
+    assert not dead & {int(row[0]) for row in rows if row}, "readers that are dead"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", ROOMY, 60, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
+    run_world(tmp_path / "tier", TIGHT, 240, 1000 + seed)
+
+
+def test_a_pulled_plug(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
+    """A copy of the image under stopped writers is what it leaves on the disk."""
+    image, point = loop_mount
+    copy, second = tmp_path / "copy", tmp_path / "mnt2"
+    second.mkdir()
+    arguments = (ROOMY, SIZE, 10_000, "none")
+    with children(*(Child("lmdb", point / "tier", n, *arguments) for n in range(2))) as group:
+        watch(group, lambda: min(len(child.said("+")) for child in group) > 30, lambda: None)
+        for child in group:
+            child.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+        for child in group:
+            child.listen()
+        subprocess.run(["cp", "--sparse=always", str(image), str(copy)], check=True)
+        for child in group:
+            child.kill()
+    stored = {number for child in group for number in child.said("+")}
+    subprocess.run(["mount", "-o", "loop", str(copy), str(second)], check=True)
+    try:
+        asyncio.run(check_all(second / "tier", stored))
+    finally:
+        subprocess.run(["umount", str(second)], check=True)
+
+
+async def check_all(folder: Path, stored: set[int]) -> None:
+    tier = shared_world.make_tier("lmdb", folder, ROOMY)
+    assert isinstance(tier, SharedLmdbTier)
+    await tier.open()
+    tier.check()
+    assert tier.stats()["quarantined"] == tier.stats()["dropped_at_open"] == 0
+    for number in sorted(stored):
+        outcome, data = await fetch(tier, key_of(number), SIZE)
+        assert outcome is ReadOutcome.OK, f"{number} is lost"
+        assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
+    await tier.aclose()
+
+
+PLANTED = {
+    "all-live": "places of the dead",
+    "no-cap-lmdb": "bytes, seed",
+    "no-rollback": "places of the dead",
+    "no-reader-check": "readers that are dead",
+    "evicts-all": "of [0-9]+ are there",
+}
+
+
+@pytest.mark.parametrize("fault", list(PLANTED)[: None if len(SEEDS) > 1 else 2])
+def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(AssertionError, match=PLANTED[fault]):
+        run_world(tmp_path / "tier", TIGHT, 240, 1, fault)

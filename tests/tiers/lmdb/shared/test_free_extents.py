@@ -1,0 +1,75 @@
+"""Free runs in LMDB against the map in memory that they replace, and against a set of pages."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from tiers.io.extents import Run, Runs
+from tiers.lmdb.shared.free_extents import FreeRuns, free_runs, store_free_runs
+
+PAGES = 400
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    held: list[Runs] = []
+    free = set(range(1, PAGES))
+    with lmdb.open(str(tmp_path), max_dbs=1, map_size=1 << 20) as env:
+        table = env.open_db(b"free")
+        with env.begin(write=True) as txn:
+            assert store_free_runs(txn, table, [Run(1, PAGES - 1)]) == PAGES - 1
+        cursor = 0
+        for _ in range(60):
+            with env.begin(write=True) as txn:
+                space = FreeRuns(txn, table, cursor, len(free))
+                for _ in range(rng.randrange(12)):
+                    if held and rng.random() < 0.5:
+                        runs = held.pop(rng.randrange(len(held)))
+                        space.give(runs)
+                        free |= {page for start, n in runs for page in range(start, start + n)}
+                    else:
+                        wanted = rng.randrange(1, 40)
+                        found = space.take(wanted)
+                        assert (found is None) == (wanted > len(free)), seed
+                        if found is not None:
+                            pages = [p for start, n in found for p in range(start, start + n)]
+                            assert len(pages) == len(set(pages)) == wanted
+                            assert free.issuperset(pages), f"given twice, seed {seed}"
+                            free.difference_update(pages)
+                            held.append(found)
+                cursor = space.cursor
+                assert space.pages == len(free)
+            with env.begin() as txn:
+                runs_now = free_runs(txn, table)
+            assert {p for start, n in runs_now for p in range(start, start + n)} == free
+            ends = [start + n for start, n in runs_now]
+            assert all(end < start for end, (start, _n) in zip(ends, runs_now[1:], strict=False))
+
+
+@pytest.mark.parametrize("wrong", [Run(10, 5), Run(12, 1), Run(5, 6), Run(14, 3)])
+def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Run) -> None:
+    with lmdb.open(str(tmp_path), max_dbs=1) as env:
+        table = env.open_db(b"free")
+        with env.begin(write=True) as txn:
+            store_free_runs(txn, table, [Run(10, 5)])
+            space = FreeRuns(txn, table, 0, 5)
+            with pytest.raises(ValueError, match="free already"):
+                space.give([wrong])
+
+
+def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path) -> None:
+    """LMDB does not use the page of a table again that was empty in between."""
+    with lmdb.open(str(tmp_path), max_dbs=1, map_size=64 * 4096) as env:
+        table = env.open_db(b"free")
+        with env.begin(write=True) as txn:
+            space = FreeRuns(txn, table, 0, store_free_runs(txn, table, [Run(1, 5000)]))
+            places = [space.take(1) for _ in range(4999)]
+            for runs in places:
+                assert runs is not None
+                space.give(runs)
+            assert free_runs(txn, table) == [Run(1, 5000)]

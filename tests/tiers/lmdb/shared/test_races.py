@@ -1,0 +1,284 @@
+"""What one process does under the hands of another that shares its tier."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.shared.processes import make_tier
+from tiers.adapters import reopening
+from tiers.adapters.reopening import ReopeningTier
+from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
+from tiers.io.codec import Codec
+from tiers.io.direct_io import DiskIo
+from tiers.lmdb.shared.index import WRITING_NAME
+from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.lmdb.shared.transaction import Changes
+from tiers.lmdb.tier import LmdbTier
+from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
+
+SIZE = 40_000
+CAPACITY = 4 << 20
+OK = WriteOutcome.OK
+
+
+class GatedIo(DiskIo):
+    """Reads wait for ``gate``; ``reached`` is set when one does."""
+
+    def __init__(self) -> None:
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
+        self.reached.set()
+        assert self.gate.wait(60)
+        return super().preadv(fd, views, offset)
+
+
+def elsewhere(folder: Path, code: str) -> str:
+    """Run the body of an async function over ``tier`` in another process; what it prints."""
+    program = (
+        "import asyncio, sys\n"
+        "from tests.tiers.shared.processes import make_tier\n"
+        "from tiers.testing import *\n"
+        "async def main():\n"
+        f"    tier = make_tier('lmdb', sys.argv[1], {CAPACITY})\n"
+        "    await tier.open()\n"
+        f"    {code}\n"
+        "    await tier.aclose()\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    root = Path(__file__).parents[4]
+    return subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout
+
+
+async def opened(folder: Path, io: DiskIo | None = None) -> SharedLmdbTier:
+    tier = make_tier("lmdb", folder, CAPACITY, io)
+    assert isinstance(tier, SharedLmdbTier)
+    await tier.open()
+    return tier
+
+
+async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buffer]:
+    """A read that found its record, but comes to the disk when other bytes lie there."""
+    io = GatedIo()
+    tier = await opened(folder, io)
+    try:
+        assert await put(tier, [key_of(1)], SIZE) == [OK]
+        reading = asyncio.create_task(fetch(tier, key_of(1), SIZE))
+        assert await asyncio.to_thread(io.reached.wait, 60)
+        others = "[key_of(n) for n in range(10, 70)]"
+        fill = f"await tier.delete([key_of(1)]); await put(tier, {others}, {SIZE})"
+        await asyncio.to_thread(elsewhere, folder, fill)
+        io.gate.set()
+        return await reading
+    finally:
+        io.gate.set()
+        await tier.aclose()
+
+
+async def test_a_place_reused_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
+    outcome, _data = await read_while_the_place_is_reused(tmp_path / "tier")
+    assert outcome is ReadOutcome.MISS
+    tier = await opened(tmp_path / "tier")
+    tier.check()
+    await tier.aclose()
+
+
+async def test_without_the_check_it_would_be_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Codec, "decode", lambda *_arguments: True)
+    outcome, data = await read_while_the_place_is_reused(tmp_path / "tier")
+    assert outcome is ReadOutcome.OK
+    assert not np.array_equal(data, payload_of(key_of(1), SIZE))
+
+
+async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    keys = [key_of(n) for n in range(8)]
+    assert await tier.present(keys) == [False] * 8
+    elsewhere(folder, f"await put(tier, [key_of(n) for n in range(6)], {SIZE})")
+    assert await tier.present(keys) == [True] * 6 + [False] * 2
+    await assert_holds(tier, keys[:6], SIZE)
+    elsewhere(folder, "await tier.touch([key_of(0)]); await tier.delete([key_of(3)])")
+    order = [stored.key for stored in await all_keys(tier)]
+    assert order == [keys[1], keys[2], keys[4], keys[5], keys[0]]
+    await tier.aclose()
+
+
+async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
+    """The one that has other weights goes its own way; the others go on together."""
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    old, new = [key_of(1), key_of(2)], [key_of(3)]
+    await put(tier, old, SIZE)
+    elsewhere(folder, f"await tier.reset(1); await put(tier, [key_of(9)], {SIZE})")
+    assert await tier.present([*old, key_of(9)]) == [False] * 3
+    await assert_misses(tier, [*old, key_of(9)], SIZE)
+    assert await put(tier, new, SIZE) == [OK]
+    found = elsewhere(folder, "print(await tier.present([key_of(n) for n in (1, 3, 9)]))")
+    assert found.strip() == "[False, True, False]"
+    await tier.reset(3)
+    assert await put(tier, old, SIZE) == [OK] * 2
+    await assert_holds(tier, old, SIZE)
+    assert "True" not in elsewhere(folder, "print(await tier.present([key_of(1), key_of(3)]))")
+    tier.check()
+    await tier.aclose()
+
+
+async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
+    """A tier that is opened anew after its disk was away, by a server that was reset before."""
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    await put(tier, [key_of(1)], SIZE)
+    await tier.aclose()
+    tier = SharedLmdbTier(folder, CAPACITY, reserve_bytes=0, epoch=5)
+    await tier.open()
+    await assert_misses(tier, [key_of(1)], SIZE)
+    await put(tier, [key_of(2)], SIZE)
+    await tier.aclose()
+    tier = await opened(folder)
+    assert await tier.present([key_of(1), key_of(2)]) == [True, False]
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_repeated_reset_takes_the_old_records_from_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Its transaction fails, and the tier with it, which is opened again for the next attempt."""
+    monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+    folder = tmp_path / "tier"
+
+    def make(epoch: int = 0) -> SharedLmdbTier:
+        return SharedLmdbTier(folder, CAPACITY, reserve_bytes=0, epoch=epoch)
+
+    def fail(*_arguments: object) -> int:
+        raise OSError("planted")
+
+    tier, keys = ReopeningTier(make(), make), [key_of(1), key_of(2)]
+    await tier.open()
+    await put(tier, keys, SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "begin_epoch", fail)
+        for _ in range(times):
+            with pytest.raises(TierIoError):
+                await tier.reset(5)
+    await tier.reset(5)
+    assert tier.reopenings >= 1
+    await assert_misses(tier, keys, SIZE)
+    look = "print(await tier.present([key_of(n) for n in range(1, 5)]))"
+    assert "True" not in elsewhere(folder, look)
+    elsewhere(folder, f"await put(tier, [key_of(3)], {SIZE})")
+    assert await put(tier, [key_of(4)], SIZE) == [OK]
+    assert elsewhere(folder, look).strip() == "[False, False, True, False]"
+    with monkeypatch.context() as patched:
+        patched.setattr(Changes, "begin_epoch", fail)
+        with pytest.raises(TierIoError):
+            await tier.reset(7)
+    await tier.reset(7)
+    assert "[False, False, True, False]" in elsewhere(folder, look), "it takes its own only"
+    await tier.aclose()
+
+
+async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    shared, alone = await opened(folder), LmdbTier(folder, CAPACITY, reserve_bytes=0)
+    await put(shared, [key_of(1)], SIZE)
+    with pytest.raises(TierIoError, match="in use by process"):
+        await alone.open()
+    await shared.aclose()
+    await alone.open()
+    await assert_holds(alone, [key_of(1)], SIZE)
+    await put(alone, [key_of(2)], SIZE)
+    with pytest.raises(TierIoError, match='give all of them "shared": true'):
+        await shared.open()
+    await alone.aclose()
+    await shared.open()
+    await assert_holds(shared, [key_of(1), key_of(2)], SIZE)
+    shared.check()
+    await shared.aclose()
+
+
+async def test_records_of_changed_weights_of_one_that_did_not_share_are_not_common(
+    tmp_path: Path,
+) -> None:
+    alone = LmdbTier(tmp_path / "tier", CAPACITY, reserve_bytes=0)
+    await alone.open()
+    await alone.reset(1)
+    await put(alone, [key_of(1)], SIZE)
+    await alone.aclose()
+    for epoch in (1, 2):
+        shared = SharedLmdbTier(tmp_path / "tier", CAPACITY, reserve_bytes=0, epoch=epoch)
+        await shared.open()
+        assert await shared.present([key_of(1)]) == [False]
+        shared.check()
+        await shared.aclose()
+
+
+@pytest.mark.parametrize("at", ["reserve", "publish"])
+async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) -> None:
+    """It has changed tables and holds LMDB's lock; the others go on as if it had not begun."""
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    await put(tier, [key_of(1)], SIZE)
+    code = (
+        "import os, signal\n"
+        "    from tiers.lmdb.shared.transaction import Changes\n"
+        f"    real = Changes.{at}\n"
+        "    def killed(*arguments):\n"
+        "        real(*arguments)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    Changes.{at} = killed\n"
+        f"    await put(tier, [key_of(n) for n in range(5, 9)], {SIZE})"
+    )
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        await asyncio.to_thread(elsewhere, folder, code)
+    assert error.value.returncode == -signal.SIGKILL
+    tier.check()
+    assert await tier.present([key_of(n) for n in range(9)]) == [n == 1 for n in range(9)]
+    many = [key_of(n) for n in range(100, 160)]  # needs the place that was reserved, if any
+    assert await put(tier, many, SIZE) == [OK] * 60
+    await assert_holds(tier, many[-10:], SIZE)
+    tier.check()
+    assert tier._store is not None
+    assert tier._store.index.state().reserved == 0
+    await tier.aclose()
+
+
+async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = await opened(folder)
+    await put(tier, [key_of(1)], SIZE)
+    with (folder / "payload.data").open("r+b") as file:
+        file.seek(4096 + 123)
+        file.write(b"rot")
+    assert (await fetch(tier, key_of(1), SIZE))[0] is ReadOutcome.CORRUPT
+    await tier.delete([])  # behind the removal
+    assert "False" in elsewhere(folder, "print(await tier.present([key_of(1)]))")
+    assert await put(tier, [key_of(1)], SIZE) == [OK]
+    await assert_holds(tier, [key_of(1)], SIZE)
+    await tier.aclose()
+
+
+async def test_processes_take_turns_before_they_ask_lmdb_for_its_lock(tmp_path: Path) -> None:
+    tier = SharedLmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
+    await tier.open()
+    with (tmp_path / "tier" / WRITING_NAME).open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writing = asyncio.ensure_future(put(tier, [key_of(1)], 4096))
+        await asyncio.wait([writing], timeout=0.3)
+        assert not writing.done(), "it wrote in the turn of another"
+    assert await writing == [WriteOutcome.OK]
+    await tier.aclose()

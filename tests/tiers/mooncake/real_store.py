@@ -1,0 +1,72 @@
+"""Mooncake for tests, where it can be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from demo import mooncake
+from tiers.mooncake import client as mooncake_client
+from tiers.mooncake.client import MooncakeSettings
+
+
+def skip_without_mooncake() -> None:
+    """Skip the module that says so while it is imported, where Mooncake is missing."""
+    if missing := mooncake.why_not():
+        pytest.skip(missing, allow_module_level=True)
+
+
+class Master(mooncake.Master):
+    """A master with settings for tiers."""
+
+    def settings(self, segment_bytes: int = 256 << 20) -> MooncakeSettings:
+        return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
+
+    def stop(self) -> None:
+        """SIGSTOP: it takes connections and answers nothing, from the return of this on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+class OneClient:
+    """One of many tiers' shares of a store's client: joining and leaving take a second each."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._registered: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        self._registered.add(address)
+        return int(self._store.register_buffer(address, nbytes))
+
+    def unregister_buffer(self, address: int) -> int:
+        self._registered.discard(address)
+        return int(self._store.unregister_buffer(address))
+
+    def close(self) -> None:
+        for address in list(self._registered):
+            self.unregister_buffer(address)
+
+
+@contextmanager
+def one_store(master: Master) -> Iterator[Any]:
+    """A client of the store for ``OneClient``."""
+    store = mooncake_client._joined(master.settings())
+    try:
+        yield store
+    finally:
+        store.close()

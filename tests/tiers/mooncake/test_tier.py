@@ -1,0 +1,460 @@
+"""The tier on a real Mooncake store: the contract, sharing, damage, and a master that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo.mooncake import free_port
+from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
+from tiers.base import ReadOutcome, TierIoError, WriteOutcome
+from tiers.mooncake import bounce_buffers as mooncake_rooms
+from tiers.mooncake import client as mooncake_client
+from tiers.mooncake.bounce_buffers import ROOM_BYTES
+from tiers.mooncake.client import HEADERS_BYTES, MooncakeClient, MooncakeSettings
+from tiers.mooncake.tier import MooncakeTier
+from tiers.record import HEADER_BYTES
+from tiers.testing import (
+    OK,
+    TierContract,
+    aligned,
+    assert_holds,
+    assert_misses,
+    fetch,
+    key_of,
+    payload_of,
+    put,
+)
+
+skip_without_mooncake()
+
+SIZE = 64 * 1024
+LARGE = 4 << 20
+KEYS = [key_of(n) for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    made = Master(tmp_path_factory.mktemp("master") / "log")
+    made.start()
+    yield made
+    made.kill()
+
+
+def namespace_of(folder: Path) -> bytes:
+    """Tests share the master, each in a namespace of its own."""
+    return hashlib.blake2b(str(folder).encode(), digest_size=16).digest()
+
+
+@asynccontextmanager
+async def opened(settings: MooncakeSettings, folder: Path, **options: Any) -> AsyncIterator[Any]:
+    options = {"namespace": namespace_of(folder)} | options
+    tier = MooncakeTier(settings, **options)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.aclose()
+
+
+@pytest.fixture(scope="module")
+def store(master: Master) -> Iterator[Any]:
+    with one_store(master) as joined:
+        yield joined
+
+
+@pytest.mark.usefixtures("_for_the_class")
+class TestContract(TierContract):
+    is_listed = False
+
+    @pytest.fixture
+    def _for_the_class(self, master: Master, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.master = master
+        monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
+
+    def make_tier(self, folder: Path, capacity_bytes: int) -> MooncakeTier:
+        settings = self.master.settings(4 * capacity_bytes)
+        return MooncakeTier(settings, namespace=namespace_of(folder))
+
+
+async def test_what_one_has_stored_others_find(master: Master, tmp_path: Path) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path) as other,
+    ):
+        assert await put(one, KEYS[::2], SIZE) == [OK] * 20
+        assert await other.present(KEYS) == [n % 2 == 0 for n in range(40)]
+        assert await other.present([]) == []
+        await assert_holds(other, KEYS[::2], SIZE)
+        await assert_misses(other, KEYS[1::2], SIZE)
+        await other.delete(KEYS[:4])
+        assert (await one.present(KEYS))[:6] == [False] * 4 + [True, False]
+
+
+@pytest.mark.parametrize(
+    "different", [{"namespace": b"x" * 16}, {"rank": 1}, {"epoch": 3}], ids=lambda d: next(iter(d))
+)
+async def test_others_find_nothing(
+    master: Master, tmp_path: Path, different: dict[str, Any]
+) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path, **different) as other,
+    ):
+        await put(one, KEYS[:3], SIZE)
+        assert await other.present(KEYS[:3]) == [False] * 3
+        await assert_misses(other, KEYS[:3], SIZE)
+
+
+async def test_a_reset_parts_one_from_the_others(master: Master, tmp_path: Path) -> None:
+    async with (
+        opened(master.settings(), tmp_path) as one,
+        opened(master.settings(0), tmp_path) as other,
+    ):
+        await put(one, KEYS[:3], SIZE)
+        await one.reset(99)
+        assert await one.present(KEYS[:3]) == [False] * 3
+        await assert_holds(other, KEYS[:3], SIZE)
+        new = payload_of(KEYS[0], SIZE, version=1)
+        assert await one.write(KEYS[:1], [new]) == [OK]
+        outcome, data = await fetch(other, KEYS[0], SIZE)
+        assert outcome is ReadOutcome.OK
+        assert np.array_equal(data, payload_of(KEYS[0], SIZE)), "of the weights it has"
+
+
+async def test_the_slab_is_used_where_it_lies(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is not copied: beside the slab and the headers only a room for reads is
+    registered, once."""
+    slab = np.zeros(32 * SIZE, np.uint8)
+    memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    registered: list[int] = []
+    register = MooncakeClient._register
+
+    def noted(self: Any, address: int, nbytes: int) -> None:
+        registered.append(nbytes)
+        register(self, address, nbytes)
+
+    monkeypatch.setattr(MooncakeClient, "_register", noted)
+    async with opened(master.settings(), tmp_path, memory=memory) as tier:
+        slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(32)]
+        for key, slot in zip(KEYS, slots[:16], strict=False):
+            slot[:] = payload_of(key, SIZE)
+        assert await tier.write(KEYS[:16], slots[:16]) == [OK] * 16
+        assert len(registered) == 2
+        assert slab.nbytes in registered
+        for _ in range(2):
+            slab[16 * SIZE :] = 0
+            assert await tier.read(KEYS[:16], slots[16:]) == [ReadOutcome.OK] * 16
+            assert np.array_equal(slab[: 16 * SIZE], slab[16 * SIZE :])
+        assert registered[2:] == [ROOM_BYTES + HEADERS_BYTES]
+
+
+class GivesUp:
+    """A store that gives up each read, and notes where it was to go."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.used: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_into_multi_buffers(self, names: list[str], at: Any, sizes: Any) -> list[int]:
+        self.used += [address for places in at for address in places]
+        return [-800] * len(names)
+
+
+async def test_what_a_transfer_was_given_up_into_is_never_used_again(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still arrive. Nothing goes straight into a slot; what has failed soon has ended."""
+    slab = np.zeros(32 * SIZE, np.uint8)
+    memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(16)]
+    async with opened(master.settings(), tmp_path, memory=memory) as tier:
+        assert await put(tier, KEYS[:16], SIZE) == [OK] * 16
+        client = tier._client
+        store, gives_up = client._store, GivesUp(client._store)
+        monkeypatch.setattr(client, "_store", gives_up)
+        assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
+        assert not client._rooms.given_up
+        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+        gives_up.used.clear()
+        for _ in range(3):
+            assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
+        assert len(set(gives_up.used)) == 3 * 2 * 16, "headers and payloads"
+        assert not [address for address in gives_up.used if address in memory]
+        monkeypatch.setattr(client, "_store", store)
+        assert await tier.read(KEYS[:16], slots) == [ReadOutcome.OK] * 16
+        for key, slot in zip(KEYS, slots, strict=False):
+            assert np.array_equal(slot, payload_of(key, SIZE))
+        monkeypatch.setattr(client, "_store", gives_up)
+        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_MOST", 40 * SIZE)
+        with pytest.raises(TierIoError, match="given up"):
+            await tier.read(KEYS[:16], slots)
+        monkeypatch.setattr(client, "_store", store)
+
+
+class ComesLate:
+    """A store that gives up the first transfer, which goes on just when the next one has ended."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._given_up: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_into_multi_buffers(self, *call: Any) -> list[int]:
+        return self._late(self._store.batch_get_into_multi_buffers, call)
+
+    def batch_put_from_multi_buffers(self, *call: Any) -> list[int]:
+        return self._late(self._store.batch_put_from_multi_buffers, call)
+
+    def _late(self, transfer: Any, call: Any) -> list[int]:
+        if self._given_up is None:
+            self._given_up = call
+            return [-800] * len(call[0])
+        codes: list[int] = transfer(*call)
+        assert transfer(*self._given_up) != [-800], "it arrives"
+        return codes
+
+
+async def test_late_bytes_of_a_read_damage_no_other(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its payload nor its header: healthy records would be removed for everybody."""
+    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    async with opened(master.settings(), tmp_path, threads=1) as tier:
+        assert await put(tier, KEYS[:4], SIZE) == [OK] * 4
+        store, late = tier._client._store, ComesLate(tier._client._store)
+        monkeypatch.setattr(tier._client, "_store", late)
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.BUSY
+        await assert_holds(tier, KEYS[2:4], SIZE)
+        monkeypatch.setattr(tier._client, "_store", store)
+        await assert_holds(tier, KEYS[:4], SIZE)
+
+
+async def test_a_write_that_goes_on_late_has_its_own_header(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    async with opened(master.settings(), tmp_path, threads=1) as tier:
+        store, late = tier._client._store, ComesLate(tier._client._store)
+        monkeypatch.setattr(tier._client, "_store", late)
+        assert await put(tier, KEYS[:2], SIZE) == [WriteOutcome.FAILED] * 2
+        assert await put(tier, KEYS[2:4], SIZE) == [OK] * 2
+        monkeypatch.setattr(tier._client, "_store", store)
+        await assert_holds(tier, KEYS[:4], SIZE)
+
+
+async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path) -> None:
+    async with opened(master.settings(), tmp_path) as tier:
+        await put(tier, KEYS[:2], SIZE)
+        store = tier._client._store
+        name = tier._client.name(KEYS[0], 0)
+        bad = bytearray(store.get(name))
+        bad[HEADER_BYTES + 777] ^= 4
+        assert store.remove(name, True) == 0
+        assert store.put(name, bytes(bad)) == 0
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT
+        assert await put(tier, KEYS[:1], SIZE) == [OK]
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT, "it stays as it is"
+        await tier.delete(KEYS[:1])
+        assert await put(tier, KEYS[:1], SIZE) == [OK]
+        await assert_holds(tier, KEYS[:2], SIZE)
+
+
+async def test_records_exchanged_are_not_taken_for_each_other(
+    master: Master, tmp_path: Path
+) -> None:
+    async with opened(master.settings(), tmp_path) as tier:
+        await put(tier, KEYS[:2], SIZE)
+        store = tier._client._store
+        names = [tier._client.name(key, 0) for key in KEYS[:2]]
+        one, two = (store.get(name) for name in names)
+        for name, data in zip(names, (two, one), strict=True):
+            assert store.remove(name, True) == 0
+            assert store.put(name, data) == 0
+        for key in KEYS[:2]:
+            assert (await fetch(tier, key, SIZE))[0] is ReadOutcome.CORRUPT
+
+
+async def test_the_store_makes_room_by_itself(master: Master, tmp_path: Path) -> None:
+    """Far more than the segments hold: what has gone is a miss, what is there is right."""
+    own = Master(tmp_path / "log")
+    own.start()
+    try:
+        async with opened(own.settings(32 << 20), tmp_path) as tier:
+            outcomes = set()
+            for n in range(96):
+                outcomes |= set(await put(tier, [key_of(1000 + n)], 1 << 20))
+            assert outcomes <= {OK, WriteOutcome.FULL, WriteOutcome.FAILED}
+            found = [(await fetch(tier, key_of(1000 + n), 1 << 20)) for n in range(96)]
+            for n, (outcome, data) in enumerate(found):
+                assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
+                if outcome is ReadOutcome.OK:
+                    assert np.array_equal(data, payload_of(key_of(1000 + n), 1 << 20))
+            assert found[0][0] is ReadOutcome.MISS, "the oldest made room"
+            assert any(outcome is ReadOutcome.OK for outcome, _ in found[-32:])
+    finally:
+        own.kill()
+
+
+async def test_no_master_is_said_at_once() -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    settings = MooncakeSettings(nobody, f"http://{nobody}/metadata", 16 << 20)
+    with pytest.raises(TierIoError, match=nobody):
+        await MooncakeTier(settings).open()
+
+
+class Transfers:
+    """A store whose writes are watched, to kill the master while one is under way."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._began = threading.Event()
+        self._took_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_put_from_multi_buffers(self, names: list[str], *parts: Any) -> list[int]:
+        began = time.monotonic()
+        self._began.set()
+        codes: list[int] = self._store.batch_put_from_multi_buffers(names, *parts)
+        if codes == [0] * len(names):
+            self._took_s = time.monotonic() - began
+        return codes
+
+    def kill_into_one(self, master: Master) -> None:
+        """Kill the master, as well as it can be aimed, in the middle of a write."""
+        self._began.clear()
+        assert self._began.wait(60), "nothing is written"
+        time.sleep(self._took_s / 2)
+        master.kill()
+
+
+BROKEN_TRANSFER = "Batch finalization RPC failed"
+"""Mooncake's word for a write whose bytes were under way: the master had given it its place, and
+was gone when it was to be told of the end."""
+
+
+@dataclass
+class Load:
+    """Writes and reads large records until it is stopped; nothing that is read may be wrong."""
+
+    failures: int = 0
+    served: int = 0
+    losses: int = 0
+    is_over: bool = False
+
+    async def run(self, tier: MooncakeTier, number: int) -> None:
+        keys = [key_of(10_000 * number + n) for n in range(6)]
+        payloads = [payload_of(key, LARGE) for key in keys]
+        while not self.is_over:
+            into = [aligned(LARGE) for _ in keys]
+            try:
+                await tier.delete(keys)
+                assert set(await tier.write(keys, payloads)) <= set(WriteOutcome)
+                await tier.present(keys)
+                outcomes = await tier.read(keys, into)
+            except TierIoError:
+                self.failures += 1
+                await asyncio.sleep(0.01)
+                continue
+            for outcome, data, right in zip(outcomes, into, payloads, strict=True):
+                if outcome is ReadOutcome.OK:
+                    self.served += 1
+                    assert np.array_equal(data, right)
+
+    def lost(self) -> None:
+        self.losses += 1
+
+
+async def test_a_master_killed_and_restarted_under_load(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No call hangs, none answers wrongly; when it is back, empty, the tier says so and works. It
+    is killed until that has broken a transfer."""
+    load = Load()
+    said = ""
+    with Master(tmp_path / "log") as master:
+        async with opened(master.settings(), tmp_path) as tier:
+            tier.on_loss(load.lost)
+            watched = tier._client._store = Transfers(tier._client._store)
+            loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
+            try:
+                for _ in range(15):
+                    await _grown(load, "served", 20, loads)
+                    await asyncio.to_thread(watched.kill_into_one, master)
+                    await _grown(load, "failures", 20, loads)
+                    master.start()
+                    await _grown(load, "losses", 1, loads)
+                    said += capfd.readouterr().err
+                    if BROKEN_TRANSFER in said:
+                        break
+                assert BROKEN_TRANSFER in said, "no kill fell into a transfer"
+                await _grown(load, "served", 20, loads)
+            finally:
+                load.is_over = True
+                await asyncio.gather(*loads)
+
+
+async def test_a_master_that_stalls_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes connections and answers nothing, at any moment of reads and writes; then it goes on.
+    No call waits for it for long, none answers wrongly, and closing meanwhile is bounded."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
+    rng = random.Random(1)
+    load = Load()
+    with Master(tmp_path / "log") as master:
+        async with opened(master.settings(), tmp_path) as tier:
+            tier.on_loss(load.lost)
+            loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
+            try:
+                for _ in range(4):
+                    await _grown(load, "served", 20, loads)
+                    await asyncio.sleep(rng.random() * 0.1)
+                    master.stop()
+                    await _grown(load, "failures", 3, loads)
+                    master.resume()
+                    await _grown(load, "losses", 1, loads)
+                await _grown(load, "served", 20, loads)
+                master.stop()
+                await _grown(load, "failures", 3, loads)
+            finally:
+                load.is_over = True
+                await asyncio.gather(*loads)
+            async with asyncio.timeout(60):
+                await tier.aclose()
+            master.resume()
+
+
+async def _grown(load: Load, counter: str, by: int, loads: list[asyncio.Task[None]]) -> None:
+    """Wait until a counter is so much larger."""
+    wanted = getattr(load, counter) + by
+    await _until(lambda: getattr(load, counter) >= wanted, loads)
+
+
+async def _until(is_so: Callable[[], bool], loads: list[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            for task in loads:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.01)

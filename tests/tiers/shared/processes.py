@@ -1,0 +1,146 @@
+"""Several processes over one tier's folder, watched from outside, and faults to plant in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiers.base import ALIGNMENT, Tier
+from tiers.files import shared_folder
+from tiers.files.shared_tier import SharedFileTier
+from tiers.io.direct_io import DiskIo
+from tiers.lmdb.shared import files as shared_store
+from tiers.lmdb.shared import members as sharers
+from tiers.lmdb.shared import transaction as shared_changes
+from tiers.lmdb.shared.tier import SharedLmdbTier
+
+CHILD = Path(__file__).with_name("child.py")
+WAIT_MAX_S = 280.0
+"""Longer than any child needs; pytest would end the test a little later."""
+
+
+def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | None = None) -> Tier:
+    if kind.endswith("file"):
+        return SharedFileTier(folder, capacity_bytes, depth=4)
+    return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
+
+
+def _grow_for_ever(store: shared_store.SharedStore, file_pages: int, pages: int) -> int:
+    store.file.grow((file_pages + pages) * ALIGNMENT)
+    return pages
+
+
+_evict = shared_changes.Changes.evict
+
+
+def _evict_all(changes: shared_changes.Changes, _free_pages: int, _records: int) -> int:
+    return _evict(changes, 1 << 40, 0)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "no-rollback": (shared_changes.Changes, "roll_back", lambda *_: 0),
+    "all-live": (sharers.Sharer, "is_alive", lambda *_: True),
+    "no-reader-check": (shared_changes, "READER_CHECK_EVERY", 1 << 40),
+    "no-cap-lmdb": (shared_store.SharedStore, "grow", _grow_for_ever),
+    "evicts-all": (shared_changes.Changes, "evict", _evict_all),
+    "no-cap": (shared_folder.SharedFolder, "_make_room", lambda *_: True),
+    "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
+}
+"""Where it is in the product, and what is there instead."""
+
+
+def plant(fault: str) -> None:
+    """Put a fault into the product code of this process; it stays there."""
+    if fault != "none":
+        owner, name, instead = FAULTS[fault]
+        setattr(owner, name, instead)
+
+
+class Child:
+    """A running ``shared_child``; ``log`` is what it has said."""
+
+    def __init__(self, kind: str, folder: Path, number: int, *arguments: object) -> None:
+        command = [sys.executable, str(CHILD), kind, str(folder)]
+        capacity_bytes, size, count, fault = arguments
+        command += [str(a) for a in (capacity_bytes, size, number, count, fault)]
+        environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[3])}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.log = ""
+
+    def listen(self) -> None:
+        """Take in what it has said by now."""
+        assert self.process.stdout is not None
+        self.log += (self.process.stdout.read() or b"").decode()
+
+    def said(self, sign: str) -> list[int]:
+        lines = self.log.splitlines(keepends=True)
+        return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
+
+    def kill(self) -> None:
+        """End it at once, wherever it is."""
+        self.process.kill()
+        self.process.wait()
+        self.listen()
+
+    def leave(self) -> None:
+        """Have it close its tier and end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
+        self.listen()
+
+
+@contextmanager
+def children(*wanted: Child) -> Iterator[list[Child]]:
+    """These, which begin together, killed at the end at the latest."""
+    try:
+        watch(list(wanted), lambda: all(child.said("@") for child in wanted), lambda: None)
+        for child in wanted:
+            assert child.process.stdin is not None
+            child.process.stdin.write(b"b")
+            child.process.stdin.flush()
+        yield list(wanted)
+    finally:
+        for child in wanted:
+            child.kill()
+            for pipe in (child.process.stdin, child.process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+def watch(group: list[Child], until: Callable[[], bool], sample: Callable[[], None]) -> None:
+    """Call ``sample`` again and again until something is so. Raises ``TimeoutError``, and
+    ``ChildProcessError`` as soon as a child has ended by an error of its own."""
+    deadline = time.monotonic() + WAIT_MAX_S
+    while not until():
+        for child in group:
+            child.listen()
+            if (child.process.poll() or 0) > 0:
+                raise ChildProcessError(f"{child.process.args} ended: {child.process.returncode}")
+        sample()
+        if time.monotonic() > deadline:
+            raise TimeoutError("the children do not get there")
+        time.sleep(0.002)
+
+
+def bytes_of(folder: Path) -> int:
+    """Lengths and blocks of all files, whichever is more of each."""
+    total = 0
+    for parent, _folders, files in os.walk(folder):
+        for name in files:
+            try:
+                found = os.lstat(os.path.join(parent, name))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            total += max(found.st_size, found.st_blocks * 512)
+    return total

@@ -1,0 +1,37 @@
+"""The memory tier keeps the contract and catches damage done behind its back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiers.base import ReadOutcome, Tier
+from tiers.testing import TierContract, fetch, key_of, put
+from tiers.testing.memory_tier import MemoryTier
+
+
+class TestMemoryTier(TierContract):
+    def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return MemoryTier(capacity_bytes)
+
+
+async def test_a_flipped_bit_is_corrupt() -> None:
+    tier = MemoryTier(1 << 20)
+    await tier.open()
+    await put(tier, [key_of(1)], 5000)
+    tier.records[key_of(1)][1][4321] ^= 1
+    outcome, _ = await fetch(tier, key_of(1), 5000)
+    assert outcome is ReadOutcome.CORRUPT
+    await tier.aclose()
+
+
+async def test_swapped_records_are_corrupt() -> None:
+    tier = MemoryTier(1 << 20)
+    await tier.open()
+    one, two = key_of(1), key_of(2)
+    await put(tier, [one, two], 5000)
+    records = tier.records
+    records[one], records[two] = records[two], records[one]
+    for key in (one, two):
+        outcome, _ = await fetch(tier, key, 5000)
+        assert outcome is ReadOutcome.CORRUPT
+    await tier.aclose()

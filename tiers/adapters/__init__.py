@@ -1,0 +1,1 @@
+"""Tiers around tiers: reopening, read-only, evicting."""

@@ -1,0 +1,99 @@
+"""The tier over what others have stored, for stores of many machines.
+
+A read from another machine may hang for a long time; questions must be answered meanwhile, so they
+have threads of their own, and a deadline. Others come and go while this engine runs: the source
+looks for them again from time to time.
+
+Ownership: everything belongs to the event loop's thread. The source is called by three threads at
+a time: one reads, one answers questions, one looks for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tiers.adapters.read_only import AskedForeignTier, Source
+from tiers.base import Key, TierInfo
+from tiers.io.daemon_threads import DaemonThreads, in_thread
+from tiers.io.timed_calls import Questions
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 60.0
+"""How often others are looked for."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class LookingSource(Source, Protocol):
+    """A source that several threads may call at once, and that finds others later."""
+
+    def look(self) -> None:
+        """Find out who is there now."""
+        ...
+
+
+class RemoteForeignTier(AskedForeignTier):
+    """See the module."""
+
+    def __init__(self, open_source: Callable[[], LookingSource]) -> None:
+        """``open_source`` runs in a thread when the tier is opened."""
+        super().__init__(self._opened)
+        self._open_source = open_source
+        self._source: LookingSource | None = None
+        self._asking: Questions | None = None
+        self._lookers: DaemonThreads | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def open(self) -> TierInfo:
+        info = await super().open()
+        self._asking = Questions("tier-foreign-ask", 1, "the store of others")
+        self._lookers = DaemonThreads("tier-foreign-look", 1)
+        self._looking = asyncio.create_task(self._look_again())
+        return info
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        self._check_open()
+        assert self._asking is not None
+        if self._is_over or not keys:
+            return [False] * len(keys)
+        assert self._source is not None
+        found = await self._asking.ask(self._source.have, list(keys))
+        return [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
+
+    async def aclose(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        threads, self._threads = self._threads, None
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
+        if threads is not None:
+            pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
+            closing = in_thread(_close, pools, self._sources)  # goes on if nobody waits any more
+            await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+
+    def _opened(self) -> Sequence[Source]:
+        """On the tier's thread."""
+        self._source = self._open_source()
+        return (self._source,)
+
+    async def _look_again(self) -> None:
+        assert self._source is not None
+        assert self._lookers is not None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._lookers.run(self._source.look)
+            except Exception as error:  # the tier's own calls say so, too
+                logger.debug("kvtiers: others could not be looked for: %r", error)
+
+
+def _close(pools: Sequence[DaemonThreads | Questions], sources: Sequence[Source]) -> None:
+    for pool in pools:
+        pool.stop()
+    for source in sources:
+        source.close()

@@ -1,0 +1,1 @@
+"""Copies between KV caches and slab slots, on the CPU and on CUDA."""

@@ -1,0 +1,200 @@
+"""Streams, events and the two threads behind each lane of the CUDA copy engine.
+
+A lane is a stream of its own, a thread that submits to it and a thread that waits for it, so
+that the next job is submitted while the previous one is still being copied.
+
+Ownership: ``submit`` is called by one thread; jobs cross to the submitting thread by a queue and
+from there, with the event that marks their end, to the waiting thread by another. Handles of
+events are pooled in a deque, whose ``append`` and ``pop`` are atomic.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from tiers.copy.base import Ticket, TransferError
+from tiers.copy.failures import Failures
+from tiers.copy.lanes import FutureTicket
+from tiers.cuda_driver import Driver
+
+Job: TypeAlias = Callable[[int, list[object]], None]
+"""``job(stream, kept)`` submits copies to ``stream``. Whatever the GPU reads for them it appends to
+``kept`` before the submission that names it: the lane holds that list until the stream has run
+everything, also when a later part of the job fails. Raises ``TransferError`` or ``DriverError``."""
+
+
+class CudaEvent:
+    """A recorded event. Its handle goes back to the pool when nobody holds it any more: a stream
+    that was told to wait for it does not need it again."""
+
+    __slots__ = ("_pool", "handle")
+
+    def __init__(self, handle: int, pool: deque[int]) -> None:
+        self.handle = handle
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+class EventPool:
+    """Records events, reusing handles. Callable from any thread with the right context."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: deque[int] = deque()
+
+    def take(self) -> CudaEvent:
+        """An event that stands for nothing yet."""
+        try:
+            handle = self._free.pop()
+        except IndexError:
+            handle = self._driver.create_event()
+        return CudaEvent(handle, self._free)
+
+    def record(self, stream: int) -> CudaEvent:
+        """An event at the present end of ``stream``."""
+        event = self.take()
+        self._driver.record_event(event.handle, stream)
+        return event
+
+    def close(self) -> None:
+        """Free the handles that nobody holds."""
+        while self._free:
+            self._driver.destroy_event(self._free.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A submitted job. Without ``end``, which could not be recorded, its end is the stream's."""
+
+    ticket: FutureTicket
+    end: CudaEvent | None
+    error: TransferError | None
+    kept: list[object]
+
+
+class CudaLane:
+    """Runs jobs on one stream in submission order.
+
+    A job that fails to submit fails its ticket only when the stream has run everything that it
+    did submit, so a finished ticket always means that nobody reads or writes any more.
+
+    Raises ``DriverError`` when its stream or the context of its threads cannot be had.
+    """
+
+    def __init__(
+        self, name: str, driver: Driver, context: int, events: EventPool, failures: Failures
+    ) -> None:
+        self._driver = driver
+        self._context = context
+        self._events = events
+        self._failures = failures
+        self._jobs: queue.SimpleQueue[tuple[Job, CudaEvent | None, FutureTicket] | None] = (
+            queue.SimpleQueue()
+        )
+        self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._entered: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        with driver.within(context):
+            self._stream = driver.create_stream()
+        try:
+            self._start(f"kvtiers-{name}", self._submit_all)
+            self._start(f"kvtiers-{name}-wait", self._wait_all)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, job: Job, after: CudaEvent | None) -> Ticket:
+        """Queue a job that runs after ``after``; the ticket completes when it has been copied."""
+        ticket = FutureTicket()
+        if self._closed:
+            ticket.finish(TransferError("the copy engine is closed"))
+        else:
+            self._jobs.put((job, after, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Run what is queued, then end the threads and free the stream. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        # The first thread has ended before the second is told to. Threads that never started
+        # leave nobody to tell.
+        for number, thread in enumerate(self._threads):
+            (self._flights if number else self._jobs).put(None)
+            thread.join()
+        with self._driver.within(self._context):
+            self._driver.destroy_stream(self._stream)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread and see it enter the context: a lane whose threads cannot call the
+        driver could neither copy nor know when a copy has ended."""
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        if (error := self._entered.get()) is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            self._driver.enter_thread(self._context)
+        except Exception as error:  # whatever it is, the thread that started this one raises it
+            self._entered.put(error)
+            return
+        self._entered.put(None)
+        work()
+
+    def _submit_all(self) -> None:
+        """The submitting thread."""
+        while (item := self._jobs.get()) is not None:
+            job, after, ticket = item
+            self._flights.put(self._submit_one(job, after, ticket))
+            del item, job, after, ticket
+
+    def _submit_one(self, job: Job, after: CudaEvent | None, ticket: FutureTicket) -> _Flight:
+        kept: list[object] = []
+        ends: list[CudaEvent] = []
+
+        def run() -> None:
+            # First, so that no copy is under way when there is no event to be had for its end.
+            ends.append(self._events.take())
+            if after is not None:
+                self._driver.stream_wait_event(self._stream, after.handle)
+            job(self._stream, kept)
+
+        def mark() -> None:
+            for end in ends:
+                self._driver.record_event(end.handle, self._stream)
+
+        error = self._failures.run(run)
+        # Also after a failure: part of the job may be under way.
+        unmarked = self._failures.run(mark)
+        end = ends[0] if ends and unmarked is None else None
+        return _Flight(ticket, end, error or unmarked, kept)
+
+    def _wait_all(self) -> None:
+        """The waiting thread."""
+        while (flight := self._flights.get()) is not None:
+            unfinished = self._wait_one(flight)
+            flight.ticket.finish(flight.error or unfinished)
+            del flight
+
+    def _wait_one(self, flight: _Flight) -> TransferError | None:
+        """Wait until nothing of this job runs any more."""
+        unfinished = None
+        if flight.end is not None:
+            wait = partial(self._driver.synchronize_event, flight.end.handle)
+            unfinished = self._failures.run(wait)
+            if unfinished is None:
+                return None
+        # No event says when: wait for the stream, though it may have later jobs by now.
+        stuck = self._failures.run(partial(self._driver.synchronize_stream, self._stream))
+        return unfinished or stuck

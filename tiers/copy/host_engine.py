@@ -1,0 +1,68 @@
+"""Copies between KV caches in host memory (vLLM's CPU platform) and the slab.
+
+Compute is synchronous there, so nothing has to be waited for before a copy; ``record_event``
+returns ``None``. Each lane is one thread: a second one gains nothing on memory bandwidth, and
+one keeps the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket
+from tiers.copy.descriptors import DescriptorBuilder
+from tiers.copy.host_loop import CopyLoop, copy_loop
+from tiers.copy.lanes import Lane
+from tiers.slab.slab import HostSlab
+
+
+class HostCopyEngine(CopyEngine):
+    """``CopyEngine`` for KV caches that the CPU can address.
+
+    ``groups`` describe the KV caches, ``num_blocks`` bounds their block ids (pass it whenever it
+    is known: a block id out of bounds is then a ``TransferError`` instead of a wild write). A
+    failed submission, also of one whose batches are malformed, fails through its ticket.
+
+    The caller must leave the arrays of a submitted batch, the slots and the blocks alone until
+    the ticket is done. Raises ``ValueError`` when a chunk does not fit a slot.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupRegions],
+        slab: HostSlab,
+        *,
+        num_blocks: int | None = None,
+        loop: CopyLoop | None = None,
+    ) -> None:
+        self._descriptors = DescriptorBuilder(
+            groups,
+            slab_address=slab.address,
+            slot_stride=slab.slot_stride,
+            slot_count=slab.slot_count,
+            num_blocks=num_blocks,
+        )
+        self._loop = loop or copy_loop()
+        self._store_lane = Lane("store")
+        self._load_lane = Lane("load")
+
+    def record_event(self) -> object | None:
+        return None
+
+    def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
+        return self._store_lane.submit(lambda: self._store(batches))
+
+    def submit_load(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
+        return self._load_lane.submit(lambda: self._load(batches))
+
+    def close(self) -> None:
+        self._store_lane.close()
+        self._load_lane.close()
+
+    def _store(self, batches: Sequence[CopyBatch]) -> None:
+        copies = self._descriptors.build(batches)
+        self._loop(copies.slots, copies.blocks, copies.sizes)
+
+    def _load(self, batches: Sequence[CopyBatch]) -> None:
+        copies = self._descriptors.build(batches)
+        self._loop(copies.blocks, copies.slots, copies.sizes)

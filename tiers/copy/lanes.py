@@ -1,0 +1,87 @@
+"""The two lanes of a copy engine that works with threads, and the tickets they hand out.
+
+Ownership: a lane's queue is written by the submitting thread and read by the lane's one worker
+thread; a ticket's future is completed by the worker and awaited on any loop. Nothing else is
+shared, so there is no lock of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from tiers.copy.base import Ticket, TransferError
+from tiers.copy.failures import Failures, Work
+from tiers.io.awaiting import from_threads
+
+
+class FutureTicket(Ticket):
+    """A ticket that a worker thread completes with ``finish``."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+        # A running future cannot be cancelled: abandoning the wait leaves the copy alone.
+        self._future.set_running_or_notify_cancel()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    async def completed(self) -> None:
+        await asyncio.wrap_future(self._future)
+
+    def on_done(self, call: Callable[[TransferError | None], object]) -> None:
+        post = from_threads(call)
+
+        def tell(future: Future[None]) -> None:
+            error = future.exception()
+            post(error if isinstance(error, TransferError) else None)
+
+        self._future.add_done_callback(tell)
+
+    def finish(self, error: TransferError | None) -> None:
+        """End the ticket, once, from the worker thread."""
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+
+class Lane:
+    """Runs submitted work one after the other on one thread.
+
+    Work that raises fails its ticket with ``TransferError``; the lane goes on. After ``close``
+    every submission fails at once.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, FutureTicket] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._failures = Failures()
+        self._thread = threading.Thread(target=self._run, name=f"kvtiers-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> Ticket:
+        """Queue ``work``; the ticket completes when it has run."""
+        ticket = FutureTicket()
+        if self._closed:
+            ticket.finish(TransferError("the copy engine is closed"))
+        else:
+            self._queue.put((work, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            ticket.finish(self._failures.run(work))

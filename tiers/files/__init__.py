@@ -1,0 +1,1 @@
+"""A tier of one file per record, for one engine or shared."""

@@ -1,0 +1,424 @@
+"""The folder of a file tier that engines share, perhaps of several machines (NFS, Lustre, CephFS).
+
+    <folder>/shared             marks it, so that no tier that does not share takes it
+    <folder>/medium             32 hex digits
+    <folder>/engines/           see ``live_engines``
+    <folder>/epoch-0/           the records of all whose weights are those of the model's files
+    <folder>/epoch-<n>/         those of one engine that was given other weights; n is random
+    <folder>/gone-<hex>/        being removed
+
+Records are as in ``record_files``; the name of one that is being written ends with its engine and
+``.tmp``. There are no locks, no maps of memory and no process at the centre: whatever two engines
+do at once, each name leads to one whole file or to none.
+
+**The cap.** The capacity is that which the first of the living engines was given. An engine may
+write ``grant_bytes`` before it looks again at what everybody has stored (``scan``). It looks for
+more than ``capacity - 2 * engines * grant`` and removes what was used least recently. So all
+together stay below the capacity, while scans of different engines take about as long; each engine
+that has joined since another's last scan may add two grants to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
+from tiers.files.exclusive_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
+from tiers.files.members import Announced, LiveEngines, engine_name
+from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use
+from tiers.folders.folder import LOCK_NAME, FolderError, prepare
+from tiers.io.direct_io import pages_for
+from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
+
+logger = logging.getLogger(__name__)
+
+COMMON = 0
+GRANT_SHARE = 128
+"""A grant is this part of the capacity, or one record if that is more;"""
+GRANTS_EACH = 16
+"""with many engines less: two grants of each are an eighth of the capacity at most."""
+EVICT_SHARE = 0.05
+"""How much below the limit an eviction ends, as part of the capacity."""
+READ_USE_NS = 60 * 10**9
+"""A read is not noted as a use if the last one was noted less than that before."""
+STRAY_NS = 3600 * 10**9
+"""Age of a temporary file, or of a folder that no engine claims, before it is removed."""
+_FOLDER = re.compile(r"epoch-([0-9]+)", re.ASCII)
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.([0-9a-f-]+)\.[0-9]+\.tmp", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file of a record: where, its length rounded to pages, and its time of last use in ns."""
+
+    folder: str
+    name: str
+    size_bytes: int
+    use_ns: int
+
+
+class SharedFolder(RecordFiles):
+    """See the module. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is what counts now.
+    ``found_bytes`` and ``found_count`` are what everybody had stored at the start, ``last_use_ns``
+    is the latest use of that."""
+
+    def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
+        """Raises ``TierIoError`` and ``OSError``."""
+        self.capacity_bytes = self._configured_bytes = capacity_bytes
+        self._granted = 0
+        self._lock = threading.Lock()
+        self._publishing = 0
+        self._turn = threading.Condition()  # guards the epoch and ``_publishing``
+        self._resetting = threading.Lock()
+        self._left: set[int] = set()  # epochs whose records this engine has still to take away
+        with contextlib.ExitStack() as undo:
+            prepare(path, allow_network=True)
+            super().__init__(path, identity)
+            undo.callback(super().close)
+            self._take_over()
+            self.medium = self._stored_medium()
+            self.engines = LiveEngines(self._fd, engine_name(), capacity_bytes)
+            undo.callback(self.engines.close)
+            self.epoch = COMMON
+            self.engines.announce(COMMON)
+            if is_own:
+                self.begin_own(forgets=False)
+            stored, _alive = self.scan()
+            self.note_capacity(self.capacity_bytes)
+            self.found_bytes, self.found_count = sum(s.size_bytes for s in stored), len(stored)
+            self.last_use_ns = max((one.use_ns for one in stored), default=0)
+            undo.pop_all()
+
+    def _take_over(self) -> None:
+        """Mark the folder as shared. What a tier that does not share left is used if it was never
+        reset; else it may be of other weights."""
+        if self._exists(SHARED_NAME):
+            return
+        if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":
+            raise FolderError(
+                f"{self._path} was used by a tier that was not shared, and was reset. Remove it, "
+                "or give another path"
+            )
+        if self._exists(LOCK_NAME) and _is_locked(self._path / LOCK_NAME):
+            raise FolderError(f"{self._path} is in use by a tier that does not share it")
+        self._store_once(SHARED_NAME, "1")
+
+    def _stored_medium(self) -> str:
+        if not self._exists(MEDIUM_NAME):
+            self._store_once(MEDIUM_NAME, secrets.token_hex(16))
+        return self._load(MEDIUM_NAME)
+
+    def _store_once(self, name: str, text: str) -> None:
+        """Store a small file unless another engine has just done so: ``link`` replaces nothing."""
+        temporary = f"{name}.{secrets.token_hex(8)}.new"
+        self._write_new(temporary, text)
+        try:
+            os.link(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: the last one wins, all read it afterwards
+            self._publish(temporary, name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=self._fd)
+
+    # -- records ---------------------------------------------------------------------------
+
+    def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
+        """Write a record if there is none and there is room. Raises ``TierIoError``."""
+        if epoch != self.epoch:  # a reset came between: it is of weights that are gone
+            return WriteOutcome.FAILED
+        if self._is_there(key, epoch):
+            return WriteOutcome.OK
+        try:
+            if not self._take_grant((1 + pages_for(data.nbytes)) * ALIGNMENT):
+                return WriteOutcome.FULL
+            self._make_epoch(epoch)
+        except OSError:
+            self.check()
+            return WriteOutcome.FAILED
+        return self.write(key, epoch, data, use_ns, f"{self.engines.name}.{serial}")
+
+    def _is_there(self, key: Key, epoch: int) -> bool:
+        try:
+            return self._exists(self._record(key, epoch))
+        except OSError:
+            self.check()
+            return False
+
+    def are_there(self, keys: list[Key], epoch: int) -> list[bool]:
+        """Which records exist, without a look into them. Raises ``TierIoError``."""
+        return [self._is_there(key, epoch) for key in keys]
+
+    def _make_epoch(self, epoch: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{PREFIX}{epoch}", 0o700, dir_fd=self._fd)
+
+    def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
+        """Not after a reset: another engine may have made the folder anew, for its own records."""
+        with self._turn:
+            if epoch != self.epoch:
+                raise OSError(errno.ESTALE, "a reset came between")
+            self._publishing += 1
+        try:
+            self._publish(temporary, path)
+        finally:
+            with self._turn:
+                self._publishing -= 1
+                self._turn.notify_all()
+
+    def fetch(self, key: Key, epoch: int, into: Buffer) -> ReadOutcome:
+        """Fill ``into``. A damaged record is removed. Raises ``TierIoError``."""
+        path = self._record(key, epoch)
+        try:
+            fd = os.open(path, READ | os.O_NONBLOCK, dir_fd=self._fd)
+        except OSError:
+            self.check()
+            return ReadOutcome.MISS
+        try:
+            page, payload_bytes = self._read_whole(fd, into)
+            if payload_bytes not in (None, into.nbytes):
+                return ReadOutcome.CORRUPT
+            if page is not None and verify(page, self._identity, key, epoch, into):
+                self._note_read(fd)
+                return ReadOutcome.OK
+            return self._drop(path, fd)
+        except OSError:
+            self.check()
+            return ReadOutcome.MISS
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _note_read(fd: int) -> None:
+        """A read is a use; noted only now and then, and only if that is possible."""
+        now_ns = time.time_ns()
+        with contextlib.suppress(OSError):
+            if now_ns - os.fstat(fd).st_mtime_ns > READ_USE_NS:
+                os.utime(fd, ns=(now_ns, now_ns))
+
+    @staticmethod
+    def _read_whole(fd: int, into: Buffer) -> tuple[bytes | None, int | None]:
+        """The header, if everything was read, and what it says of the payload's length."""
+        page = os.read(fd, ALIGNMENT)
+        try:
+            payload_bytes = parse(page[:HEADER_BYTES]).payload_bytes
+        except RecordError:
+            return None, None
+        done = 0
+        while done < into.nbytes and payload_bytes == into.nbytes:
+            count = os.readv(fd, [into[done:].data])
+            if not count:
+                return None, payload_bytes
+            done += count
+        return page[:HEADER_BYTES], payload_bytes
+
+    def _drop(self, path: str, fd: int) -> ReadOutcome:
+        """Remove a damaged record, unless another one is there by now."""
+        ours = os.fstat(fd)
+        try:
+            found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return ReadOutcome.MISS
+        if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=self._fd)
+        return ReadOutcome.CORRUPT
+
+    def entries(self, epoch: int) -> dict[Key, Entry]:
+        """Every record of an epoch, least recently used first. Reads every header."""
+        try:
+            return by_use(entry for _name, entry in self._entries_of(epoch) if entry is not None)
+        except FileNotFoundError:
+            return {}
+
+    # -- the cap ---------------------------------------------------------------------------
+
+    def _take_grant(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be written now. Raises ``OSError``."""
+        with self._lock:
+            if self._granted < size_bytes and not self._make_room(size_bytes):
+                return False
+            self._granted -= size_bytes
+            return True
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Have a grant's room, at least so much, for every engine that lives; take the grant."""
+        stored, alive = self.scan()
+        share = max(GRANT_SHARE, GRANTS_EACH * alive)
+        grant = max(self.capacity_bytes // share, size_bytes)
+        limit = self.capacity_bytes - 2 * alive * grant
+        if limit < 0:
+            return False
+        used = sum(one.size_bytes for one in stored)
+        if used > limit:
+            wanted = max(0, limit - int(self.capacity_bytes * EVICT_SHARE))
+            for one in sorted(stored, key=lambda one: one.use_ns):
+                if used <= wanted:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{one.folder}/{one.name}", dir_fd=self._fd)
+                used -= one.size_bytes
+        if used <= limit:
+            self._granted = grant
+        return used <= limit
+
+    def scan(self) -> tuple[list[Stored], int]:
+        """What everybody has stored, and how many engines live; removes what the dead left
+        unfinished. Raises ``OSError``."""
+        engines = self.engines.all()
+        for name in [name for name, alive in engines.items() if not alive]:
+            self._bury(name)
+        alive = [name for name, alive in engines.items() if alive]
+        said = {name: self.engines.said_by(name) for name in alive}
+        self._agree_on_capacity(said)
+        claimed = {one.own_epoch for one in said.values() if one is not None}
+        stored: list[Stored] = []
+        for folder in os.listdir(self._fd):
+            match = _FOLDER.fullmatch(folder)
+            if match or folder.startswith("gone-"):
+                found, newest = self._scan_folder(folder)
+                stored += found
+                is_claimed = match is not None and (
+                    None in said.values() or int(match[1]) in {COMMON, self.epoch, *claimed}
+                )
+                if not is_claimed and self.engines.now_ns - newest > STRAY_NS:
+                    self._retire(folder)
+        return stored, max(1, len(alive))
+
+    def _agree_on_capacity(self, said: Mapping[str, Announced | None]) -> None:
+        """The capacity that the first of the living engines was given counts for all of them."""
+        known = {name: one for name, one in said.items() if one is not None and one.capacity_bytes}
+        known[self.engines.name] = self.engines.announced
+        first = min(known, key=lambda name: (known[name].joined_ns, name))
+        capacity_bytes = known[first].capacity_bytes
+        if capacity_bytes == self.capacity_bytes:
+            return
+        self.capacity_bytes, self._granted = capacity_bytes, 0
+        if first == self.engines.name:
+            logger.warning(
+                "kvtiers: %s has a capacity of %d bytes from now on, as configured here: the "
+                "engines that were there before have left",
+                *(self._path, capacity_bytes),
+            )
+        else:
+            logger.warning(
+                "kvtiers: %s is shared with a capacity of %d bytes, which the engine that joined "
+                "first was given; %d were configured here and do not count while it is there",
+                *(self._path, capacity_bytes, self._configured_bytes),
+            )
+
+    def _scan_folder(self, folder: str) -> tuple[list[Stored], int]:
+        """The files of one folder, and when it changed last."""
+        stored: list[Stored] = []
+        try:
+            fd = os.open(folder, READ | os.O_DIRECTORY, dir_fd=self._fd)
+        except FileNotFoundError:
+            return stored, self.engines.now_ns
+        try:
+            newest = os.fstat(fd).st_mtime_ns
+            with os.scandir(fd) as files:
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        found = file.stat(follow_symlinks=False)
+                        match = _TEMPORARY.fullmatch(file.name)
+                        if match and self._is_stray(match[1], found.st_mtime_ns):
+                            os.unlink(file.name, dir_fd=fd)
+                            continue
+                        # The present time for what is being written: it goes last.
+                        use_ns = self.engines.now_ns if match else found.st_mtime_ns
+                        size = pages_for(found.st_size) * ALIGNMENT
+                        stored.append(Stored(folder, file.name, size, use_ns))
+        finally:
+            os.close(fd)
+        return stored, newest
+
+    def _is_stray(self, engine: str, changed_ns: int) -> bool:
+        """Whether a temporary file will never be finished."""
+        if self.engines.is_alive(engine):
+            return False
+        is_here = engine.startswith(self.engines.name[:13])
+        return is_here or self.engines.now_ns - changed_ns > STRAY_NS
+
+    def _bury(self, engine: str) -> None:
+        """Remove what a dead engine had alone. Raises ``OSError``."""
+        said = self.engines.said_by(engine)
+        with contextlib.suppress(FileNotFoundError):  # another engine was faster
+            if said is None and self.engines.silent_ns(engine) < STRAY_NS:
+                return  # what it had cannot be read now: a later scan will
+        if said is not None and said.own_epoch != COMMON:
+            self._retire(f"{PREFIX}{said.own_epoch}")
+        self.engines.forget(engine)
+
+    # -- epochs ----------------------------------------------------------------------------
+
+    def begin_own(self, *, forgets: bool = True) -> None:
+        """An epoch of this engine alone. If it ``forgets``, what was stored under the one it leaves
+        is gone for all: the name of its folder is taken away, as soon as no record can get there
+        any more. Durable. Raises ``OSError``; to be repeated then, and what the failed attempts
+        have left is taken away as well."""
+        own = secrets.randbits(62) | 1
+        with self._resetting:
+            if forgets:
+                self._left.add(self.epoch)
+            self.engines.announce(own)
+            with self._turn:
+                self.epoch = own
+                self._turn.wait_for(lambda: not self._publishing)
+            for epoch in self._left:
+                self._retire(f"{PREFIX}{epoch}", remove=False)
+            os.fsync(self._fd)
+            self._left.clear()
+
+    def _retire(self, folder: str, *, remove: bool = True) -> None:
+        """Have a folder's records exist for nobody, and remove them."""
+        name = folder if folder.startswith("gone-") else f"gone-{secrets.token_hex(8)}"
+        if name != folder:
+            try:
+                os.rename(folder, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except FileNotFoundError:
+                return
+        if remove:
+            with contextlib.suppress(OSError):
+                self._remove_folder(name)
+
+    def remove_gone(self) -> None:
+        """Remove what was retired, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._fd):
+                if name.startswith("gone-"):
+                    self._retire(name)
+
+    def renew(self) -> None:
+        """Say that this engine lives. Raises ``TierIoError``."""
+        try:
+            self.engines.touch()
+        except OSError as error:
+            raise TierIoError(f"the folder {self._path} cannot be written: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the folder; only when nobody calls any more."""
+        self.engines.close()
+        super().close()
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a tier of this machine that does not share holds its lock."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # a file system without locks: nobody holds one
+    return False

@@ -1,0 +1,205 @@
+"""One record per file, in a folder that engines of several machines share.
+
+``shared_folder`` says what lies where and how the cap is kept: there is no process at the centre,
+so it is a bound, and each engine removes what nobody has used for longest when it finds too much.
+Nothing is remembered of what the folder holds: every question goes to the file system.
+
+``reset`` says that this engine has other weights from now on: it goes on under an epoch of its own,
+and what was stored under the one it leaves exists for nobody. Another machine may see it for as
+long as its mount keeps names in memory (NFS: ``acdirmax``, usually 60 s).
+
+Ownership: everything belongs to the event loop's thread; everything that touches the disk runs in
+``depth`` daemon threads of the tier's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tiers.base import (
+    ALIGNMENT,
+    Buffer,
+    Key,
+    ReadOutcome,
+    StoredKeys,
+    TierInfo,
+    WriteOutcome,
+    stored_keys,
+)
+from tiers.files.members import TOUCH_S
+from tiers.files.shared_folder import COMMON, SharedFolder
+from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.direct_io import pages_for
+from tiers.io.resets import Resets
+from tiers.io.use_clock import UseClock
+from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
+
+PRESENT_AT_ONCE = 32
+"""Keys that one thread looks for at a time."""
+QUESTION_THREADS = 4
+"""Apart from those that move payloads: a question takes no time behind them. Nor does a read behind
+those that store, which wait for each other while one of them scans the folder."""
+TOUCHES_AT_ONCE = 256
+
+
+class SharedFileTier(FolderTier[SharedFolder]):
+    """See the module. ``path`` is a folder that all who share see under their own paths. An odd
+    ``epoch`` says that this engine's weights are not those of the model's files."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        namespace: bytes = NO_NAMESPACE,
+        rank: int = 0,
+        epoch: int = 0,
+        depth: int = 16,
+    ) -> None:
+        super().__init__(Path(path))
+        self._capacity_bytes = capacity_bytes
+        self._identity = Identity(namespace, rank)
+        check_identity(self._identity)
+        self._given_epoch = epoch
+        self._depth = depth
+
+    async def open(self) -> TierInfo:
+        is_own = self._given_epoch % 2 == 1
+        arguments = (self._folder, self._identity, self._capacity_bytes, is_own)
+        folder = await self._open_in_thread(SharedFolder, *arguments)
+        used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
+        medium = (folder.medium, epoch, epoch)
+        return TierInfo("file", folder.capacity_bytes, used, count, True, *medium, shared=True)
+
+    def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
+        self._resets = Resets()
+        self._serial = 0
+        self._uses = UseClock(folder.last_use_ns + 1)
+        self._filling: dict[Key, asyncio.Future[WriteOutcome]] = {}
+        self._threads = DaemonThreads("tier-file", self._depth)
+        undo.callback(self._threads.stop)
+        self._storing = DaemonThreads("tier-file-store", self._depth)
+        undo.callback(self._storing.stop)
+        self._questions = DaemonThreads("tier-ask", QUESTION_THREADS)
+        undo.callback(self._questions.stop)
+        names = ("written", "read_ok", "read_miss", "read_corrupt")
+        self._counts = dict.fromkeys(names, 0)
+        self._renewing = asyncio.ensure_future(self._renew(folder))
+
+    async def _renew(self, folder: SharedFolder) -> None:
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            for step in (folder.renew, folder.remove_gone):
+                done = self._threads.run(step)
+                await asyncio.wait([done])
+                done.exception()  # whoever reads or writes next is told
+
+    # -- what it says of itself ------------------------------------------------------------
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return (1 + pages_for(payload_bytes)) * ALIGNMENT
+
+    async def keys(self) -> AsyncIterator[StoredKeys]:
+        with self._working() as folder:
+            entries = await self._finish([self._threads.run(folder.entries, folder.epoch)])
+        found = entries[0].items()
+        for batch in stored_keys((key, entry.payload_bytes) for key, entry in found):
+            yield batch
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of these can be read now. Whoever asks bounds how long, and how many at a time: a
+        mount that hangs answers when it is back."""
+        with self._working() as folder:
+            if self._resets.is_open:
+                return [False] * len(keys)
+            resets, run = self._resets.begun, self._questions.run
+            starts = range(0, len(keys), PRESENT_AT_ONCE)
+            parts = [list(keys[start : start + PRESENT_AT_ONCE]) for start in starts]
+            answers = await self._finish([run(folder.are_there, p, folder.epoch) for p in parts])
+            if resets != self._resets.begun:
+                return [False] * len(keys)
+            return [is_there for answer in answers for is_there in answer]
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._counts)
+
+    # -- writing and reading ---------------------------------------------------------------
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        with self._working() as folder:
+            check_records(keys, buffers)
+            if self._resets.is_open:
+                return [WriteOutcome.FAILED] * len(keys)
+            resets = self._resets.begun
+            asked = []
+            for key, data in zip(keys, buffers, strict=True):
+                if key not in self._filling:
+                    self._serial += 1
+                    use = (*self._uses.take(1), self._serial)
+                    storing = self._storing.run(folder.store, key, folder.epoch, data, *use)
+                    self._filling[key] = storing
+                    storing.add_done_callback(self._end_of(key))
+                asked.append(self._filling[key])
+            outcomes = await self._finish(asked)
+            if resets != self._resets.begun:
+                return [WriteOutcome.FAILED] * len(keys)
+            self._counts["written"] += outcomes.count(WriteOutcome.OK)
+            return outcomes
+
+    def _end_of(self, key: Key) -> Callable[[asyncio.Future[WriteOutcome]], None]:
+        def end(storing: asyncio.Future[WriteOutcome]) -> None:
+            if self._filling.get(key) is storing:
+                del self._filling[key]
+
+        return end
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        with self._working() as folder:
+            if self._resets.is_open:
+                return [ReadOutcome.MISS] * len(keys)
+            resets = self._resets.begun
+            pairs = zip(keys, into, strict=True)
+            run = self._threads.run
+            outcomes = await self._finish([run(folder.fetch, k, folder.epoch, d) for k, d in pairs])
+            if resets != self._resets.begun:
+                outcomes = [ReadOutcome.MISS] * len(keys)
+            for outcome in outcomes:
+                self._counts[f"read_{outcome.value}"] += 1
+            return outcomes
+
+    # -- deleting, recency, reset ----------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        with self._working() as folder:
+            await self._finish([one for key in keys if (one := self._filling.get(key))])
+            await self._finish([self._threads.run(folder.remove, list(keys), folder.epoch)])
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        with self._working() as folder:
+            uses = list(zip(keys, self._uses.take(len(keys)), strict=True))
+            parts = [uses[n : n + TOUCHES_AT_ONCE] for n in range(0, len(uses), TOUCHES_AT_ONCE)]
+            run = self._threads.run
+            await self._finish([run(folder.touch, part, folder.epoch) for part in parts])
+
+    async def reset(self, epoch: int) -> None:
+        """The number of the epoch that begins is drawn, whatever the caller's is."""
+        with self._working() as folder:
+            number = self._resets.begin()
+            self._filling = {}
+            await self._finish([self._threads.run(folder.begin_own)])
+            self._resets.end(number)
+            assert folder.epoch != COMMON, "it has weights of its own now"
+            self._threads.run(folder.remove_gone)
+
+    # -- closing ---------------------------------------------------------------------------
+
+    async def _end_work(self) -> None:
+        self._renewing.cancel()
+
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._threads, self._storing, self._questions)

@@ -1,0 +1,1 @@
+"""A tier's folder: ownership, epochs, opening and closing."""

@@ -1,0 +1,1 @@
+"""Threads, direct I/O and codecs that all disk tiers share."""

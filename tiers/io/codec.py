@@ -1,0 +1,279 @@
+"""What may happen to a payload between slot and disk: lossless compression, encryption.
+
+Both are off unless asked for. Neither ever makes a record longer: what does not get smaller is
+stored as it is, and the tag of an encrypted record lives in its header.
+
+Compression puts the high and the low bytes of 16-bit numbers apart (the exponents of a KV cache
+repeat, its mantissas do not) and gives that to zstd. Where it saves less than ``WORTH`` on average
+over ``TRIAL`` records it stops trying for ``PAUSE`` records.
+
+Encryption is AES-256-GCM with a random nonce per record and the header and key as associated data:
+a record that was tampered with, moved to another key or copied from another namespace fails. The
+key on disk is never used itself; each namespace gets its own by HKDF-SHA256. A key file has one
+key of 64 hexadecimal digits per line: the first writes, the others still read (rotation).
+Random nonces allow 2**32 records per key: rotate before that.
+
+Thread-safe: what changes is either per thread or a plain counter whose races do no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from tiers.base import ALIGNMENT, Buffer, Key, TierIoError
+from tiers.io.direct_io import pages_for
+from tiers.record import (
+    COMPRESSED,
+    ENCRYPTED,
+    KEY_ID_BYTES,
+    NONCE_BYTES,
+    PREFIX_BYTES,
+    TAG_BYTES,
+    Identity,
+    RecordError,
+    flags_of,
+    parse,
+    prefix,
+    seal,
+    tag_of,
+    verify,
+)
+
+MASTER_KEY_BYTES = 32
+WORTH = 0.05
+TRIAL = 16
+PAUSE = 1024
+_LEVEL = 1
+
+
+_KEY = re.compile(rb"[0-9A-Fa-f]{%d}" % (2 * MASTER_KEY_BYTES))
+
+
+class KeyRing:
+    """The keys of one namespace, by id. The first is the one that writes."""
+
+    def __init__(self, masters: list[bytes], namespace: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        derived = [_derive(master, namespace) for master in masters]
+        self.current_id = _key_id(derived[0])
+        self.ciphers = {_key_id(key): AESGCM(key) for key in derived}
+
+    @classmethod
+    def load(cls, path: Path, namespace: bytes) -> KeyRing:
+        """Read a key file. Raises ``TierIoError``."""
+        try:
+            masters = read_key_file(path)
+        except KeyFileError as error:
+            raise TierIoError(f"the key file {path} {error}. {error.fix}") from error
+        try:
+            return cls(masters, namespace)
+        except ImportError as error:
+            raise TierIoError(
+                "encryption needs the package cryptography. Run: pip install kvtiers[crypto]"
+            ) from error
+
+
+class KeyFileError(ValueError):
+    """What is wrong with a key file, and in ``fix`` what to do; shows nothing of what is in it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
+def read_key_file(path: Path) -> list[bytes]:
+    """The keys in a file that only its owner, this user, can read. Raises ``KeyFileError``."""
+    make = f"Make one: (umask 077; openssl rand -hex {MASTER_KEY_BYTES} > {path})"
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise KeyFileError("is not a regular file", "Give the file with the key.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise KeyFileError(f"cannot be read: {error.strerror}", make) from error
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        what = f"can be read by others (mode {mode:04o})"
+        raise KeyFileError(what, f"Run: chmod 600 {path}")
+    if found.st_uid != os.geteuid():
+        what = f"belongs to uid {found.st_uid}, this process runs as uid {os.geteuid()}"
+        raise KeyFileError(what, "Give it to that user.")
+    lines = content.split()
+    if not lines or not all(map(_KEY.fullmatch, lines)):
+        what = f"needs one or more lines of {2 * MASTER_KEY_BYTES} hexadecimal digits"
+        raise KeyFileError(what, make)
+    return [bytes.fromhex(line.decode()) for line in lines]
+
+
+def _derive(master: bytes, namespace: bytes) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    info = b"kvtiers record " + namespace
+    return HKDF(SHA256(), MASTER_KEY_BYTES, salt=None, info=info).derive(master)
+
+
+def _key_id(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=KEY_ID_BYTES, person=b"kvtiers key id").digest()
+
+
+class Codec:
+    """Encodes and decodes the records of one identity. Blocks; used in I/O threads."""
+
+    def __init__(self, identity: Identity, *, keys: KeyRing | None, compress: bool) -> None:
+        self._identity = identity
+        self._keys = keys
+        self._planes = BytePlanes() if compress else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether payloads always go to disk as they are."""
+        return self._keys is None and self._planes is None
+
+    @property
+    def key_ids(self) -> frozenset[bytes]:
+        """Ids of the keys that can be read; empty: only records that are not encrypted."""
+        return frozenset(self._keys.ciphers) if self._keys else frozenset()
+
+    @staticmethod
+    def room_bytes(payload_bytes: int) -> int:
+        """Aligned memory that encoding or decoding one record needs."""
+        return pages_for(payload_bytes + TAG_BYTES) * ALIGNMENT
+
+    def encode(self, key: Key, epoch: int, payload: Buffer, room: Buffer) -> tuple[bytes, Buffer]:
+        """Header and stored bytes; these lie in ``room``, or are ``payload`` itself."""
+        small = self._planes.compress(payload) if self._planes else None
+        if self._keys is not None:
+            return self._encrypt(key, epoch, payload, small, room)
+        if small is None:
+            return seal(self._identity, key, epoch, payload, payload.nbytes), payload
+        head = prefix(
+            self._identity, key, epoch, payload.nbytes, stored_bytes=len(small), flags=COMPRESSED
+        )
+        room[: len(small)] = np.frombuffer(small, np.uint8)
+        return head + tag_of(head, key, payload), room[: len(small)]
+
+    def _encrypt(
+        self, key: Key, epoch: int, payload: Buffer, small: bytes | None, room: Buffer
+    ) -> tuple[bytes, Buffer]:
+        assert self._keys is not None, "only called with keys"
+        source = payload.data if small is None else small
+        size = payload.nbytes if small is None else len(small)
+        nonce = os.urandom(NONCE_BYTES)
+        head = prefix(
+            self._identity,
+            key,
+            epoch,
+            payload.nbytes,
+            stored_bytes=size,
+            flags=ENCRYPTED | (COMPRESSED if small is not None else 0),
+            nonce=nonce,
+            key_id=self._keys.current_id,
+        )
+        cipher = self._keys.ciphers[self._keys.current_id]
+        cipher.encrypt_into(nonce, source, head + key, room[: size + TAG_BYTES].data)
+        return head + room[size : size + TAG_BYTES].tobytes(), room[:size]
+
+    def decode(self, header: bytes, key: Key, epoch: int, room: Buffer, into: Buffer) -> bool:
+        """Fill ``into`` from the stored bytes at the front of ``room``; whether they were exactly
+        what was encoded for this key, identity and epoch. ``room`` has ``room_bytes``, and is
+        ``into`` itself for a record without flags. May change ``room``. Never raises."""
+        try:
+            if self._keys is None and not flags_of(header):
+                return verify(header, self._identity, key, epoch, into)
+            return self._decode(header, key, epoch, room, into)
+        except Exception:  # whatever a damaged record makes zstd or AES say: it is no record
+            return False
+
+    def _decode(self, header: bytes, key: Key, epoch: int, room: Buffer, into: Buffer) -> bool:
+        fields = parse(header)
+        size = fields.stored_bytes
+        if size > into.nbytes:
+            return False
+        if bool(fields.flags & ENCRYPTED) != (self._keys is not None):
+            return False
+        if self._keys is None:
+            if fields.flags & COMPRESSED:
+                BytePlanes.decompress(room[:size], into)
+            return verify(header, self._identity, key, epoch, into)
+        expected = prefix(
+            self._identity,
+            key,
+            epoch,
+            into.nbytes,
+            stored_bytes=size,
+            flags=fields.flags,
+            nonce=fields.nonce,
+            key_id=fields.key_id,
+        )
+        cipher = self._keys.ciphers.get(fields.key_id)
+        if cipher is None or expected != header[:PREFIX_BYTES]:
+            return False
+        room[size : size + TAG_BYTES] = np.frombuffer(fields.tag, np.uint8)
+        sealed = room[: size + TAG_BYTES].data
+        if not fields.flags & COMPRESSED:
+            cipher.decrypt_into(fields.nonce, sealed, expected + key, into.data)
+            return True
+        small = cipher.decrypt(fields.nonce, sealed, expected + key)
+        BytePlanes.decompress(np.frombuffer(small, np.uint8), into)
+        return True
+
+
+class BytePlanes:
+    """Byte-plane split and zstd, which stops trying where it does not pay."""
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._zstd = zstandard
+        self._local = threading.local()
+        self._tried = self._pause = 0
+        self._saved = 0.0
+
+    def compress(self, payload: Buffer) -> bytes | None:
+        """The shorter form, or ``None`` if there is none worth having."""
+        if self._pause > 0:
+            self._pause -= 1
+            return None
+        if not hasattr(self._local, "compressor"):
+            self._local.compressor = self._zstd.ZstdCompressor(level=_LEVEL)
+        small: bytes = self._local.compressor.compress(_split(payload))
+        saving = 1 - len(small) / payload.nbytes
+        self._saved += saving
+        self._tried += 1
+        if self._tried >= TRIAL:
+            if self._saved / self._tried < WORTH:
+                self._pause = PAUSE
+            self._tried, self._saved = 0, 0.0
+        return small if pages_for(len(small)) < pages_for(payload.nbytes) else None
+
+    @staticmethod
+    def decompress(small: Buffer, into: Buffer) -> None:
+        """Fill ``into``. Raises ``RecordError`` or zstd's error for anything else."""
+        import zstandard
+
+        if zstandard.frame_content_size(small.data) != into.nbytes:
+            raise RecordError("the frame has another length than the payload")
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(small.data), np.uint8)
+        half = into.nbytes // 2
+        np.copyto(into[0 : 2 * half : 2], planes[:half])
+        np.copyto(into[1 : 2 * half : 2], planes[half : 2 * half])
+        np.copyto(into[2 * half :], planes[2 * half :])
+
+
+def _split(payload: Buffer) -> Buffer:
+    """All even bytes, then all odd ones, then the last one of an odd length."""
+    half = payload.nbytes // 2
+    planes = np.empty_like(payload)
+    np.copyto(planes[:half], payload[0 : 2 * half : 2])
+    np.copyto(planes[half : 2 * half], payload[1 : 2 * half : 2])
+    np.copyto(planes[2 * half :], payload[2 * half :])
+    return planes

@@ -1,0 +1,51 @@
+"""Questions to a store that may hang: each has a deadline, and only so many may be under way.
+
+Ownership: belongs to the event loop's thread; the questions run in daemon threads of its own. A
+question that is given up runs on there, so it must use no memory of the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tiers.base import TierIoError
+from tiers.io.daemon_threads import DaemonThreads
+
+ASK_TIMEOUT_S = 2.0
+ASKING_MOST = 8
+"""Questions under way; with more of them hanging the next one fails at once."""
+
+T = TypeVar("T")
+
+
+class Questions:
+    """``name`` is that of its threads, ``count`` their number; ``store`` stands in messages."""
+
+    def __init__(self, name: str, count: int, store: str) -> None:
+        self._threads = DaemonThreads(name, count)
+        self._store = store
+        self._asking = 0
+
+    async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What ``function`` answers. Raises what it raises, and ``TierIoError`` if it does not
+        answer in time or too many have not."""
+        if self._asking >= ASKING_MOST:
+            raise TierIoError(f"earlier questions to {self._store} were not answered yet")
+        asking = self._threads.run(function, *arguments)
+        self._asking += 1
+        asking.add_done_callback(self._answered)
+        done, _ = await asyncio.wait([asking], timeout=ASK_TIMEOUT_S)
+        if not done:
+            raise TierIoError(f"{self._store} does not answer")
+        return asking.result()
+
+    def stop(self) -> None:
+        """End the threads. Blocks, for as long as a question hangs."""
+        self._threads.stop()
+
+    def _answered(self, asking: asyncio.Future[T]) -> None:
+        self._asking -= 1
+        if not asking.cancelled():
+            asking.exception()  # nobody else may look at it

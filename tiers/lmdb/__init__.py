@@ -1,0 +1,1 @@
+"""The LMDB tier: an index in LMDB, payloads in extents beside it."""

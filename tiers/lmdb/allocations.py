@@ -1,0 +1,105 @@
+"""Who owns each place of the payload file: nobody, a present record, or something on its way.
+
+    free --allocate--> held --adopt--> present --forget--> held --freed--> free
+                       held --freed--> free               (never named by a transaction)
+
+A place that a read is using when it is ``freed`` is parked and becomes free with the last
+``unpin``. ``forget`` comes when a record leaves the index in memory, ``freed`` when the
+transaction that says so is durable: in between the place may not be written.
+
+Owned by the event loop's thread; knows nothing of keys.
+"""
+
+from __future__ import annotations
+
+from tiers.io.extents import ExtentMap, Run, Runs, clip, gaps
+
+_HEADER = Run(0, 1)
+
+
+class Places:
+    """See the module. A place is known by its first page."""
+
+    def __init__(self, file_pages: int, free: list[Run]) -> None:
+        self._map = ExtentMap(file_pages, free)
+        self._held: dict[int, Runs] = {}
+        self._pins: dict[int, tuple[int, Runs]] = {}
+        self._parked: dict[int, Runs] = {}
+
+    @property
+    def pages(self) -> int:
+        """Length of the file, page 0 included."""
+        return self._map.pages
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that are not free, page 0 excluded."""
+        return self._map.pages - 1 - self._map.free_pages
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether places will become free without anybody's doing."""
+        return bool(self._parked)
+
+    def extend(self, pages: int) -> None:
+        """The file has grown by this many pages."""
+        self._map.extend(pages)
+
+    def allocate(self, pages: int) -> Runs | None:
+        """Hold a free place; ``None`` if there is none."""
+        runs = self._map.allocate(pages)
+        if runs is not None:
+            self._held[runs[0].start] = runs
+        return runs
+
+    def adopt(self, runs: Runs, pages: int) -> None:
+        """A present record owns the first ``pages`` pages of this held place now."""
+        del self._held[runs[0].start]
+        _, rest = clip(runs, pages)
+        self._map.release(rest)
+
+    def forget(self, runs: Runs) -> None:
+        """The record of this place is gone from memory, but not yet from the disk."""
+        self._held[runs[0].start] = runs
+
+    def freed(self, runs: Runs) -> None:
+        """No durable transaction names this held place any more."""
+        start = runs[0].start
+        if start in self._pins:
+            self._parked[start] = runs
+        else:
+            del self._held[start]
+            self._map.release(runs)
+
+    def cleared(self) -> None:
+        """No durable transaction names any place, except those held for writes to come."""
+        for start, (_count, runs) in self._pins.items():
+            if start not in self._held:
+                self._held[start] = self._parked[start] = runs
+        used = [run for runs in self._held.values() for run in runs]
+        self._map = ExtentMap(self._map.pages, gaps(self._map.pages, [_HEADER, *used]))
+
+    def pin(self, runs: Runs) -> None:
+        """A read begins in this place."""
+        count, _ = self._pins.get(runs[0].start, (0, runs))
+        self._pins[runs[0].start] = (count + 1, runs)
+
+    def unpin(self, runs: Runs) -> None:
+        """A read in this place has ended."""
+        start = runs[0].start
+        count, _ = self._pins[start]
+        if count > 1:
+            self._pins[start] = (count - 1, runs)
+            return
+        del self._pins[start]
+        parked = self._parked.pop(start, None)
+        if parked is not None:
+            self.freed(parked)
+
+    def check(self, present: list[Runs]) -> None:
+        """Raise ``AssertionError`` unless present, held and free places tile the file."""
+        owned = [run for runs in [*present, *self._held.values()] for run in runs]
+        free = self._map.free_runs()
+        expected = gaps(self._map.pages, [_HEADER, *owned])
+        assert free == expected, f"free {free}, but nobody owns {expected}"
+        assert set(self._parked) <= set(self._held) & set(self._pins), "parked places are held"

@@ -1,0 +1,153 @@
+"""What an open LMDB tier holds, and what is on its way into and out of it.
+
+A record that is deleted is forgotten here at once and on the disk with the next commit; its place
+is free after that (``places``). Uses are noted here at once, and on the disk with the next commit,
+at the latest after ``TOUCH_FLUSH_S``.
+
+Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tiers.base import Key, WriteOutcome
+from tiers.io.awaiting import settled
+from tiers.io.extents import Runs
+from tiers.io.use_clock import UseClock
+from tiers.lmdb.allocations import Places
+from tiers.lmdb.commit_thread import Clear, CommitThread, Put, Refresh, Remove
+from tiers.lmdb.files import LmdbStore
+from tiers.lmdb.index import runs_of
+
+TOUCH_FLUSH_S = 5.0
+TOUCHES_MAX = 4096
+
+
+class LmdbContents:
+    """``counts`` are the tier's counters. ``filling`` are the records on their way in; ``epoch`` is
+    the one under which records are written and read now. ``committer`` is set before any use."""
+
+    committer: CommitThread
+
+    def __init__(self, store: LmdbStore, counts: dict[str, int]) -> None:
+        found = store.recovered
+        self.epoch = store.index.epoch
+        self.records = found.records
+        self.places = Places(store.file_pages, found.free)
+        self.uses = UseClock(found.next_use)
+        self.filling: dict[Key, Put] = {}
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._leaving: dict[Remove | Clear, asyncio.Future[None]] = {}
+        self._touched: set[Key] = set()
+        self._touch_timer: asyncio.TimerHandle | None = None
+        self._change = self._loop.create_future()
+
+    # -- in --------------------------------------------------------------------------------
+
+    def is_known(self, key: Key) -> bool:
+        """Whether it is there, or will be soon."""
+        return key in self.filling or key in self.records
+
+    def count(self) -> int:
+        """Records that are there or on their way in."""
+        return len(self.records) + len(self.filling)
+
+    def end_write(self, put: Put) -> None:
+        """A write was committed, or has failed. Its outcome may become worse here."""
+        if self.filling.get(put.key) is put:
+            del self.filling[put.key]
+        if put.outcome is WriteOutcome.OK and put.epoch == self.epoch:
+            self.records.add(put.key, put.value)
+            self.places.adopt(put.runs, put.stored_pages)
+        elif put.is_named:  # a reset overtook it: its place is free when that is durable
+            put.outcome = WriteOutcome.FAILED
+            self._leave(Remove([], [put.runs]))
+        else:
+            self.places.freed(put.runs)
+
+    # -- out -------------------------------------------------------------------------------
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Take keys out of memory now and off the disk soon."""
+        gone: list[Key] = []
+        places: list[Runs] = []
+        for key in keys:
+            value = self.records.pop(key)
+            if value is not None:
+                runs = runs_of(value)
+                self.places.forget(runs)
+                gone.append(key)
+                places.append(runs)
+        self._counts["deleted"] += len(gone)
+        if gone:
+            self._leave(Remove(gone, places))
+
+    async def reset(self, epoch: int) -> None:
+        """Forget everything and begin this epoch, or the next one if that is greater; durable
+        on return, unless the committer has failed."""
+        self.epoch = max(epoch, self.epoch + 1)
+        self.records.clear()
+        self.filling = {}
+        self._touched.clear()
+        await settled(self._leave(Clear(self.epoch)))
+
+    def _leave(self, change: Remove | Clear) -> asyncio.Future[None]:
+        done = self._leaving[change] = self._loop.create_future()
+        self.committer.submit([change])
+        return done
+
+    def end_removal(self, change: Remove | Clear) -> None:
+        """A removal was committed, or the committer has failed."""
+        if self.committer.failure is None:
+            if isinstance(change, Clear):
+                self.places.cleared()
+            else:
+                for runs in change.places:
+                    self.places.freed(runs)
+        self._leaving.pop(change).set_result(None)
+
+    async def wait_for_room(self) -> bool:
+        """Wait until something changed here, if places are on their way to be free. ``False``:
+        none is."""
+        if not self._leaving and not self.places.is_waiting:
+            return False
+        if self._leaving:
+            self.committer.hurry()
+        await asyncio.wait([self._change])
+        return True
+
+    def tell_waiting(self) -> None:
+        """Something changed."""
+        self._change.set_result(None)
+        self._change = self._loop.create_future()
+
+    # -- recency ---------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Note a use of those that are there."""
+        for key, use in zip(keys, self.uses.take(len(keys)), strict=True):
+            if self.records.touch(key, use):
+                self._touched.add(key)
+        if len(self._touched) >= TOUCHES_MAX:
+            self.flush_touches()
+        elif self._touched and self._touch_timer is None:
+            self._touch_timer = self._loop.call_later(TOUCH_FLUSH_S, self.flush_touches)
+
+    def flush_touches(self) -> None:
+        """Let the next commit write what was touched."""
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+            self._touch_timer = None
+        records = self.records
+        values = [(key, value) for key in self._touched if (value := records.get(key)) is not None]
+        self._touched.clear()
+        if values:
+            self.committer.submit([Refresh(values)])
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` if records and places disagree. For tests."""
+        self.records.check()
+        self.places.check([runs_of(value) for _, value in self.records.items()])

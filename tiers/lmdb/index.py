@@ -1,0 +1,395 @@
+"""The transactional heart of the LMDB tier: which record lies where, durable.
+
+One environment of two named databases:
+
+    meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian; b"limits" -> JSON
+    records   key -> last use (8 bytes, big-endian) + record header + runs (start u64, pages u32)
+
+Payloads are not in here. Values are small, every transaction is short and so are those of readers
+in other processes (``lmdb_reader``), so LMDB's pages are reused at once and the file stays inside
+its map. A reader that was killed in a transaction would keep pages for ever: ``apply`` looks for
+such from time to time. The file is preallocated to the size of the map: a full disk cannot fail a
+commit.
+
+Opening never trusts a file, however it was closed: before LMDB sees it, ``lmdb_walk`` goes through
+all of its pages (LMDB dies by SIGBUS on a truncated file and of garbled pages) and brings the
+records along. What the walk refuses is put before LMDB's own, slow verifier. Whatever is wrong is
+an ``IndexUnusableError``; what to do about it is decided above.
+
+Ownership: one thread at a time, but for ``keys_after``; a transaction never leaves the method that
+began it, and nothing that LMDB owns outlives its transaction.
+
+The file of an LMDB index: preallocated up to the size of its map, so that no commit meets a full
+disk, and never shorter than that, because LMDB would end the process by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lmdb
+from lmdb.verify import VerifyError, verify
+
+from tiers.base import ALIGNMENT, Key
+from tiers.folders.folder import StoreUnusableError
+from tiers.io.extents import Run, Runs
+from tiers.lmdb.recovery.pages import DamagedError, UnsoundError
+from tiers.lmdb.recovery.record_table import RUN_BYTES, RUNS_AT, USE_BYTES, RecordTable, tables_of
+from tiers.lmdb.recovery.walk import walk
+from tiers.record import Identity
+
+
+def check_room(path: Path, map_bytes: int) -> None:
+    """Raise ``OSError`` if the disk has no room for an index of ``map_bytes`` there. Asked first,
+    because a try would fill the disk for others. Folders may be missing."""
+    size_bytes = path.stat().st_size if path.exists() else 0
+    disk = os.statvfs(next(above for above in path.absolute().parents if above.exists()))
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if map_bytes - size_bytes > free_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"the index for this capacity takes {map_bytes} bytes, and the disk has {free_bytes} "
+            "free. Give less capacity",
+        )
+
+
+class IndexFile:
+    """See the module. ``path`` exists once LMDB has opened its environment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size_bytes = 0
+
+    def reserve(self, map_bytes: int) -> None:
+        """Allocate its blocks. Raises ``OSError``; it is as long as it was then."""
+        check_room(self.path, map_bytes)
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size < map_bytes:
+                try:
+                    os.posix_fallocate(fd, size, map_bytes - size)
+                except OSError:
+                    os.ftruncate(fd, size)  # what it did get would stay for good
+                    raise
+        finally:
+            os.close(fd)
+        self._size_bytes = max(size, map_bytes)
+
+    def check(self) -> None:
+        """Raise ``OSError`` if it was cut off since it was reserved."""
+        if os.stat(self.path).st_size < self._size_bytes:
+            raise OSError(f"{self.path} was truncated while in use")
+
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+FILES = (DATA_NAME, LOCK_NAME)
+RECORDS_NAME = b"records"
+RECORD_INDEX_BYTES = 512
+"""Index space set aside per record; 280 to 320 bytes are used, also under churn."""
+INDEX_BYTES_MIN = 2 << 20
+READER_CHECK_EVERY = 64
+"""Transactions from one look for killed readers to the next; a look takes microseconds."""
+
+_PAYLOAD_AT = USE_BYTES + 24
+_RUN = struct.Struct("<QI")
+assert _RUN.size == RUN_BYTES, "the layout of a run"
+
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+
+
+class IndexUnusableError(StoreUnusableError):
+    """The index on disk, or what lies beside it, cannot be used; the message says why."""
+
+
+class ForeignIndexError(IndexUnusableError):
+    """A healthy index of somebody else: another namespace, rank or format."""
+
+
+def pack_value(use: int, header: bytes, runs: Runs) -> bytes:
+    """The value of one record."""
+    places = b"".join(_RUN.pack(start, pages) for start, pages in runs)
+    return use.to_bytes(USE_BYTES, "big") + header + places
+
+
+def header_of(value: bytes) -> bytes:
+    """The record's header."""
+    return value[USE_BYTES:RUNS_AT]
+
+
+def payload_bytes_of(value: bytes) -> int:
+    """The length of the record's payload."""
+    return int.from_bytes(value[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
+
+
+def runs_of(value: bytes) -> Runs:
+    """Where the record's stored bytes lie."""
+    if len(value) == RUNS_AT + RUN_BYTES:  # nearly always
+        return (Run._make(_RUN.unpack_from(value, RUNS_AT)),)
+    return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one transaction does: first the clear, then the edits (``None`` deletes a key)."""
+
+    clear_to_epoch: int | None = None
+    edits: dict[Key, bytes | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the index says of itself."""
+
+    identity: Identity
+    file_id: str
+
+    def dump(self) -> bytes:
+        fields = {
+            "format": FORMAT,
+            "namespace": self.identity.namespace.hex(),
+            "rank": self.identity.rank,
+            "page_bytes": ALIGNMENT,
+            "file_id": self.file_id,
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def load(cls, raw: bytes) -> Manifest:
+        """Raises ``IndexUnusableError``."""
+        try:
+            fields = json.loads(raw)
+            if fields["format"] != FORMAT or fields["page_bytes"] != ALIGNMENT:
+                raise ForeignIndexError(
+                    f"format {fields['format']} with pages of {fields['page_bytes']} bytes, "
+                    f"expected {FORMAT} and {ALIGNMENT}"
+                )
+            identity = Identity(bytes.fromhex(fields["namespace"]), int(fields["rank"]))
+            return cls(identity, str(fields["file_id"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise IndexUnusableError(f"the manifest is not readable: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The capacity an index was last opened with, and the smallest usual payload, in bytes."""
+
+    capacity_bytes: int
+    record_bytes: int
+
+    def dump(self) -> bytes:
+        return json.dumps([self.capacity_bytes, self.record_bytes]).encode()
+
+    @classmethod
+    def load(cls, raw: bytes | None) -> Limits | None:
+        """``None`` if nothing readable was stored."""
+        try:
+            capacity_bytes, record_bytes = json.loads(raw or b"")
+            return cls(int(capacity_bytes), int(record_bytes))
+        except (ValueError, TypeError):
+            return None
+
+
+def index_exists(folder: Path) -> bool:
+    """Whether there is something to recover from."""
+    path = folder / DATA_NAME
+    return os.path.lexists(path) and path.lstat().st_size > 0
+
+
+class LmdbIndex:
+    """The open environment."""
+
+    def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
+        """Open or create. ``manifest`` is what a new index gets, and its identity what an old
+        one must have. Raises ``IndexUnusableError`` with the data as it was, or ``OSError``."""
+        self._file = IndexFile(folder / DATA_NAME)
+        is_new = not index_exists(folder)
+        self._found = None if is_new else check_file(folder)
+        self._transactions = 0
+        check_room(folder / DATA_NAME, map_bytes)
+        with contextlib.ExitStack() as undo:
+            if is_new:  # half an index would be a damaged one
+                undo.callback(_remove, folder)
+            self._env = self._open_env(folder, map_bytes)
+            undo.callback(self._env.close)
+            try:
+                self._meta = self._env.open_db(b"meta")
+                self._records = self._env.open_db(RECORDS_NAME)
+                if is_new:
+                    self._create(manifest)
+                self.manifest, self.epoch = self._read_meta()
+                check_owner(self.manifest.identity, manifest.identity)
+                self._file.reserve(self._env.info()["map_size"])
+            except BaseException as error:  # whatever it is, undo closes the environment
+                raise _translated(error) from error
+            undo.pop_all()
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self._file.path
+
+    @staticmethod
+    def _open_env(folder: Path, map_bytes: int) -> Any:
+        try:
+            env = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                mode=0o600,
+                max_dbs=2,
+                max_readers=16,
+                readahead=False,
+                writemap=False,
+            )
+        except lmdb.Error as error:
+            raise _translated(error) from error
+        env.reader_check()
+        return env
+
+    def _create(self, manifest: Manifest) -> None:
+        with self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(b"manifest", manifest.dump())
+            txn.put(b"epoch", bytes(8))
+
+    def _read_meta(self) -> tuple[Manifest, int]:
+        with self._env.begin(db=self._meta) as txn:
+            raw, epoch = txn.get(b"manifest"), txn.get(b"epoch")
+        if raw is None or epoch is None:
+            raise IndexUnusableError("it has no manifest")
+        return Manifest.load(bytes(raw)), int.from_bytes(epoch, "little")
+
+    def tables(self) -> list[RecordTable]:
+        """Every record, for recovery at open."""
+        found, self._found = self._found, None
+        if found is not None:
+            return found
+        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+            return tables_of(cursor.iternext())
+
+    def keys_after(self, key: Key | None, count: int) -> list[Key]:
+        """The next ``count`` keys in their order behind one that may be gone, or from the first on.
+        May be called beside everything but ``close``: it is a transaction of its own."""
+        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+            found = cursor.first() if key is None else cursor.set_range(key)
+            if found and cursor.key() == key:
+                found = cursor.next()
+            return list(islice(cursor.iternext(values=False), count)) if found else []
+
+    def apply(self, changes: Changes) -> None:
+        """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing
+        changed, and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
+        self._file.check()
+        self._found = None
+        records = self._records
+        self._transactions += 1
+        if not self._transactions % READER_CHECK_EVERY:
+            self._env.reader_check()
+        with self._env.begin(write=True) as txn:
+            if changes.clear_to_epoch is not None:
+                txn.drop(records, delete=False)
+                txn.put(b"epoch", changes.clear_to_epoch.to_bytes(8, "little"), db=self._meta)
+            for key, value in changes.edits.items():
+                if value is None:
+                    txn.delete(key, db=records)
+                else:
+                    txn.put(key, value, db=records)
+        if changes.clear_to_epoch is not None:
+            self.epoch = changes.clear_to_epoch
+
+    def apply_in_parts(self, changes: Changes) -> None:
+        """As ``apply``, for edits that need not be made at once and add no keys: where the map has
+        no room for copies of all the pages they touch, in several transactions."""
+        try:
+            self.apply(changes)
+        except lmdb.MapFullError:
+            edits = list(changes.edits.items())
+            half = (len(edits) + 1) // 2
+            if changes.clear_to_epoch is not None or half == len(edits):
+                raise
+            self.apply_in_parts(Changes(edits=dict(edits[:half])))
+            self.apply_in_parts(Changes(edits=dict(edits[half:])))
+
+    def note_limits(self, limits: Limits) -> None:
+        """Keep what this index was opened with, for those who look at it from outside."""
+        with self._env.begin(db=self._meta) as txn:
+            known = txn.get(b"limits")
+        if known != limits.dump():
+            with self._env.begin(write=True, db=self._meta) as txn:
+                txn.put(b"limits", limits.dump())
+
+    def state(self) -> bytes | None:
+        """What those who share an index keep in it (``shared_index``)."""
+        with self._env.begin(db=self._meta) as txn:
+            found = txn.get(b"state")
+        return None if found is None else bytes(found)
+
+    def close(self) -> None:
+        """Release the files."""
+        self._env.close()
+
+
+def check_owner(found: Identity, expected: Identity) -> None:
+    """Raise ``ForeignIndexError`` unless records are those of this namespace and rank."""
+    if found != expected:
+        raise ForeignIndexError(
+            f"its records belong to namespace {found.namespace.hex()} rank {found.rank}"
+        )
+
+
+def _remove(folder: Path) -> None:
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _translated(error: BaseException) -> BaseException:
+    """Damage is an ``IndexUnusableError``; other trouble of LMDB is the disk's, an ``OSError``:
+    a full or failing disk is no reason to give a healthy index up."""
+    if isinstance(error, _DAMAGE):
+        return IndexUnusableError(f"LMDB cannot open it: {error}")
+    return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
+
+
+def check_file(folder: Path) -> list[RecordTable] | None:
+    """The records, if LMDB can read the file without harm; ``None`` if it can, but only LMDB.
+
+    Raises ``IndexUnusableError`` if it cannot. Only for an index that nobody writes.
+    """
+    path = folder / DATA_NAME
+    found = path.lstat()
+    if not path.is_file() or path.is_symlink():
+        raise IndexUnusableError("it is not a regular file")
+    if found.st_size % ALIGNMENT or found.st_size < 2 * ALIGNMENT:
+        raise IndexUnusableError(f"it has {found.st_size} bytes, which is no whole index")
+    try:
+        return walk(path, RECORDS_NAME)
+    except DamagedError as error:
+        raise IndexUnusableError(f"it is damaged: {error}") from error
+    except UnsoundError as error:
+        logger.info("%s: %s; asking LMDB's verifier", path, error)
+    try:
+        problems: Sequence[object] = verify(str(folder))
+    except (VerifyError, struct.error, IndexError) as error:
+        raise IndexUnusableError(f"it is not an LMDB file: {error}") from error
+    if problems:
+        raise IndexUnusableError(f"{len(problems)} structural faults, first: {problems[0]}")
+    return None

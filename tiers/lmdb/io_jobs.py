@@ -1,0 +1,143 @@
+"""The jobs of the I/O threads: payloads to and from their places, sealed and verified there.
+
+A job owns its buffers while it runs and never raises. A write job hands its records to the
+commit thread; the read jobs of one call go back to the event loop together, with an outcome per
+record.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
+from tiers.io.codec import Codec
+from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
+from tiers.io.extents import Runs, clip
+from tiers.lmdb.commit_thread import Change, Put
+from tiers.lmdb.index import header_of, pack_value
+from tiers.record import flags_of, stored_bytes_of
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """Payloads ``data[i]`` of ``puts[i]``, with their times of use."""
+
+    puts: list[Put]
+    data: list[Buffer]
+    uses: list[int]
+    codec: Codec
+    file: PayloadFile
+    commit: Callable[[Sequence[Change]], None]
+    fail: Callable[[Sequence[Change]], None]
+    is_written: bool = False
+
+    def run(self, scratch: Scratch) -> None:
+        """Seal and write everything, or fail all of it."""
+        try:
+            self._move(scratch)
+        except Exception as error:
+            # An exception of any kind must reach the waiting call, not end the thread.
+            is_full = isinstance(error, OSError) and error.errno in DISK_FULL
+            for put in self.puts:
+                put.outcome = WriteOutcome.FULL if is_full else WriteOutcome.FAILED
+        else:
+            self.is_written = True
+
+    def tell(self) -> None:
+        """Queue what was written for the commit, or say that nothing was."""
+        (self.commit if self.is_written else self.fail)(self.puts)
+
+    def _move(self, scratch: Scratch) -> None:
+        mover = Mover(self.file, scratch, writing=True)
+        rooms = _Rooms(self.codec, scratch, [] if self.codec.is_plain else self.data)
+        for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
+            room = rooms.take(data.nbytes)
+            header, stored = self.codec.encode(put.key, put.epoch, data, room)
+            put.stored_pages = pages_for(stored.nbytes)
+            runs, _ = clip(put.runs, put.stored_pages)
+            put.value = pack_value(use, header, runs)
+            mover.add(runs, stored)
+        mover.flush()
+
+
+@dataclass(slots=True, eq=False)
+class ReadItem:
+    """One record to read: what the index says of it, and where it goes."""
+
+    key: Key
+    value: bytes
+    runs: Runs
+    into: Buffer
+    position: int
+    """Index of the key in its call."""
+    waiters: list[Any] = field(default_factory=list)
+    """Whoever asked for it; the event loop's own."""
+    outcome: ReadOutcome = ReadOutcome.CORRUPT
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """Records read under one epoch. ``io_errors`` counts failed system calls."""
+
+    items: list[ReadItem]
+    epoch: int
+    codec: Codec
+    file: PayloadFile
+    tell: Callable[[], None]
+    io_errors: int = 0
+
+    def run(self, scratch: Scratch) -> None:
+        """Read and verify everything."""
+        try:
+            self._read_all(scratch)
+        except Exception:  # the call must be answered and the thread live on: all are CORRUPT
+            self.io_errors += 1
+
+    def _read_all(self, scratch: Scratch) -> None:
+        try:
+            self._move(self.items, scratch)
+        except OSError:
+            self.io_errors += 1
+            self._read_each(scratch)
+
+    def _read_each(self, scratch: Scratch) -> None:
+        """After a failure: one bad record must not take its neighbours along."""
+        for item in self.items:
+            try:
+                self._move([item], scratch)
+            except OSError:
+                self.io_errors += 1
+
+    def _move(self, items: Sequence[ReadItem], scratch: Scratch) -> None:
+        mover = Mover(self.file, scratch, writing=False)
+        coded = [item.into for item in items if flags_of(header_of(item.value))]
+        rooms = _Rooms(self.codec, scratch, coded)
+        found = []
+        for item in items:
+            header = header_of(item.value)
+            room = rooms.take(item.into.nbytes) if flags_of(header) else item.into
+            mover.add(item.runs, room[: min(stored_bytes_of(header), item.into.nbytes)])
+            found.append((item, header, room))
+        mover.flush()
+        for item, header, room in found:
+            if self.codec.decode(header, item.key, self.epoch, room, item.into):
+                item.outcome = ReadOutcome.OK
+
+
+class _Rooms:
+    """Memory for what is encoded: one part for each of these payloads."""
+
+    def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
+        total = sum(codec.room_bytes(data.nbytes) for data in payloads)
+        self._codec = codec
+        self._left = scratch.codec(total) if total else scratch.data[:0]
+
+    def take(self, payload_bytes: int) -> Buffer:
+        size = self._codec.room_bytes(payload_bytes)
+        room, self._left = self._left[:size], self._left[size:]
+        return room

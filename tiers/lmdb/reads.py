@@ -1,0 +1,107 @@
+"""The way of records out of an LMDB tier: lookup in memory, I/O threads, the caller's buffers.
+
+Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiers.base import Buffer, Key, ReadOutcome
+from tiers.io.awaiting import Call, from_threads, settled
+from tiers.io.io_threads import IoThreads, Together
+from tiers.lmdb.contents import LmdbContents
+from tiers.lmdb.files import LmdbOptions, LmdbStore, job_bytes
+from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.io_jobs import ReadItem, ReadJob
+from tiers.lmdb.recovery.record_table import USE_BYTES
+
+
+class LmdbReads:
+    """``counts`` are the tier's counters."""
+
+    def __init__(
+        self,
+        store: LmdbStore,
+        contents: LmdbContents,
+        options: LmdbOptions,
+        counts: dict[str, int],
+        threads: IoThreads,
+    ) -> None:
+        self._store = store
+        self._contents = contents
+        self._options = options
+        self._counts = counts
+        self._threads = threads
+        self._post = from_threads(self._end)
+        self._queued = 0
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        """As ``Tier.read``."""
+        if self._queued and self._queued + len(keys) > self._options.queue_records:
+            self._counts["read_busy"] += len(keys)
+            return [ReadOutcome.BUSY] * len(keys)
+        call = Call([ReadOutcome.MISS] * len(keys))
+        items = self._find(call, keys, into)
+        size_max = job_bytes(self._options, sum(item.into.nbytes for item in items))
+        whole = Together(self._post)
+        jobs, tell = whole.jobs, whole.one_ended
+        store, epoch = self._store, self._contents.epoch
+        start = size = 0
+        for stop, item in enumerate(items, 1):
+            self._contents.places.pin(item.runs)
+            call.expect(item.waiters, item.position)
+            size += item.into.nbytes
+            if size >= size_max or stop == len(items):
+                jobs.append(ReadJob(items[start:stop], epoch, store.codec, store.file, tell))
+                start, size = stop, 0
+        self._queued += len(items)
+        for job in jobs:
+            self._threads.submit(job)
+        call.begun()
+        await settled(call.done)
+        return call.outcomes
+
+    def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadItem]:
+        """What is present, in the order of places; the rest is settled here."""
+        items = []
+        records = self._contents.records
+        for position, (key, data) in enumerate(zip(keys, into, strict=True)):
+            value = records.get(key)
+            if value is None:
+                self._counts["read_miss"] += 1
+            elif payload_bytes_of(value) != data.nbytes:
+                self._counts["read_corrupt"] += 1
+                call.outcomes[position] = ReadOutcome.CORRUPT
+            else:
+                items.append(ReadItem(key, value, runs_of(value), data, position))
+        items.sort(key=lambda item: item.runs[0].start)
+        return items
+
+    def _end(self, whole: Together) -> None:
+        for job in whole.jobs:
+            self._end_job(job)
+        whole.jobs = []  # which know it: views of the slab would be left to the garbage collector
+        self._contents.tell_waiting()
+
+    def _end_job(self, job: ReadJob) -> None:
+        contents = self._contents
+        self._queued -= len(job.items)
+        self._counts["io_errors"] += job.io_errors
+        damaged = []
+        for item in job.items:
+            contents.places.unpin(item.runs)
+            if job.epoch != contents.epoch:
+                item.outcome = ReadOutcome.MISS
+            elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):
+                damaged.append(item.key)
+            self._counts[f"read_{item.outcome.value}"] += 1
+            if item.outcome is ReadOutcome.OK:
+                self._counts["read_bytes"] += item.into.nbytes
+            Call.settle(item.waiters, item.outcome)
+        contents.forget(damaged)  # so that a good copy can be written again
+
+    def _is_still_there(self, item: ReadItem) -> bool:
+        """The same record, even if it was touched meanwhile."""
+        value = self._contents.records.get(item.key)
+        return value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]

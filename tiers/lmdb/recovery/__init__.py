@@ -1,0 +1,1 @@
+"""Reading an index in one walk at open."""

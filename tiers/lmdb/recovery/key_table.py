@@ -1,0 +1,156 @@
+"""Which row holds a key: a hash table over rows that begin with their keys, made at once.
+
+A dict of a million keys takes half a second to build, for a million objects that it keeps alive.
+Here the keys stay in their rows (``rows``) and the table is made by sorting an array. A lookup
+costs most of a microsecond, several times a dict's. Keys can be taken out and not put in.
+
+    slots     u64 each: (home + 1) << 32 | number of the row + 1; 0 is empty
+    home      (the key as a little-endian number) mod (2**61 - 1) mod the number of homes
+
+Open addressing: an entry lies in the first free slot from its home on, with no way around the end:
+some slots behind the last home take what belongs there, and the last slot is always empty. A key
+that was taken out leaves its slot behind without a row. The first remainder is Python's own
+``hash`` of a number (``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
+
+Owned by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.lmdb.recovery.rows import Rows
+
+MODULUS = (1 << 61) - 1
+assert sys.hash_info.modulus == MODULUS, "a 64-bit Python"
+HOMES_PER_KEY = 2
+AT_ONCE = 1 << 12
+"""Rows hashed at a time: they stay in the processor's cache."""
+
+_Numbers = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+_LOW = (1 << 32) - 1
+
+
+class KeySlots:
+    """See the module. ``count`` keys are in the table, of at most 2**32 - 2."""
+
+    def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:
+        """Over these rows, in rising order (``None``: all). Their keys differ, and have
+        ``key_bytes``."""
+        self._memory, self._width, self._key_bytes = rows.memory, rows.width, key_bytes
+        self.count = rows.count if numbers is None else numbers.size
+        self._homes = HOMES_PER_KEY * self.count | 1
+        self._cursor = 0
+        entries = np.empty(self.count, np.uint64)
+        for part, found in _remainders_of(rows.array(), key_bytes, numbers):
+            chosen = np.arange(part.start, part.stop) if numbers is None else numbers[part]
+            homes = found % np.uint64(self._homes) + np.uint64(1)
+            entries[part] = homes << np.uint64(32) | (chosen + 1).astype(np.uint64)
+        entries.sort()
+        self._slots = memoryview(_placed(entries, self._homes))  # type: ignore[arg-type]  # arrays are buffers
+
+    def numbers(self) -> _Numbers:
+        """The rows of all keys, in rising order."""
+        entries = np.asarray(self._slots) & np.uint64(_LOW)
+        found: _Numbers = entries[entries != 0].astype(np.int64)
+        found -= 1
+        found.sort()
+        return found
+
+    def _find(self, key: bytes) -> int:
+        """The slot that holds this key, or -1."""
+        slots = self._slots
+        at = hash(int.from_bytes(key, "little")) % self._homes
+        mark = at + 1
+        while entry := slots[at]:
+            if entry >> 32 == mark:
+                start = ((entry & _LOW) - 1) * self._width
+                if start >= 0 and self._memory[start : start + self._key_bytes] == key:
+                    return at
+            at += 1
+        return -1
+
+    def find(self, key: bytes) -> int:
+        """Where in memory the row of this key begins, or -1."""
+        at = self._find(key)
+        return at if at < 0 else ((self._slots[at] & _LOW) - 1) * self._width
+
+    def remove(self, key: bytes) -> int:
+        """Take a key out: where its row begins, or -1. The row stays as it is."""
+        at = self._find(key)
+        return at if at < 0 else self._leave(at)
+
+    def remove_any(self) -> int:
+        """Take any key out: where its row begins, or -1 if there is none."""
+        slots = self._slots
+        while self._cursor < len(slots):
+            if slots[self._cursor] & _LOW:
+                return self._leave(self._cursor)
+            self._cursor += 1
+        return -1
+
+    def _leave(self, at: int) -> int:
+        entry = self._slots[at]
+        self._slots[at] = entry >> 32 << 32
+        self.count -= 1
+        return ((entry & _LOW) - 1) * self._width
+
+
+def _placed(entries: _Words, homes: int) -> _Words:
+    """The slots. Sorted by home, entry ``i`` lies at its home, or behind entry ``i - 1``,
+    whichever is further."""
+    slots = np.zeros(homes + 1, np.uint64)
+    last = -1
+    for start in range(0, entries.size, AT_ONCE):
+        part = entries[start : start + AT_ONCE]
+        steps = np.arange(part.size)
+        places = (part >> np.uint64(32)).astype(np.int64)
+        places -= 1 + steps
+        places[0] = max(int(places[0]), last + 1)
+        np.maximum.accumulate(places, out=places)
+        places += steps
+        last = int(places[-1])
+        if last + 1 >= slots.size:
+            slots = np.concatenate((slots, np.zeros(last + 2 - slots.size, np.uint64)))
+        slots[places] = part
+    return slots
+
+
+def _remainders_of(
+    rows: npt.NDArray[np.void], key_bytes: int, numbers: _Numbers | None
+) -> Iterator[tuple[slice, _Words]]:
+    """``remainders`` of some rows (``None``: all), and which part of them these are."""
+    count = rows.size if numbers is None else numbers.size
+    raw = rows.view(np.uint8).reshape(rows.size, rows.itemsize)[:, :key_bytes]
+    padded = np.zeros((AT_ONCE, -(-key_bytes // 8) * 8), np.uint8)
+    for start in range(0, count, AT_ONCE):
+        part = slice(start, min(count, start + AT_ONCE))
+        keys = raw[part] if numbers is None else raw[numbers[part]]
+        padded[: len(keys), :key_bytes] = keys
+        yield part, remainders(padded[: len(keys)].view("<u8"))
+
+
+def remainders(words: _Words) -> _Words:
+    """Numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 - 1.
+
+    Times a power of two is a turn of 61 bits: what is shifted out comes back at the other end.
+    """
+    mask, bits = np.uint64(MODULUS), np.uint64(61)
+    total = np.zeros(len(words), np.uint64)
+    for position in range(words.shape[1]):
+        word = words[:, position]
+        turn = np.uint64(3 * position % 61)
+        turned = word << turn
+        turned &= mask
+        total += turned
+        total += word >> bits - turn
+        over = total >> bits
+        total &= mask
+        total += over
+    total %= mask
+    return total

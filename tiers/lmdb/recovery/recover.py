@@ -1,0 +1,191 @@
+"""From what an index holds at open to what a tier may believe.
+
+Records come as tables and are checked as arrays, some thousand rows at a time: those stay in the
+processor's cache meanwhile. A record is dropped unless its header is of this format, identity and
+epoch, and its pages lie inside the payload file and belong to nobody else. Payloads are not read
+here; their tags are verified by every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.base import ALIGNMENT, Key
+from tiers.io.extents import Run
+from tiers.lmdb.recovery.record_table import RecordTable
+from tiers.lmdb.recovery.records import Records
+from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
+
+ROWS_AT_ONCE = 1 << 12
+_PAGES_BITS = 24
+"""A run is shorter than 64 GiB, and a file than 4 EiB."""
+_Mask = npt.NDArray[np.bool_]
+_Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The good ``records``; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
+
+    records: Records
+    free: list[Run]
+    bad: list[Key]
+    next_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a good record says of itself. ``file_pages`` is the length of the payload file; page 0
+    is its own header and belongs to no record. ``key_ids`` are the encryption keys at hand:
+    with any, only records encrypted by one of them are good; with none, only plain ones."""
+
+    identity: Identity
+    epoch: int
+    file_pages: int
+    key_ids: frozenset[bytes] = frozenset()
+
+
+def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
+    """Sort what a scan finds into good and bad. No key may come twice. Takes the tables over."""
+    bad: list[Key] = []
+    tables: list[RecordTable] = []
+    for table in found:
+        if table.is_whole:
+            tables.append(table)
+        else:
+            bad += table.keys()
+    good, starts, ends, last_use = _check(tables, expected)
+    if (starts[1:] < ends[:-1]).any():
+        _drop_sharers(tables, good)
+        starts, ends = _places_of(tables, good)
+    for table, mask in zip(tables, good, strict=True):
+        if not mask.all():
+            bad += table.keys(~mask)
+    free = _free_runs(starts, ends, expected.file_pages)
+    return Recovered(Records(tables, good), free, bad, last_use + 1)
+
+
+def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
+    """All rows of a table, some at a time."""
+    fields = table.fields()
+    for start in range(0, table.count, ROWS_AT_ONCE):
+        part = slice(start, min(table.count, start + ROWS_AT_ONCE))
+        yield part, fields[part]
+
+
+def _check(
+    tables: Sequence[RecordTable], expected: Expected
+) -> tuple[list[_Mask], _Rows, _Rows, int]:
+    """Which records are good in themselves, the places of these, and the last use of one."""
+    good = [np.empty(table.count, np.bool_) for table in tables]
+    places = _Places(sum(table.count * table.run_count for table in tables))
+    last_use = 0
+    for table, mask in zip(tables, good, strict=True):
+        for part, fields in _parts(table):
+            mask[part] = fits = _fits(fields, expected)
+            chosen = fields if fits.all() else fields[fits]
+            places.add(chosen["runs"])
+            last_use = max(last_use, int(chosen["use"].astype(np.int64).max(initial=0)))
+    return good, *places.sorted(), last_use
+
+
+def _places_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
+    """The places of good records."""
+    places = _Places(sum(table.count * table.run_count for table in tables))
+    for table, mask in zip(tables, good, strict=True):
+        for part, fields in _parts(table):
+            places.add(fields["runs"][mask[part]])
+    return places.sorted()
+
+
+class _Places:
+    """Runs of pages, as one number each: where it starts, and how long it is in the low bits."""
+
+    def __init__(self, most: int) -> None:
+        self._runs = np.empty(most, np.uint64)
+        self._count = 0
+
+    def add(self, runs: npt.NDArray[Any]) -> None:
+        part = self._runs[self._count : self._count + runs.size].reshape(runs.shape)
+        np.left_shift(runs["start"], np.uint64(_PAGES_BITS), out=part)
+        part |= runs["pages"]
+        self._count += runs.size
+
+    def sorted(self) -> tuple[_Rows, _Rows]:
+        """Starts and ends, by starts."""
+        runs = self._runs[: self._count]
+        runs.sort()
+        starts = (runs >> np.uint64(_PAGES_BITS)).view(np.int64)
+        runs &= np.uint64((1 << _PAGES_BITS) - 1)
+        ends = runs.view(np.int64)
+        ends += starts
+        return starts, ends
+
+
+def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
+    """Two records over one page: at least one is wrong, and which one cannot be told, so both go
+    from ``good``."""
+    starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
+    for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
+        runs = table.fields()["runs"][mask]
+        starts.append(runs["start"].astype(np.int64).ravel())
+        ends.append(starts[-1] + runs["pages"].ravel())
+        owners.append(np.repeat(first + np.flatnonzero(mask), table.run_count))
+    order = np.argsort(np.concatenate(starts), kind="stable")
+    start, owner = np.concatenate(starts)[order], np.concatenate(owners)[order]
+    reach = np.maximum.accumulate(np.concatenate(ends)[order])
+    behind = np.flatnonzero(start[1:] < reach[:-1]) + 1
+    before = np.searchsorted(reach, start[behind], side="right")
+    shared = np.unique(owner[np.concatenate((behind, before))])
+    for mask, first in zip(good, _firsts(tables), strict=True):
+        mask[shared[(shared >= first) & (shared < first + mask.size)] - first] = False
+
+
+def _firsts(tables: Sequence[RecordTable]) -> list[int]:
+    """The number of each table's first row among all."""
+    return list(accumulate((table.count for table in tables[:-1]), initial=0))[: len(tables)]
+
+
+def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
+    """Which records are of this format, identity and epoch, with pages inside the file."""
+    one, two = np.frombuffer(expected.identity.namespace, "<u8").tolist()
+    good: _Mask = fields["magic"] == int.from_bytes(MAGIC, "little")
+    good &= fields["version"] == VERSION
+    good &= fields["rank"] == expected.identity.rank
+    good &= fields["namespace"][:, 0] == one
+    good &= fields["namespace"][:, 1] == two
+    good &= fields["epoch"] == expected.epoch
+    good &= (fields["flags"] & ENCRYPTED != 0) == bool(expected.key_ids)
+    if expected.key_ids:
+        known = [int.from_bytes(key_id, "little") for key_id in expected.key_ids]
+        good &= np.isin(fields["key_id"], known)
+    places = fields["runs"]
+    total = np.zeros(fields.size, np.uint64)
+    for number in range(places.shape[1]):  # by columns: along rows of one each costs ten times more
+        starts, pages = places["start"][:, number], places["pages"][:, number].astype(np.uint64)
+        good &= (pages > 0) & (pages < 1 << _PAGES_BITS)
+        good &= (starts >= 1) & (starts < expected.file_pages)
+        good &= starts + pages <= expected.file_pages
+        total += pages
+    stored, payload = fields["stored_bytes"], fields["payload_bytes"]
+    good &= np.where(fields["flags"] & COMPRESSED, stored < payload, stored == payload)
+    # As signed numbers: a length near 2**64 is no length of this many pages either.
+    good &= total.view(np.int64) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT)
+    return good
+
+
+def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Run]:
+    """What disjoint runs leave of the file, given sorted."""
+    stop = max(file_pages, 1)
+    if not starts.size:
+        return [Run(1, stop - 1)] if stop > 1 else []
+    wide = np.flatnonzero(starts[1:] > ends[:-1])
+    begins = [1, *ends[wide].tolist(), int(ends[-1])]
+    stops = [int(starts[0]), *starts[wide + 1].tolist(), stop]
+    return [Run(a, b - a) for a, b in zip(begins, stops, strict=True) if b > a]

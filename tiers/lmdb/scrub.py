@@ -1,0 +1,227 @@
+"""The scrub of an LMDB tier: records that nobody asks for are read and verified, a few at a time.
+
+One pass goes through the index in the order of its keys, so that a small file (``scrub``) can say
+how far it has come: a server that is restarted every day comes to the end, too. A pass begins a
+period after the one before it began.
+
+A record is damaged if it fails its tag twice. Where reads fail, page 0 is read as well: if that
+cannot be read either, it is the medium, and no record is given up for it.
+
+Owned by the event loop's thread; files are read by the tier's own threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, Scrubbed
+from tiers.io.awaiting import from_threads, settled
+from tiers.io.direct_io import Scratch, pages_for
+from tiers.io.io_threads import IoThreads
+from tiers.lmdb.contents import LmdbContents
+from tiers.lmdb.files import LmdbStore
+from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.io_jobs import ReadItem, ReadJob
+from tiers.lmdb.recovery.record_table import USE_BYTES
+from tiers.record import KEY_BYTES_MAX
+
+MARK_NAME = "scrub"
+KEYS_AT_ONCE = 64
+PAYLOAD_BYTES_MAX = 256 << 20
+"""Longer payloads, and those that a damaged index calls so, are left to whoever needs them."""
+KEPT_BYTES_MAX = 8 << 20
+MARK_EVERY_S = 60.0
+"""How often the file is written; what was read since is read again after a crash."""
+
+
+@dataclass(slots=True)
+class _Mark:
+    """How far a pass has come: ``last`` is the key it was at, ``None`` before the first and after
+    the last; ``begun`` is when it began, in seconds since 1970, 0 if none has."""
+
+    begun: float = 0.0
+    last: Key | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> _Mark:
+        """A new one for what cannot be read: then everything is read once more."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                found = json.loads(file.read(4096))
+            last = bytes.fromhex(found["last"])
+            return cls(float(found["begun"]), last[:KEY_BYTES_MAX] or None)
+        return cls()
+
+    def store(self, path: Path) -> None:
+        """Replace the file; where that is not possible it is left as it is."""
+        last = (self.last or b"").hex()
+        draft = path.with_name(f"{path.name}.new")
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                json.dump({"begun": self.begun, "last": last}, file)
+            os.replace(draft, path)
+
+
+class LmdbScrub:
+    """``counts`` are the tier's counters."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: LmdbStore,
+        contents: LmdbContents,
+        counts: dict[str, int],
+        threads: IoThreads,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = folder / MARK_NAME
+        self._store = store
+        self._contents = contents
+        self._counts = counts
+        self._threads = threads
+        self._clock = clock
+        self._mark: _Mark | None = None
+        self._marked_at = 0.0
+        self._scratch = Scratch(ALIGNMENT)
+
+    async def step(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        """As ``Tier.scrub``."""
+        now = self._clock()
+        if self._mark is None:
+            self._mark = await self._in_thread(lambda _: _Mark.load(self._path))
+        mark, begun = self._mark, self._mark.begun
+        if mark.last is None:  # between two passes
+            if begun and 0 <= now - begun < period_s:
+                return None
+            begun = now
+        after = mark.last
+        keys = await self._in_thread(lambda _: self._store.index.keys_after(after, KEYS_AT_ONCE))
+        items, seen = self._choose(keys, most_bytes)
+        found = await self._check(items)
+        if found.trouble:
+            return found
+        mark.begun, mark.last = begun, keys[seen - 1] if seen else None
+        if seen == len(keys) < KEYS_AT_ONCE:
+            mark.last = None
+        if mark.last is None or now - self._marked_at >= MARK_EVERY_S:
+            self._marked_at = now
+            await self._in_thread(lambda _: mark.store(self._path))
+        return found
+
+    def _choose(self, keys: Sequence[Key], most_bytes: int) -> tuple[list[ReadItem], int]:
+        """What to read of these keys, one record at least, and how many were looked at for it."""
+        chosen: list[tuple[Key, bytes, int]] = []
+        size = seen = 0
+        for seen, key in enumerate(keys, 1):  # noqa: B007  # the number is what is wanted
+            value = self._contents.records.get(key)
+            if value is not None and (count := payload_bytes_of(value)) <= PAYLOAD_BYTES_MAX:
+                chosen.append((key, value, count))
+                size += pages_for(count) * ALIGNMENT
+            if size >= most_bytes:
+                break
+        room = self._room(size)
+        items = []
+        for position, (key, value, count) in enumerate(chosen):
+            into, room = room[:count], room[pages_for(count) * ALIGNMENT :]
+            items.append(ReadItem(key, value, runs_of(value), into, position))
+        return items, seen
+
+    def _room(self, size: int) -> Buffer:
+        """Memory for so many bytes; only that of ordinary records is kept."""
+        scratch = self._scratch if size <= KEPT_BYTES_MAX else Scratch(ALIGNMENT)
+        return scratch.at_least(size)
+
+    async def _check(self, items: Sequence[ReadItem]) -> Scrubbed:
+        """Read and verify; forget what is damaged."""
+        contents, epoch = self._contents, self._contents.epoch
+        for item in items:
+            contents.places.pin(item.runs)
+        try:
+            bad = await self._read(items, epoch)
+            bad = await self._read(bad, epoch)
+            is_sick = bool(bad) and not await self._in_thread(self._can_read)
+        finally:
+            for item in items:
+                contents.places.unpin(item.runs)
+            contents.tell_waiting()
+        if is_sick:
+            return Scrubbed(trouble="its payload file cannot be read")
+        damaged = [item.key for item in bad if self._is_still_there(item, epoch)]
+        contents.forget(damaged)
+        self._counts["scrubbed"] += len(items)
+        self._counts["scrub_damaged"] += len(damaged)
+        return Scrubbed(len(items), sum(item.into.nbytes for item in items), tuple(damaged))
+
+    async def _read(self, items: Sequence[ReadItem], epoch: int) -> list[ReadItem]:
+        """Those that fail."""
+        if not items:
+            return []
+        for item in items:
+            item.outcome = ReadOutcome.CORRUPT
+        job = ReadJob(list(items), epoch, self._store.codec, self._store.file, _tell_nobody)
+        await self._in_thread(job.run)
+        return [item for item in items if item.outcome is not ReadOutcome.OK]
+
+    def _can_read(self, scratch: Scratch) -> bool:
+        try:
+            self._store.file.read([scratch.at_least(ALIGNMENT)], 0)
+        except OSError:
+            return False
+        return True
+
+    def _is_still_there(self, item: ReadItem, epoch: int) -> bool:
+        """The same record, even if it was touched meanwhile."""
+        value = self._contents.records.get(item.key)
+        is_same = value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]
+        return is_same and epoch == self._contents.epoch
+
+    async def _in_thread(self, function: Callable[[Scratch], Any]) -> Any:
+        """What a thread of the tier makes of it; waited for also when cancelled, because it uses
+        this tier's files. Raises what it raises."""
+        job = _Job(function, from_threads(_Job.end))
+        self._threads.submit(job)
+        return await settled(job.done)
+
+
+class _Job:
+    """A function in an I/O thread."""
+
+    def __init__(self, function: Callable[[Scratch], Any], post: Callable[[_Job], None]) -> None:
+        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._function = function
+        self._post = post
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def run(self, scratch: Scratch) -> None:
+        """Call it."""
+        try:
+            self._result = self._function(scratch)
+        except Exception as error:  # the thread lives on, and whoever waits is told
+            self._error = error
+
+    def tell(self) -> None:
+        """Hand its result to the loop."""
+        self._post(self)
+
+    def end(self) -> None:
+        """On the loop's thread."""
+        if self._error is not None:
+            self.done.set_exception(self._error)
+        else:
+            self.done.set_result(self._result)
+
+
+def _tell_nobody() -> None:
+    """Its caller waits for the job itself."""

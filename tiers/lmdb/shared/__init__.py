@@ -1,0 +1,1 @@
+"""The LMDB tier that several engines of one host share."""

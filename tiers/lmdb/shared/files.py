@@ -1,0 +1,235 @@
+"""Opening the folder of an LMDB tier that several processes of one machine share.
+
+The files are those of an exclusive tier (``lmdb_folder``), with more tables in the index. Whoever
+comes first, and is alone, checks everything as an exclusive tier does, and makes the tables of
+free runs and of the order of use from the records; what a process that was killed had reserved is
+free then. Whoever comes later trusts what the living work on.
+
+Everything here blocks and runs in one thread at a time, before the tier's threads exist or after
+they ended, except ``grow``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from pathlib import Path
+
+import lmdb
+
+from tiers.base import ALIGNMENT, TierIoError
+from tiers.folders.folder import prepare
+from tiers.io.direct_io import DiskIo, PayloadFile
+from tiers.lmdb.files import LmdbOptions, Recovery, make_codec
+from tiers.lmdb.folder import (
+    PAYLOAD_NAME,
+    check_capacity,
+    divide,
+    keep_good,
+    open_index,
+    open_or_set_aside,
+    read_id,
+    room_bytes,
+)
+from tiers.lmdb.index import Changes, IndexUnusableError, Limits, LmdbIndex, index_exists
+from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
+from tiers.lmdb.recovery.recover import Expected, Recovered
+from tiers.lmdb.shared.free_extents import store_free_runs
+from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
+from tiers.lmdb.shared.members import SHARERS_MAX, Sharer, opening
+from tiers.lmdb.shared.transaction import changing
+from tiers.record import Identity
+
+logger = logging.getLogger(__name__)
+
+SMALL_FILES_BYTES = (SHARERS_MAX + 8) * ALIGNMENT
+"""The locks of as many processes as there may be, and LMDB's table of readers."""
+GROW_BYTES_MAX = 64 << 20
+"""The file grows inside a transaction, for which the others wait."""
+
+
+def _twin_hint() -> str:
+    """LMDB locks the byte of its table of readers that has the number of the process."""
+    return (
+        f". A process in another container has the same number as this one (pid {os.getpid()}), "
+        "and LMDB tells processes apart by it: let the containers share one pid namespace "
+        "(docker: --pid=host, Kubernetes: hostPID)"
+    )
+
+
+class SharedStore:
+    """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
+    epoch. ``pages_max`` and ``records_max`` are limits of all processes together. ``dropped``
+    counts records that were no good; ``was_set_aside`` as in ``LmdbStore``."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
+        """Open or create. An odd ``options.epoch`` says that the weights are not those of the
+        model's files. Raises ``TierIoError``, and ``ValueError`` for too small a capacity."""
+        self.folder = folder
+        self._options = options
+        self._io = io
+        self._identity = Identity(options.namespace, options.rank)
+        self._limits = Limits(capacity_bytes, options.record_bytes)
+        check_capacity(self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
+        self.was_set_aside = False
+        self.dropped = 0
+        self.codec = make_codec(self._identity, options)
+        prepare(folder, allow_network=options.allow_network)
+        with contextlib.ExitStack() as undo, opening(folder):
+            self.sharer = Sharer(folder)
+            undo.callback(self.sharer.release)
+            try:
+                if self.sharer.is_alone:
+                    self._open_alone(undo)
+                    self.sharer.join()
+                else:
+                    self._open_beside(undo)
+                self.own_epoch = self._begin()
+            except (OSError, lmdb.Error, IndexUnusableError) as error:
+                hint = _twin_hint() if os.strerror(errno.EAGAIN) in str(error) else ""
+                raise TierIoError(f"cannot open the tier in {folder}: {error}{hint}") from error
+            undo.pop_all()
+
+    def _divide(self) -> int:
+        """Apply the limits to what lies in the folder; the size of the index."""
+        found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
+        self.pages_max, self.records_max = found.pages_max, found.records_max
+        return found.index_bytes
+
+    def _begin(self) -> int | None:
+        """Clean up after those who ended; the epoch of this process, if not the common one."""
+        is_own = self._options.epoch % 2 == 1
+        with changing(self.index, self.sharer.number) as changes:
+            changes.roll_back_one(self.sharer.number)
+            changes.roll_back(self.sharer.is_alive)
+            return changes.begin_epoch(own_epoch=0) if is_own else None
+
+    # -- the first -------------------------------------------------------------------------
+
+    def _open_alone(self, undo: contextlib.ExitStack) -> None:
+        is_strict = self._options.recovery is Recovery.STRICT
+        self.was_set_aside = open_or_set_aside(self.folder, self._check, strict=is_strict)
+        self._open_files(self._divide(), undo)
+        if self.file.size_bytes > self.pages_max * ALIGNMENT:
+            self.file.truncate(self.pages_max * ALIGNMENT)
+        self.index.reserve_file()
+        self._rebuild(*self._checked)
+
+    def _check(self) -> None:
+        """Make an index or check the one that is there, and drop what is no good record."""
+        index = open_index(self.folder, self._divide(), self._identity, self._io)
+        with contextlib.closing(index):
+            old = self._old_state(index)
+            path = self.folder / PAYLOAD_NAME
+            pages = min(path.stat().st_size // ALIGNMENT, self.pages_max)
+            expected = Expected(self._identity, index.epoch, pages, self.codec.key_ids)
+            is_strict = self._options.recovery is Recovery.STRICT
+            found = keep_good(index, expected, strict=is_strict)
+            self.dropped = len(found.bad)
+            index.note_limits(self._limits)
+            old.file_pages, old.common = max(pages, 1), index.epoch
+            self._checked: tuple[Recovered, State] = found, old
+
+    def _old_state(self, index: LmdbIndex) -> State:
+        """What the last sharers left. Where a tier that does not share was here since and reset
+        it, or the caller wants it so, everything is forgotten."""
+        state = State()
+        raw = index.state()
+        if raw is not None:
+            with contextlib.suppress(IndexUnusableError):
+                state = State.load(raw)
+        was_shared = raw is not None and state.common == index.epoch
+        is_stale = not was_shared and (index.epoch != self._options.epoch or index.epoch % 2 == 1)
+        state.highest = max(state.highest, index.epoch)
+        if self._options.recovery is Recovery.OFF or is_stale:
+            state.highest += 1
+            index.apply(Changes(clear_to_epoch=state.highest))
+        return state
+
+    def _rebuild(self, found: Recovered, state: State) -> None:
+        """Make the tables beside the records from what was found."""
+        tables = self.index.tables
+        with self.index.env.begin(write=True) as txn:
+            txn.drop(tables.intents, delete=False)
+            txn.drop(tables.order, delete=False)
+            last = 0
+            by_use = (key for batch in found.records.by_use() for key in batch.keys)
+            for key in by_use:
+                value = found.records.get(key) or b""
+                noted = int.from_bytes(value[:USE_BYTES], "big")
+                use = max(noted, last + 1)
+                packed = use.to_bytes(USE_BYTES, "big")
+                if use != noted:  # times of use must differ
+                    txn.put(key, with_use(value, use), db=tables.records)
+                txn.put(packed, key, db=tables.order, append=True)
+                last = use
+            state.rolled_back += state.reserved
+            state.free_pages = store_free_runs(txn, tables.free, found.free)
+            state.records, state.reserved = len(found.records), 0
+            state.next_use = max(found.next_use, last + 1)
+            txn.put(b"state", state.dump(), db=tables.meta)
+
+    # -- all others ------------------------------------------------------------------------
+
+    def _open_beside(self, undo: contextlib.ExitStack) -> None:
+        if not index_exists(self.folder):
+            raise IndexUnusableError("its index was removed under those who share it")
+        self._open_files(self._divide(), undo)
+        with self.index.reading() as txn:
+            manifest, limits = self.index.manifest_in(txn), self.index.limits_in(txn)
+            self.index.state_in(txn)
+        if manifest is None or limits is None:
+            raise IndexUnusableError("it has no manifest")
+        if manifest.identity != self._identity:
+            raise IndexUnusableError("it belongs to another namespace or rank")
+        if read_id(self.folder / PAYLOAD_NAME) != manifest.file_id:
+            raise IndexUnusableError("its payload file is that of another index")
+        if limits != self._limits:
+            logger.warning(
+                "kvtiers: %s is shared with a capacity of %d bytes for records of %d and more; "
+                "%d and %d were configured here and do not count while others use it",
+                *(self.folder, limits.capacity_bytes, limits.record_bytes),
+                *(self._limits.capacity_bytes, self._limits.record_bytes),
+            )
+            self._limits = limits
+            self.index.env.set_mapsize(self._divide())
+        self.index.reserve_file()
+
+    def _open_files(self, index_bytes: int, undo: contextlib.ExitStack) -> None:
+        self.index = SharedIndex(self.folder, index_bytes)
+        undo.callback(self.index.close)
+        path = self.folder / PAYLOAD_NAME
+        self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
+        undo.callback(self.file.close)
+
+    # -- while it is open ------------------------------------------------------------------
+
+    @property
+    def medium(self) -> str:
+        """The id of the payload file."""
+        with self.index.reading() as txn:
+            manifest = self.index.manifest_in(txn)
+        return manifest.file_id if manifest else ""
+
+    def grow(self, file_pages: int, pages: int) -> int:
+        """Lengthen the payload file as ``shared_changes`` asks for."""
+        room = room_bytes(self.file, self._options.reserve_bytes)
+        wanted = max(pages, min(self._options.grow_bytes, GROW_BYTES_MAX) // ALIGNMENT)
+        gain = min(wanted, self.pages_max - file_pages, room // ALIGNMENT)
+        if gain < pages:
+            return 0
+        try:
+            self.file.grow((file_pages + gain) * ALIGNMENT)
+        except OSError:
+            return 0
+        return gain
+
+    def close(self) -> None:
+        """Release everything, once no thread uses it. Blocks."""
+        try:
+            self.index.close()
+            self.file.close()
+        finally:
+            self.sharer.release()

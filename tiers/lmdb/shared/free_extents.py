@@ -1,0 +1,129 @@
+"""Free space of a payload file that several processes share: runs of pages in LMDB.
+
+    free    first page (8 bytes, big-endian) -> number of pages (8 bytes, big-endian)
+
+No two runs touch. As in ``extents``, places are handed out upwards from where the last one ended,
+whoever asked for it: records written together lie together, and eviction by age frees them
+together again.
+
+Everything here runs inside a transaction of its caller, and is part of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+from tiers.io.extents import PROBES, RUNS_PER_RECORD_MAX, Run, Runs
+
+LOOKED_AT_MAX = 4096
+"""Free runs looked at for a place of several pieces."""
+
+
+class FreeRuns:
+    """The free runs in one transaction. ``cursor`` is where the last place ended, ``pages`` how
+    many are free; whoever began the transaction keeps both."""
+
+    def __init__(self, txn: Any, database: Any, cursor: int, pages: int) -> None:
+        self._txn = txn
+        self._database = database
+        self.cursor = cursor
+        self.pages = pages
+
+    def take(self, pages: int) -> Runs | None:
+        """A place of so many pages, in one run if one is near; ``None`` if there is none."""
+        if pages > self.pages:
+            return None
+        for start, length in self._from_cursor(PROBES):
+            if length >= pages:
+                return (self._cut(start, length, pages),)
+        return self._gather(pages)
+
+    def _from_cursor(self, count: int) -> list[tuple[int, int]]:
+        """At most ``count`` runs from the cursor on, round and round."""
+        found: list[tuple[int, int]] = []
+        with self._txn.cursor(db=self._database) as runs:
+            if runs.set_range(_number(self.cursor)):
+                for start, length in runs.iternext():
+                    found.append((_value(start), _value(length)))
+                    if len(found) == count:
+                        return found
+            if runs.first():
+                for start, length in runs.iternext():
+                    if _value(start) >= self.cursor or len(found) == count:
+                        break
+                    found.append((_value(start), _value(length)))
+        return found
+
+    def _gather(self, pages: int) -> Runs | None:
+        """Put the longest runs together; ``None`` if even they are not enough."""
+        seen = self._from_cursor(LOOKED_AT_MAX)
+        longest = heapq.nlargest(RUNS_PER_RECORD_MAX, seen, key=lambda run: run[1])
+        if sum(length for _start, length in longest) < pages:
+            return None
+        runs = []
+        for start, length in longest:
+            part = min(pages, length)
+            runs.append(self._cut(start, length, part))
+            pages -= part
+            if not pages:
+                break
+        return tuple(runs)
+
+    def _cut(self, start: int, length: int, pages: int) -> Run:
+        # In this order: LMDB gives up the page of a table that becomes empty until the commit, and
+        # a transaction that empties the table for each record would use up the whole map.
+        if length > pages:
+            self._txn.put(_number(start + pages), _number(length - pages), db=self._database)
+        self._txn.delete(_number(start), db=self._database)
+        self.pages -= pages
+        self.cursor = start + pages
+        return Run(start, pages)
+
+    def give(self, runs: Iterable[Run]) -> None:
+        """Take runs back and join them with their free neighbours."""
+        for start, pages in runs:
+            self.pages += pages
+            end, after = start + pages, -1
+            with self._txn.cursor(db=self._database) as near:
+                there = near.set_range(_number(start))
+                if there:
+                    after, length = _value(near.key()), _value(near.value())
+                    if after < end:
+                        raise ValueError(f"pages [{start}, {end}) are free already")
+                    if after == end:
+                        end += length
+                if near.prev() if there else near.last():
+                    before, length = _value(near.key()), _value(near.value())
+                    if before + length > start:
+                        raise ValueError(f"pages [{start}, {end}) are free already")
+                    if before + length == start:
+                        start = before
+            self._txn.put(_number(start), _number(end - start), db=self._database)
+            if start < after < end:  # only now, or the table might be empty for a moment
+                self._txn.delete(_number(after), db=self._database)
+
+
+def free_runs(txn: Any, database: Any) -> list[Run]:
+    """All of them, in order."""
+    with txn.cursor(db=database) as runs:
+        return [Run(_value(start), _value(length)) for start, length in runs.iternext()]
+
+
+def store_free_runs(txn: Any, database: Any, runs: Iterable[Run]) -> int:
+    """Make these, in order and not touching, the free runs; how many pages they have."""
+    txn.drop(database, delete=False)
+    pages = 0
+    for start, length in runs:
+        txn.put(_number(start), _number(length), db=database, append=True)
+        pages += length
+    return pages
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "big")
+
+
+def _value(raw: bytes) -> int:
+    return int.from_bytes(raw, "big")

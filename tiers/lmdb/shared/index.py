@@ -1,0 +1,224 @@
+"""The index of an LMDB tier that several processes share. Everything that one of them must know
+of the others is in here; nothing of it is kept in memory from one transaction to the next.
+
+    meta      b"manifest", b"limits" as in ``lmdb_index``; b"epoch" -> the common epoch;
+              b"state" -> ``State``
+    records   key -> value, as in ``lmdb_index``
+    order     time of last use (8 bytes, big-endian), another one for each record -> key
+    free      runs of free pages, see ``shared_space``
+    intents   sharer (2 bytes) and first page (8 bytes), big-endian -> a place that it is filling
+
+Every page of the payload file but the first belongs to exactly one record, intent or free run, in
+every transaction that was ever committed: ``check`` says so. What changes is in ``shared_changes``.
+
+A record exists for those who work under its epoch. All sharers whose weights are those of the
+model's files work under the common epoch; one that was given others works under one of its own.
+
+Ownership: any thread may begin transactions; one process at a time writes (``writing``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from tiers.base import Key, StoredKeys
+from tiers.io.extents import Run, gaps
+from tiers.lmdb.index import (
+    DATA_NAME,
+    RECORDS_NAME,
+    IndexFile,
+    IndexUnusableError,
+    Limits,
+    Manifest,
+    runs_of,
+)
+from tiers.lmdb.recovery.key_order import Part, keys_by_use
+from tiers.lmdb.recovery.record_table import RUNS_AT, USE_BYTES, tables_of
+from tiers.lmdb.shared.free_extents import free_runs
+
+WRITING_NAME = "writing.lock"
+"""Held (flock) by the process whose write transaction is open."""
+READERS_MAX = 256
+"""Places in LMDB's table of readers, of all processes together."""
+SHARED_RECORD_INDEX_BYTES = 768
+"""Index space set aside per record: ``lmdb_index`` takes 512, and a record is in ``order`` too."""
+_EPOCH_AT = USE_BYTES + 16
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@dataclass(slots=True)
+class State:
+    """Sums over the other tables, so that nobody has to go through them; and what only grows.
+
+    ``file_pages``: length of the payload file. ``free_pages``, ``records``, ``reserved``: in
+    ``free``, ``records`` and ``intents``. ``cursor``: where the last place ended. ``next_use``:
+    greater than every time of use. ``highest``: the highest epoch that anybody began.
+    ``common``: the common epoch, as the last who shared this index left it. ``evicted`` and
+    ``rolled_back``: records and places, since the store was made.
+    """
+
+    file_pages: int = 1
+    free_pages: int = 0
+    records: int = 0
+    reserved: int = 0
+    cursor: int = 0
+    next_use: int = 0
+    highest: int = 0
+    common: int = 0
+    evicted: int = 0
+    rolled_back: int = 0
+
+    def dump(self) -> bytes:
+        return _STATE.pack(*astuple(self))
+
+    @classmethod
+    def load(cls, raw: bytes | None) -> State:
+        """Raises ``IndexUnusableError``."""
+        if raw is None or len(raw) != _STATE.size:
+            raise IndexUnusableError("it was not shared by the processes that made it")
+        return cls(*_STATE.unpack(raw))
+
+
+_STATE = struct.Struct(f"<{len(fields(State))}Q")
+
+
+def epoch_of(value: bytes) -> int:
+    """The epoch of a record."""
+    return int.from_bytes(value[_EPOCH_AT : _EPOCH_AT + 8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Databases:
+    """Handles of the named databases."""
+
+    meta: Any
+    records: Any
+    order: Any
+    free: Any
+    intents: Any
+
+
+class SharedIndex:
+    """The open environment."""
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        """Open or create. Raises ``lmdb.Error`` and ``OSError``."""
+        self._file = IndexFile(folder / DATA_NAME)
+        self.env = lmdb.open(
+            str(folder),
+            map_size=map_bytes,
+            mode=0o600,
+            max_dbs=5,
+            max_readers=READERS_MAX,
+            readahead=False,
+            writemap=False,
+        )
+        self._turn = threading.Lock()
+        self._turns = -1
+        try:
+            self._turns = os.open(folder / WRITING_NAME, _LOCK_FLAGS, 0o600)
+            self.env.reader_check()
+            names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
+            self.tables = Databases(*(self.env.open_db(name) for name in names))
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve_file(self) -> None:
+        """Allocate the file's blocks. Raises ``OSError``."""
+        self._file.reserve(self.env.info()["map_size"])
+
+    def see_file(self) -> None:
+        """Raise ``OSError`` if the file is shorter than its map."""
+        self._file.check()
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A short read transaction."""
+        self.see_file()
+        with self.env.begin() as txn:
+            yield txn
+
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """A write transaction, durable at the end. Processes take turns by a ``flock``, so that no
+        two wait for LMDB's own lock: it is a robust futex, whose waiters can sleep for ever though
+        it is free if one of them is killed just when it was woken. A ``flock`` has no such gap."""
+        self.see_file()
+        with self._turn:
+            fcntl.flock(self._turns, fcntl.LOCK_EX)
+            try:
+                with self.env.begin(write=True) as txn:
+                    yield txn
+            finally:
+                fcntl.flock(self._turns, fcntl.LOCK_UN)
+
+    def manifest_in(self, txn: Any) -> Manifest | None:
+        raw = txn.get(b"manifest", db=self.tables.meta)
+        return None if raw is None else Manifest.load(bytes(raw))
+
+    def limits_in(self, txn: Any) -> Limits | None:
+        return Limits.load(txn.get(b"limits", db=self.tables.meta))
+
+    def state_in(self, txn: Any) -> State:
+        """Raises ``IndexUnusableError``."""
+        return State.load(txn.get(b"state", db=self.tables.meta))
+
+    def common_epoch_in(self, txn: Any) -> int:
+        return int.from_bytes(txn.get(b"epoch", db=self.tables.meta) or b"", "little")
+
+    def state(self) -> State:
+        with self.reading() as txn:
+            return self.state_in(txn)
+
+    def find(self, keys: Sequence[Key], own_epoch: int | None) -> tuple[int, list[bytes | None]]:
+        """The epoch that the caller works under now, and the values of its records."""
+        with self.reading() as txn:
+            epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
+            values = [txn.get(key, db=self.tables.records) for key in keys]
+        mark = epoch.to_bytes(8, "little")
+        at = slice(_EPOCH_AT, _EPOCH_AT + 8)
+        return epoch, [v if v is not None and v[at] == mark else None for v in values]
+
+    def by_use(self, own_epoch: int | None) -> list[StoredKeys]:
+        """The caller's records, least recently used first."""
+        with self.reading() as txn:
+            epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
+            with txn.cursor(db=self.tables.records) as cursor:
+                mine = tables_of((k, v) for k, v in cursor.iternext() if epoch_of(v) == epoch)
+        return keys_by_use([Part(table) for table in mine])
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` unless the tables agree with each other. For tests."""
+        tables = self.tables
+        with self.reading() as txn:
+            state = self.state_in(txn)
+            records = dict(txn.cursor(db=tables.records).iternext())
+            intents = list(txn.cursor(db=tables.intents).iternext())
+            order = dict(txn.cursor(db=tables.order).iternext())
+            free = free_runs(txn, tables.free)
+        held = [runs_of(value) for value in records.values()]
+        held += [runs_of(bytes(RUNS_AT) + runs) for _key, runs in intents]
+        taken = [Run(0, 1), *(run for runs in held for run in runs)]
+        expected = gaps(state.file_pages, taken)
+        assert free == expected, f"free {free}, but nobody owns {expected}"
+        assert order == {v[:USE_BYTES]: k for k, v in records.items()}, "order and records differ"
+        counted = (len(records), len(intents), sum(run.pages for run in free))
+        assert (state.records, state.reserved, state.free_pages) == counted
+
+    def close(self) -> None:
+        """Release the files."""
+        self.env.close()
+        if self._turns >= 0:
+            os.close(self._turns)
+            self._turns = -1

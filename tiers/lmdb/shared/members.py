@@ -1,0 +1,119 @@
+"""The processes that share one folder of a local disk, each with a number while it lives.
+
+    <folder>/owner.lock         shared (flock) by all of them; exclusive for a tier that is alone
+    <folder>/sharer-<n>.lock    held (flock) by the process with number n; its pid, for messages
+
+A number is free again when its process has ended, however it ended: the kernel keeps the lock, so
+neither a pid that was given out anew nor a process of another container is mistaken for it. The
+files stay and mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError
+
+SHARERS_MAX = 64
+OPENING_NAME = "opening.lock"
+OPENING_WAIT_S = 120.0
+"""Longer than whoever comes first needs to check what it found."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@contextlib.contextmanager
+def opening(folder: Path) -> Iterator[None]:
+    """Only one process at a time opens the folder. Raises ``FolderError``."""
+    fd = _open(folder / OPENING_NAME)
+    try:
+        if not _lock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
+            raise FolderError(f"{folder} is being opened by another process for too long")
+        yield
+    finally:
+        os.close(fd)
+
+
+class Sharer:
+    """This process among those that share a folder. Make it inside ``opening``."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``FolderError`` if a tier that does not share has the folder, or too many do."""
+        self._folder = folder
+        self._common = _open(folder / LOCK_NAME)
+        self._own = self.number = -1
+        self.is_alone = _lock(self._common, fcntl.LOCK_EX, 0.0)
+        """Whether nobody else has the folder, until ``join``."""
+        try:
+            if not self.is_alone and not _lock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
+                owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
+                raise FolderError(
+                    f"{folder} is in use by process {owner or 'unknown'}, which does not share it. "
+                    'Stop it, or give all of them "shared": true'
+                )
+            self._take_number()
+        except BaseException:
+            self.release()
+            raise
+
+    def _take_number(self) -> None:
+        for number in range(SHARERS_MAX):
+            fd = _open(_path(self._folder, number))
+            if _lock(fd, fcntl.LOCK_EX, 0.0):
+                self._own, self.number = fd, number
+                with contextlib.suppress(OSError):  # a full disk: the lock holds anyway
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return
+            os.close(fd)
+        raise FolderError(f"{self._folder} is shared by {SHARERS_MAX} processes already")
+
+    def join(self) -> None:
+        """Let others in. Raises ``FolderError`` if one that does not share came in between."""
+        if not _lock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
+            raise FolderError(f"{self._folder} was taken by a process that does not share it")
+        self.is_alone = False
+
+    def is_alive(self, number: int) -> bool:
+        """Whether a process has this number now; it cannot begin to during the call."""
+        if number == self.number:
+            return True
+        fd = _open(_path(self._folder, number))
+        try:
+            return not _lock(fd, fcntl.LOCK_EX, 0.0)
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Leave. Idempotent."""
+        for fd in (self._own, self._common):
+            if fd >= 0:
+                os.close(fd)
+        self._own = self._common = -1
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"sharer-{number}.lock"
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, _FLAGS, 0o600)
+    except OSError as error:
+        raise FolderError(f"cannot open the lock {path}: {error}") from error
+
+
+def _lock(fd: int, kind: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)

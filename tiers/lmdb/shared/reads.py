@@ -1,0 +1,103 @@
+"""Reading records whose places may be given to others at any moment.
+
+The index is asked, the payload is read without any lock, and its checksum, which covers key, epoch
+and owner, is compared in the caller's buffer. If it does not fit, either the record was removed
+meanwhile (and its place perhaps written anew), or it is damaged: the index is asked again. A record
+that it names in the same words as before is read once more; if that fails too, it is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tiers.base import Buffer, Key, ReadOutcome
+from tiers.io.codec import Codec
+from tiers.io.direct_io import PayloadFile, Scratch
+from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.io_jobs import ReadItem, ReadJob
+from tiers.lmdb.recovery.record_table import USE_BYTES
+from tiers.lmdb.shared.index import SharedIndex
+
+ATTEMPTS = 5
+"""How often a record that changes under the eyes is looked up."""
+
+
+@dataclass(slots=True)
+class SharedReadJob:
+    """Records of one epoch (``None``: the common one). ``outcomes`` and ``uses`` (times of last
+    use in ns, 0 unless read) are those of ``keys``; ``damaged`` are records to remove."""
+
+    keys: list[Key]
+    into: list[Buffer]
+    positions: list[int]
+    """Indexes of the keys in their call."""
+    own_epoch: int | None
+    index: SharedIndex
+    codec: Codec
+    file: PayloadFile
+    done: Callable[[], None]
+    outcomes: list[ReadOutcome] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
+    damaged: list[tuple[Key, bytes]] = field(default_factory=list)
+    io_errors: int = 0
+    failure: Exception | None = None
+
+    def run(self, scratch: Scratch) -> None:
+        """Read and verify everything."""
+        self.outcomes = [ReadOutcome.MISS] * len(self.keys)
+        self.uses = [0] * len(self.keys)
+        try:
+            self._read(scratch)
+        except Exception as error:  # the call must be answered, and the thread live on
+            self.failure = error
+
+    def tell(self) -> None:
+        self.done()
+
+    def _read(self, scratch: Scratch) -> None:
+        left = list(range(len(self.keys)))
+        failed: dict[int, bytes] = {}
+        for _attempt in range(ATTEMPTS):
+            epoch, values = self.index.find([self.keys[n] for n in left], self.own_epoch)
+            items = []
+            for number, value in zip(left, values, strict=True):
+                if value is not None and self._fits(number, value):
+                    into = self.into[number]
+                    items.append(ReadItem(self.keys[number], value, runs_of(value), into, number))
+            left = self._read_once(items, epoch, failed, scratch)
+            if not left:
+                return
+
+    def _fits(self, number: int, value: bytes) -> bool:
+        if payload_bytes_of(value) == self.into[number].nbytes:
+            return True
+        self.outcomes[number] = ReadOutcome.CORRUPT
+        return False
+
+    def _read_once(
+        self, items: list[ReadItem], epoch: int, failed: dict[int, bytes], scratch: Scratch
+    ) -> list[int]:
+        """Those to look up again: neither read nor known to be damaged."""
+        items.sort(key=lambda item: item.runs[0].start)
+        job = ReadJob(items, epoch, self.codec, self.file, _tell_nobody)
+        job.run(scratch)
+        self.io_errors += job.io_errors
+        again = []
+        for item in items:
+            number, mark = item.position, item.value[USE_BYTES:]
+            if item.outcome is ReadOutcome.OK:
+                self.outcomes[number] = ReadOutcome.OK
+                self.uses[number] = int.from_bytes(item.value[:USE_BYTES], "big")
+            elif failed.get(number) == mark:
+                self.outcomes[number] = ReadOutcome.CORRUPT
+                self.damaged.append((item.key, item.value))
+            else:
+                self.outcomes[number] = ReadOutcome.MISS  # unless another look says more
+                failed[number] = mark
+                again.append(number)
+        return again
+
+
+def _tell_nobody() -> None:
+    """The job is run where its outcomes are needed."""

@@ -1,0 +1,294 @@
+"""The LMDB tier for several processes of one machine over one folder, under one cap.
+
+What an exclusive tier keeps in memory (which records there are, where they lie, what is free, the
+order of use) is in the index here, and each of its changes is a transaction that all of them see:
+
+    write   reserve places -> I/O threads write -> flush, publish -> present for everybody
+    read    I/O threads look the keys up, read, verify, and look again if that fails
+
+A tier that shares evicts by itself: no scheduler knows what the others use. Whoever finds no room
+first takes back what killed processes had reserved, then lets the file grow, and then forgets the
+least recently used records of all until ``low_watermark`` of the capacity is in use. Times of use
+are noted within ``TOUCH_FLUSH_S``, those of reads only if the last is older than ``READ_USE_S``.
+
+``reset`` says that this process has other weights from now on: it goes on under an epoch of its
+own, and nothing of before exists for anybody. Others go on under a new common epoch.
+
+Ownership: as in ``lmdb_tier``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tiers.base import (
+    ALIGNMENT,
+    Buffer,
+    Key,
+    ReadOutcome,
+    StoredKeys,
+    TierInfo,
+    TierIoError,
+    WriteOutcome,
+)
+from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.io.awaiting import settled
+from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.direct_io import DiskIo, pages_for
+from tiers.io.io_threads import IoThreads
+from tiers.io.resets import Resets
+from tiers.lmdb.files import LmdbOptions, job_bytes
+from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
+from tiers.lmdb.shared.files import SharedStore
+from tiers.lmdb.shared.reads import SharedReadJob
+from tiers.lmdb.shared.writes import SharedWrites
+from tiers.record import Identity, check_identity, check_records
+
+TOUCH_FLUSH_S = 5.0
+TOUCHES_MAX = 1024
+READ_USE_S = 10.0
+_COUNTERS = (
+    *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
+    *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors"),
+)
+
+T = TypeVar("T")
+
+
+class SharedLmdbTier(FolderTier[SharedStore]):
+    """See the module. ``path`` is a folder on a local disk, the same for all who share."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        options: LmdbOptions | None = None,
+        io: DiskIo | None = None,
+        low_watermark: float = 0.9,
+        **changes: Any,
+    ) -> None:
+        """``changes`` are fields of ``LmdbOptions`` by name. An odd ``epoch`` says that this
+        process has weights that are not those of the model's files."""
+        changed = replace(options or LmdbOptions(), **changes)
+        super().__init__(Path(path), changed.close_timeout_s)
+        self._options = changed
+        self._capacity_bytes = capacity_bytes
+        check_identity(Identity(changed.namespace, changed.rank))
+        self._io = io or DiskIo()
+        self._low_watermark = low_watermark
+
+    # -- opening and closing ---------------------------------------------------------------
+
+    async def open(self) -> TierInfo:
+        arguments = (self._folder, self._capacity_bytes, self._options, self._io)
+        store = await self._open_in_thread(SharedStore, *arguments)
+        try:
+            state, medium = await self._lookup(lambda: (store.index.state(), store.medium))
+        except BaseException:
+            await self.aclose()
+            raise
+        capacity_bytes = (store.pages_max - 1) * ALIGNMENT
+        used_bytes = (state.file_pages - 1 - state.free_pages) * ALIGNMENT
+        count, epoch = state.records, self._options.epoch
+        return TierInfo(
+            "lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch, shared=True
+        )
+
+    def _begin(self, store: SharedStore, undo: ExitStack) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._own_epoch = store.own_epoch
+        self._resets = Resets()
+        self._touched: dict[Key, None] = {}
+        self._touch_timer: asyncio.TimerHandle | None = None
+        self._reads_queued = 0
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._counts["dropped_at_open"] = store.dropped
+        self._counts["quarantined"] = int(store.was_set_aside)
+        self._read_threads = IoThreads("tier-read", self._options.io_threads)
+        undo.callback(self._read_threads.stop)
+        self._lookups = DaemonThreads("tier-lookup", 2)
+        undo.callback(self._lookups.stop)
+        self._commits = SharedCommits(store.index, store.sharer.number, store.file.sync)
+        undo.callback(self._commits.stop)
+        self._asking = Asking(self._commits)
+        self._writes = SharedWrites(
+            store, self._asking, self._options, self._low_watermark, self._counts
+        )
+
+    def _index_failure(self) -> Exception | None:
+        return self._commits.failure
+
+    async def _end_work(self) -> None:
+        self._flush_touches()
+
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._read_threads, self._writes.threads, self._lookups, self._commits)
+
+    async def _lookup(self, function: Callable[..., T], *arguments: object) -> T:
+        """A short look at the index. Raises ``TierIoError``."""
+        try:
+            return await settled(self._lookups.run(function, *arguments))
+        except Exception as error:  # whatever LMDB raises, nothing can be found there
+            raise TierIoError(f"the index in {self._folder} cannot be read: {error!r}") from error
+
+    # -- what it says of itself ------------------------------------------------------------
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return pages_for(payload_bytes) * ALIGNMENT
+
+    async def keys(self) -> AsyncIterator[StoredKeys]:
+        store = self._open_store()
+        await self._noted()
+        for batch in await self._lookup(store.index.by_use, self._own_epoch):
+            yield batch
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        """Which of these can be read now, by this process, whoever stored them."""
+        with self._working() as store:
+            if self._resets.is_open:
+                return [False] * len(keys)
+            _epoch, values = await self._lookup(store.index.find, keys, self._own_epoch)
+            return [value is not None for value in values]
+
+    def stats(self) -> dict[str, Any]:
+        counts: dict[str, Any] = dict(self._counts)
+        store = self._store
+        if store is not None:
+            counts["direct_io"] = int(store.file.direct)
+            counts["commits"] = self._commits.commits
+            counts["sync_failures"] = self._commits.sync_failures
+        return counts
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` if the tables of the index disagree. For tests."""
+        self._open_store().index.check()
+
+    # -- writing ---------------------------------------------------------------------------
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        with self._working():
+            check_records(keys, buffers)
+            if self._resets.is_open:
+                return [WriteOutcome.FAILED] * len(keys)
+            return await self._writes.write(keys, buffers, self._own_epoch)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        with self._working() as store:
+            if self._reads_queued and self._reads_queued + len(keys) > self._options.queue_records:
+                self._counts["read_busy"] += len(keys)
+                return [ReadOutcome.BUSY] * len(keys)
+            if self._resets.is_open:
+                return [ReadOutcome.MISS] * len(keys)
+            resets = self._resets.begun
+            jobs = self._read_jobs(store, keys, into)
+            outcomes = [ReadOutcome.MISS] * len(keys)
+            self._reads_queued += len(keys)
+            try:
+                ended = [self._run(job) for job in jobs]
+                if ended:
+                    await settled(asyncio.ensure_future(asyncio.wait(ended)))
+            finally:
+                self._reads_queued -= len(keys)
+            for job in jobs:
+                self._end_read(job, outcomes)
+            if resets != self._resets.begun:
+                outcomes = [ReadOutcome.MISS] * len(keys)
+            for outcome in outcomes:
+                self._counts[f"read_{outcome.value}"] += 1
+            return outcomes
+
+    def _read_jobs(
+        self, store: SharedStore, keys: Sequence[Key], into: Sequence[Buffer]
+    ) -> list[SharedReadJob]:
+        most = job_bytes(self._options, sum(data.nbytes for data in into))
+        jobs: list[SharedReadJob] = []
+        size = most
+        for position, (key, data) in enumerate(zip(keys, into, strict=True)):
+            if size >= most:
+                rest = (self._own_epoch, store.index, store.codec, store.file)
+                jobs.append(SharedReadJob([], [], [], *rest, done=lambda: None))
+                size = 0
+            jobs[-1].keys.append(key)
+            jobs[-1].into.append(data)
+            jobs[-1].positions.append(position)
+            size += data.nbytes
+        return jobs
+
+    def _run(self, job: SharedReadJob) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        job.done = lambda: self._asking.post(done.set_result, None)
+        self._read_threads.submit(job)
+        return done
+
+    def _end_read(self, job: SharedReadJob, outcomes: list[ReadOutcome]) -> None:
+        if job.failure is not None:
+            raise TierIoError(
+                f"the index in {self._folder} cannot be read: {job.failure!r}"
+            ) from job.failure
+        self._counts["io_errors"] += job.io_errors
+        fresh_ns = time.time_ns() - int(READ_USE_S * 1e9)
+        for n, outcome in enumerate(job.outcomes):
+            outcomes[job.positions[n]] = outcome
+            if outcome is ReadOutcome.OK:
+                self._counts["read_bytes"] += job.into[n].nbytes
+                if job.uses[n] < fresh_ns:
+                    self._note_use(job.keys[n])
+        if job.damaged:  # so that a good copy can be written again
+            self._asking.ask(lambda changes: changes.remove_damaged(job.damaged))
+
+    # -- deleting, recency, reset ----------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        with self._working():
+            await self._writes.ended(keys)
+            own_epoch = self._own_epoch
+            gone = await settled(self._asking.ask(lambda changes: changes.remove(keys, own_epoch)))
+            self._counts["deleted"] += gone or 0
+            self._check_index()
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        self._open_store()
+        for key in keys:
+            self._note_use(key)
+
+    def _note_use(self, key: Key) -> None:
+        self._touched.pop(key, None)
+        self._touched[key] = None
+        if len(self._touched) >= TOUCHES_MAX:
+            self._flush_touches()
+        elif self._touch_timer is None:
+            self._touch_timer = self._loop.call_later(TOUCH_FLUSH_S, self._flush_touches)
+
+    def _flush_touches(self) -> None:
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+            self._touch_timer = None
+        keys, self._touched = list(self._touched), {}
+        if keys:
+            self._asking.ask(lambda changes: changes.refresh(keys))
+
+    async def _noted(self) -> None:
+        """Wait until what was asked for so far is in the index."""
+        self._flush_touches()
+        await settled(self._asking.ask(lambda changes: None))
+
+    async def reset(self, epoch: int) -> None:
+        """The store gives the epoch that begins a number of its own, whatever the caller's is."""
+        with self._working():
+            before, number = self._own_epoch, self._resets.begin()
+            self._writes.end_epoch()
+            begun = await settled(self._asking.ask(lambda changes: changes.begin_epoch(before)))
+            self._check_index()
+            if begun is None:
+                raise TierIoError(f"an epoch cannot be begun in {self._folder}")
+            self._own_epoch = begun
+            self._resets.end(number)

@@ -1,0 +1,219 @@
+"""The way of records into a tier that processes share: places, payloads, names.
+
+See ``shared_changes`` for what is promised on the way. Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from tiers.base import Buffer, Key, WriteOutcome
+from tiers.io.awaiting import Call, settled
+from tiers.io.direct_io import pages_for
+from tiers.io.extents import Runs
+from tiers.io.io_threads import IoThreads
+from tiers.lmdb.commit_thread import Change, Put
+from tiers.lmdb.files import LmdbOptions, job_bytes
+from tiers.lmdb.io_jobs import WriteJob
+from tiers.lmdb.shared.commit_thread import Asking
+from tiers.lmdb.shared.files import SharedStore
+from tiers.lmdb.shared.transaction import Changes, Reservation
+
+ROOM_ATTEMPTS = 8
+"""How often a write makes room that others may take before it does."""
+
+Record = tuple[Put, Buffer]
+
+
+class SharedWrites:
+    """``counts`` are the tier's counters. ``filling`` are the records on their way."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        asking: Asking,
+        options: LmdbOptions,
+        low_watermark: float,
+        counts: dict[str, int],
+    ) -> None:
+        self._store = store
+        self._asking = asking
+        self._options = options
+        self._low_watermark = low_watermark
+        self._counts = counts
+        self.threads = IoThreads("tier-write", options.io_threads)
+        self.filling: dict[Key, Put] = {}
+        self._epochs_ended = 0
+        self._unused: list[Runs] = []  # places to give back, for which the index had no room
+
+    def end_epoch(self) -> None:
+        """What is on its way belongs to an epoch that is over: it ends by itself, as a failure."""
+        self.filling = {}
+        self._epochs_ended += 1
+
+    async def write(
+        self, keys: Sequence[Key], buffers: Sequence[Buffer], own_epoch: int | None
+    ) -> list[WriteOutcome]:
+        """As ``Tier.write``, under this epoch (``None``: the common one)."""
+        is_long = len(self.filling) + len(keys) > self._options.queue_records
+        if self.filling and is_long:
+            self._counts["write_failed"] += len(keys)
+            return [WriteOutcome.FAILED] * len(keys)
+        call = Call([WriteOutcome.FAILED] * len(keys))
+        own: list[Record] = []
+        for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
+            put = self.filling.get(key)
+            if put is None:
+                put = self.filling[key] = Put(key, b"", 0, data.nbytes, ())
+                own.append((put, data))
+            call.expect(put.waiters, position)
+        # A task, so that it goes on to its end also when this call is cancelled.
+        filling = asyncio.ensure_future(self._fill(own, own_epoch))
+        call.begun()
+        try:
+            await settled(call.done)
+        finally:
+            await settled(filling)
+        return call.outcomes
+
+    async def ended(self, keys: Sequence[Key]) -> None:
+        """Wait for those of these keys that are on their way."""
+        filling = [put for key in keys if (put := self.filling.get(key)) is not None]
+        if filling:
+            call = Call([WriteOutcome.FAILED] * len(filling))
+            for position, put in enumerate(filling):
+                call.expect(put.waiters, position)
+            call.begun()
+            await settled(call.done)
+
+    async def _fill(self, own: list[Record], own_epoch: int | None) -> None:
+        """Give every record a place and send it on its way; settle those that get none."""
+        try:
+            left = await self._place_all(own, own_epoch)
+        except Exception:
+            self._settle([record for record in own if record[0].waiters], WriteOutcome.FAILED)
+            raise
+        self._settle(left, WriteOutcome.FULL)
+
+    async def _place_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
+        """Send all on their way that there is or can be made room for; the rest."""
+        pages_max, epochs_ended = self._store.pages_max - 1, self._epochs_ended
+        left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
+        self._settle([r for r in own if pages_for(r[1].nbytes) > pages_max], WriteOutcome.FULL)
+        for attempt in range(ROOM_ATTEMPTS):
+            if not left:
+                break
+            needed = [pages_for(data.nbytes) for _put, data in left]
+            if attempt and not await self._make_room(needed):
+                break
+            found = await self._reserve(left, own_epoch)
+            if found is None:
+                self._settle(left, WriteOutcome.FAILED)
+                return []
+            if epochs_ended != self._epochs_ended:  # a reset overtook it
+                self._abandon([runs for runs in found.places if runs is not None])
+                self._settle(left, WriteOutcome.FAILED)
+                return []
+            left = self._send(left, found, own_epoch)
+        return left
+
+    def _reserve(
+        self, records: list[Record], own_epoch: int | None
+    ) -> asyncio.Future[Reservation | None]:
+        wanted = [(put.key, pages_for(data.nbytes)) for put, data in records]
+        store = self._store
+        return self._asking.ask(
+            lambda changes: changes.reserve(wanted, own_epoch, store.records_max, store.grow)
+        )
+
+    async def _make_room(self, pages: list[int]) -> bool:
+        """Whether there may be room now for some of the records that need so many pages each."""
+        store = self._store
+        has_unused = bool(self._unused)
+        self._abandon([])
+        if await self._asking.ask(lambda changes: changes.roll_back(store.sharer.is_alive)):
+            return True
+        if has_unused and not self._unused:
+            return True
+        most = store.pages_max - 1
+        ahead = most - int(most * self._low_watermark)
+        # Not for all of a long call at once, or it might throw out everything there is.
+        free_pages = max(ahead, max(pages), min(sum(pages), most // 2))
+        records_most = int(store.records_max * self._low_watermark)
+        evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_most))
+        return evicted is not None
+
+    def _send(
+        self, records: list[Record], found: Reservation, own_epoch: int | None
+    ) -> list[Record]:
+        """Hand those that have a place to the I/O threads; the ones that have none."""
+        left: list[Record] = []
+        jobs: list[list[tuple[Put, Buffer, int]]] = []
+        most = job_bytes(self._options, sum(data.nbytes for _put, data in records))
+        size = most
+        for n, record in enumerate(records):
+            (put, data), runs = record, found.places[n]
+            if found.present[n]:
+                self._settle([record], WriteOutcome.OK)
+            elif runs is None:
+                left.append(record)
+            else:
+                put.runs, put.epoch = runs, found.epoch
+                if size >= most:
+                    jobs.append([])
+                    size = 0
+                jobs[-1].append((put, data, found.uses[n]))
+                size += data.nbytes
+        for job in jobs:
+            self._submit(job, own_epoch)
+        return left
+
+    def _submit(self, job: list[tuple[Put, Buffer, int]], own_epoch: int | None) -> None:
+        puts, data, uses = (list(column) for column in zip(*job, strict=True))
+        asking, store = self._asking, self._store
+        places: list[Runs] = [put.runs for put in puts]
+
+        def publish(_puts: Sequence[Change]) -> None:
+            asking.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
+
+        def end(is_published: bool) -> None:
+            if not is_published:
+                self._abandon(places)
+            self._end_write(puts, is_published)
+
+        def fail(_puts: Sequence[Change]) -> None:
+            asking.post(self._abandon, places)
+            asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
+
+        self.threads.submit(WriteJob(puts, data, uses, store.codec, store.file, publish, fail))
+
+    def _abandon(self, places: Sequence[Runs]) -> None:
+        """Give back places that nothing was written to. Where the index has no room for that it is
+        tried again when a record finds none: until then they are nobody's."""
+        given, self._unused = [*self._unused, *places], []
+
+        def end(is_done: bool) -> None:
+            if not is_done:
+                self._unused += given
+
+        if given:
+            self._asking.ask_then(partial(Changes.abandon, places=given), end)
+
+    def _end_write(self, puts: list[Put], is_done: bool) -> None:
+        for put in puts:
+            if not is_done:
+                put.outcome = WriteOutcome.FAILED
+            self._settle([(put, None)], put.outcome)
+
+    def _settle(self, records: Sequence[tuple[Put, Buffer | None]], outcome: WriteOutcome) -> None:
+        """These records have ended: count them and tell whoever waits."""
+        names = {WriteOutcome.OK: "written", WriteOutcome.FULL: "write_full"}
+        for put, _data in records:
+            if self.filling.get(put.key) is put:
+                del self.filling[put.key]
+            self._counts[names.get(outcome, "write_failed")] += 1
+            if outcome is WriteOutcome.OK and put.runs:
+                self._counts["written_bytes"] += put.payload_bytes
+            Call.settle(put.waiters, outcome)

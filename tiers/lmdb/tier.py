@@ -1,0 +1,195 @@
+"""The disk tier: LMDB keeps the index, a preallocated file beside it the payloads.
+
+A write goes: place in the payload file -> I/O thread (tag, O_DIRECT write) -> commit thread
+(flush of the payload file, then one LMDB transaction for all that arrived) -> present.
+A read goes: lookup in memory -> I/O thread (O_DIRECT read into the caller's buffer, tag) -> done.
+
+``lmdb_store`` opens the files, ``lmdb_contents`` knows what is present, ``lmdb_writes`` and
+``lmdb_reads`` are the two ways; here is what the interface asks for, and the life of all of them.
+
+A place is free again only when the transaction that forgot its record is durable and no read is
+under way in it. ``capacity_bytes`` covers the whole folder: payloads, index and page 0.
+
+Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets, also
+one whose number was used before a restart.
+
+Ownership: everything in this class belongs to the event loop's thread. Jobs and changes go out
+through queues and come back by ``call_soon_threadsafe``; an open tier belongs to one loop and
+one process (using it after a fork is a ``TierIoError``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from tiers.base import (
+    ALIGNMENT,
+    Buffer,
+    Key,
+    ReadOutcome,
+    Scrubbed,
+    StoredKeys,
+    TierInfo,
+    WriteOutcome,
+)
+from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.io.awaiting import from_threads
+from tiers.io.direct_io import DiskIo, pages_for
+from tiers.io.io_threads import IoThreads
+from tiers.lmdb.commit_thread import Change, Clear, CommitThread, Put, Remove
+from tiers.lmdb.contents import LmdbContents
+from tiers.lmdb.files import LmdbOptions, LmdbStore
+from tiers.lmdb.reads import LmdbReads
+from tiers.lmdb.scrub import LmdbScrub
+from tiers.lmdb.writes import LmdbWrites
+from tiers.record import Identity, check_identity, check_records
+
+SPARE_THREADS = 2
+"""Threads beyond the queue depth: while some verify or seal, the device has its requests."""
+_COUNTERS = (
+    *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
+    *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
+    *("scrubbed", "scrub_damaged"),
+)
+
+
+class LmdbTier(FolderTier[LmdbStore]):
+    """See the module. ``path`` is this rank's own folder."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        options: LmdbOptions | None = None,
+        io: DiskIo | None = None,
+        **changes: Any,
+    ) -> None:
+        """``changes`` are fields of ``LmdbOptions`` by name. Raises ``ValueError`` (or
+        ``TypeError`` for an unknown name)."""
+        changed = replace(options or LmdbOptions(), **changes)
+        super().__init__(Path(path), changed.close_timeout_s)
+        self._options = changed
+        self._capacity_bytes = capacity_bytes
+        check_identity(Identity(changed.namespace, changed.rank))
+        self._io = io or DiskIo()
+
+    # -- opening and closing ---------------------------------------------------------------
+
+    async def open(self) -> TierInfo:
+        arguments = (self._folder, self._capacity_bytes, self._options, self._io)
+        store = await self._open_in_thread(LmdbStore, *arguments)
+        capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._contents.records)
+        medium, epochs = store.index.manifest.file_id, (self.epoch, store.found_epoch)
+        return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
+
+    def _begin(self, store: LmdbStore, undo: ExitStack) -> None:
+        counts = self._counts = dict.fromkeys(_COUNTERS, 0)
+        counts["dropped_at_open"] = len(store.recovered.bad)
+        counts["quarantined"] = int(store.was_set_aside)
+        threads = self._options.io_threads + SPARE_THREADS
+        self._read_threads = IoThreads("tier-read", threads)
+        undo.callback(self._read_threads.stop)
+        self._write_threads = IoThreads("tier-write", threads)
+        undo.callback(self._write_threads.stop)
+        contents = self._contents = LmdbContents(store, counts)
+        common = (store, contents, self._options, counts)
+        self._reads = LmdbReads(*common, self._read_threads)
+        ended = from_threads(self._on_commit)
+        self._writes = LmdbWrites(*common, self._write_threads, ended)
+        self._scrub = LmdbScrub(self._folder, store, contents, counts, self._read_threads)
+        self._committer = CommitThread(store.index, store.file, self._write_threads.busy, ended)
+        contents.committer = self._committer
+
+    def _on_commit(self, batch: Sequence[Change]) -> None:
+        """A batch was committed, or failed as a whole, or (puts only) never got so far."""
+        for change in batch:
+            if isinstance(change, Put):
+                self._writes.end(change)
+            elif isinstance(change, Remove | Clear):
+                self._contents.end_removal(change)
+        self._contents.tell_waiting()
+
+    def _index_failure(self) -> Exception | None:
+        return self._committer.failure
+
+    async def _end_work(self) -> None:
+        self._contents.flush_touches()
+
+    def _threads_in_use(self) -> Sequence[Ending]:
+        return (self._read_threads, self._write_threads, self._committer)
+
+    # -- what it says of itself ------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which records are written and read now."""
+        return self._contents.epoch
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of places that are not free, those on their way in or out included."""
+        return self._contents.places.used_pages * ALIGNMENT
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return pages_for(payload_bytes) * ALIGNMENT
+
+    async def keys(self) -> AsyncIterator[StoredKeys]:
+        self._open_store()
+        for batch in self._contents.records.by_use():
+            yield batch
+
+    def stats(self) -> dict[str, Any]:
+        counts: dict[str, Any] = dict(self._counts)
+        store = self._store
+        if store is not None:
+            counts["records"] = len(self._contents.records)
+            counts["used_bytes"] = self.used_bytes
+            counts["file_bytes"] = store.file_pages * ALIGNMENT
+            counts["epoch"] = self.epoch
+            counts["direct_io"] = int(store.file.direct)
+            counts["commits"] = self._committer.counters.commits
+            counts["sync_failures"] = self._committer.counters.sync_failures
+        return counts
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` if the parts of this tier disagree. For tests."""
+        self._contents.check()
+
+    # -- records ---------------------------------------------------------------------------
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        with self._working():
+            check_records(keys, buffers)
+            return await self._writes.write(keys, buffers)
+
+    async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
+        with self._working():
+            return await self._reads.read(keys, into)
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        with self._working():
+            await self._writes.wait_for(keys)
+            self._contents.forget(keys)
+
+    async def touch(self, keys: Sequence[Key]) -> None:
+        self._open_store()
+        self._contents.touch(keys)
+
+    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+        with self._working():
+            try:
+                return await self._scrub.step(most_bytes, period_s)
+            except (OSError, lmdb.Error) as error:
+                return Scrubbed(trouble=str(error))
+
+    async def reset(self, epoch: int) -> None:
+        with self._working():
+            await self._contents.reset(epoch)
+            self._check_index()

@@ -1,0 +1,188 @@
+"""The way of records into an LMDB tier: a place, I/O threads, the commit.
+
+Owned by the event loop's thread; a file grows in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from tiers.base import Buffer, Key, WriteOutcome
+from tiers.io.awaiting import Call, settled
+from tiers.io.daemon_threads import in_thread
+from tiers.io.direct_io import pages_for
+from tiers.io.io_threads import IoThreads
+from tiers.lmdb.commit_thread import Change, Put
+from tiers.lmdb.contents import LmdbContents
+from tiers.lmdb.files import LmdbOptions, LmdbStore, job_bytes
+from tiers.lmdb.io_jobs import WriteJob
+
+
+class LmdbWrites:
+    """``counts`` are the tier's counters. ``fail`` gets what no commit will see; any thread calls
+    it."""
+
+    def __init__(
+        self,
+        store: LmdbStore,
+        contents: LmdbContents,
+        options: LmdbOptions,
+        counts: dict[str, int],
+        threads: IoThreads,
+        fail: Callable[[Sequence[Change]], None],
+    ) -> None:
+        self._store = store
+        self._contents = contents
+        self._options = options
+        self._counts = counts
+        self._threads = threads
+        self._fail = fail
+        self._growing: asyncio.Future[int] | None = None
+
+    async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        """As ``Tier.write``."""
+        filling = self._contents.filling
+        if filling and len(filling) + len(keys) > self._options.queue_records:
+            self._counts["write_failed"] += len(keys)
+            return [WriteOutcome.FAILED] * len(keys)
+        call = Call([WriteOutcome.FAILED] * len(keys))
+        batch = _Batch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
+        try:
+            for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
+                if not self._begin(batch, call, position, key, data):
+                    await self._begin_later(batch, call, position, key, data)
+        finally:
+            # Also when cancelled: what has a place goes on its way, and is waited for.
+            batch.submit()
+            call.begun()
+            await settled(call.done)
+        return call.outcomes
+
+    def _begin(self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer) -> bool:
+        """Give one record a place and add it to the batch. ``False``: there is none now, or no
+        need of one."""
+        contents = self._contents
+        if batch.epoch != contents.epoch or contents.is_known(key):
+            return False
+        if contents.count() >= self._store.records_max:
+            return False
+        runs = contents.places.allocate(pages_for(data.nbytes))
+        if runs is None:
+            return False
+        put = contents.filling[key] = Put(key, b"", batch.epoch, data.nbytes, runs)
+        call.expect(put.waiters, position)
+        batch.add(put, data)
+        return True
+
+    async def _begin_later(
+        self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer
+    ) -> None:
+        """Give one record a place when there is one, or settle it here."""
+        contents = self._contents
+        while batch.epoch == contents.epoch and not contents.is_known(key):
+            batch.submit()  # what was added so far must not wait with this one
+            if not await self._make_space(pages_for(data.nbytes)):
+                break
+            if self._begin(batch, call, position, key, data):
+                return
+        if batch.epoch != contents.epoch:
+            self._counts["write_failed"] += 1
+        elif key in contents.filling:
+            call.expect(contents.filling[key].waiters, position)
+        elif key in contents.records:
+            call.outcomes[position] = WriteOutcome.OK
+        else:
+            self._counts["write_full"] += 1
+            call.outcomes[position] = WriteOutcome.FULL
+
+    async def _make_space(self, pages: int) -> bool:
+        """Grow the file, or wait for places on their way to be free. ``False``: neither."""
+        contents, store = self._contents, self._store
+        if contents.committer.failure is not None:
+            return False
+        has_room = contents.count() < store.records_max
+        if has_room and contents.places.pages < store.pages_max and await self._grow(pages):
+            return True
+        return await contents.wait_for_room()
+
+    async def _grow(self, pages: int) -> bool:
+        if self._growing is None:
+            self._growing = in_thread(self._grow_file, pages)
+            self._growing.add_done_callback(self._on_grown)
+        growing = self._growing
+        await asyncio.wait([growing])
+        return growing.result() > 0
+
+    def _grow_file(self, pages: int) -> int:
+        try:
+            return self._store.grow(pages)
+        except OSError:
+            return 0
+
+    def _on_grown(self, growing: asyncio.Future[int]) -> None:
+        self._growing = None
+        gain = growing.result()
+        if gain:
+            self._contents.places.extend(gain)
+        else:
+            self._counts["grow_failures"] += 1
+
+    async def wait_for(self, keys: Sequence[Key]) -> None:
+        """Until those of them that are on their way have ended."""
+        filling = self._contents.filling
+        found = [put for key in keys if (put := filling.get(key)) is not None]
+        if found:
+            call = Call([WriteOutcome.FAILED] * len(found))
+            for position, put in enumerate(found):
+                call.expect(put.waiters, position)
+            call.begun()
+            await settled(call.done)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which records are written now."""
+        return self._contents.epoch
+
+    def submit(self, puts: list[Put], data: list[Buffer]) -> None:
+        """Send records on their way to the disk, as one job."""
+        uses = list(self._contents.uses.take(len(puts)))
+        store, commit = self._store, self._contents.committer.submit
+        self._threads.submit(
+            WriteJob(puts, data, uses, store.codec, store.file, commit, self._fail)
+        )
+
+    def end(self, put: Put) -> None:
+        """A write was committed, or has failed: tell everybody who waits for it."""
+        self._contents.end_write(put)
+        if put.outcome is WriteOutcome.OK:
+            self._counts["written"] += 1
+            self._counts["written_bytes"] += put.payload_bytes
+        else:
+            is_full = put.outcome is WriteOutcome.FULL
+            self._counts["write_full" if is_full else "write_failed"] += 1
+        Call.settle(put.waiters, put.outcome)
+
+
+class _Batch:
+    """Records of one ``write`` on their way into jobs of about ``job_bytes``."""
+
+    def __init__(self, writes: LmdbWrites, size_max: int) -> None:
+        self.epoch = writes.epoch
+        self._writes = writes
+        self._size_max = size_max
+        self._puts: list[Put] = []
+        self._data: list[Buffer] = []
+        self._size = 0
+
+    def add(self, put: Put, data: Buffer) -> None:
+        self._puts.append(put)
+        self._data.append(data)
+        self._size += data.nbytes
+        if self._size >= self._size_max:
+            self.submit()
+
+    def submit(self) -> None:
+        if self._puts:
+            self._writes.submit(self._puts, self._data)
+            self._puts, self._data, self._size = [], [], 0

@@ -1,0 +1,1 @@
+"""The tier over a Mooncake store."""

@@ -1,0 +1,156 @@
+"""Small documents that engines leave for each other in a Mooncake store, which has no listing.
+
+A board is ``PLACES`` names that everybody can compute. A document lies at the first place that was
+free when it was posted. The store takes no second object under a name, so of two that post at
+once one has the place; the other sees that and goes on to the next. Nothing is ever changed or
+removed here.
+
+Documents are pinned, so the store does not evict them, and lie in several memories where there are
+several. They go when the last of these goes, and when the master forgets everything: whoever posted
+one looks after it (``Keeper``). Beside each lies a sign of life for every day on which somebody
+looked after it, which the store may evict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from tiers.io.daemon_threads import DaemonThreads
+from tiers.mooncake.client import MooncakeClient
+
+logger = logging.getLogger(__name__)
+
+PLACES = 32
+KEEP_S = 60.0
+"""How often a document is looked after."""
+AGAIN_S = 1.0
+"""How soon that is tried again. A store that has just come back has no memory yet."""
+POST_TIMEOUT_S = 5.0
+"""How long the start of a server waits until its document is there."""
+
+
+DAY_S = 86_400
+
+
+class Posted(NamedTuple):
+    """What lies on a board, and whether somebody has looked after it today or yesterday."""
+
+    content: bytes
+    is_alive: bool
+
+
+class Notice(NamedTuple):
+    """A document and the board for it. ``heard`` is called once, in some thread, with all that is
+    on the board then."""
+
+    board: str
+    content: bytes
+    heard: Callable[[Sequence[Posted]], None] = lambda _all: None
+
+
+def places_of(board: str) -> list[str]:
+    """The names of a board's places."""
+    return [f"{board}/{place}" for place in range(PLACES)]
+
+
+def today() -> int:
+    """The number of the day. Machines whose clocks differ by less than a day understand each
+    other."""
+    return int(time.time() // DAY_S)
+
+
+def _signs(name: str) -> list[str]:
+    """Signs of life of yesterday, today, and of somebody whose clock is ahead."""
+    return [f"{name}/{today() + day}" for day in (-1, 0, 1)]
+
+
+def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Posted]]:
+    """What lies on each board, as far as it can be read now. Raises ``TierIoError``."""
+    names = [name for board in boards for name in places_of(board)]
+    contents = client.documents(names)
+    held = [n for n, content in enumerate(contents) if content]
+    signs = client.have_documents([sign for n in held for sign in _signs(names[n])])
+    alive = {n: any(signs[3 * at : 3 * at + 3]) for at, n in enumerate(held)}
+
+    def on(board: int) -> Iterator[Posted]:
+        for n in range(board * PLACES, (board + 1) * PLACES):
+            if content := contents[n]:
+                yield Posted(content, alive[n])
+
+    return [list(on(board)) for board in range(len(boards))]
+
+
+def post(client: MooncakeClient, board: str, content: bytes) -> bool:
+    """Have ``content`` on the board, with a sign of life; whether it is there then. Raises
+    ``TierIoError``."""
+    names = places_of(board)
+    tried: set[int] = set()
+    while True:
+        found = client.documents(names)
+        if content in found:
+            sign = f"{names[found.index(content)]}/{today()}"
+            client.put_document(sign, b"1", is_pinned=False)
+            return True
+        free = [n for n, held in enumerate(found) if held is None and n not in tried]
+        if not free or not client.put_document(names[free[0]], content, is_pinned=True):
+            return False
+        tried.add(free[0])  # if it is not ours now, somebody was faster
+
+
+class Keeper:
+    """Keeps a notice posted. Belongs to the event loop's thread; calls of the store run in a thread
+    of its own, because the memory of another engine may hang."""
+
+    def __init__(self, notice: Notice, client: MooncakeClient) -> None:
+        self._notice = notice
+        self._client = client
+        self._wake = asyncio.Event()
+        self._is_posted = True
+        self._was_heard = False
+        self.posted = asyncio.Event()
+        self.threads = DaemonThreads("tier-mooncake-keep", 1)
+        self._task = asyncio.create_task(self._keep())
+
+    def look_now(self) -> None:
+        """The store may have lost it."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Look after it no more; what lies there stays. Its threads are the caller's to end."""
+        self._task.cancel()
+
+    async def _keep(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                is_there = await self.threads.run(self._post)
+                self._say(is_there)
+            except Exception as error:  # whatever it was, the tier works without
+                logger.debug("kvtiers: the store could not be told of this engine: %r", error)
+                is_there = False
+            self.posted.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), KEEP_S if is_there else AGAIN_S)
+
+    def _post(self) -> bool:
+        """In the thread."""
+        board, content, heard = self._notice
+        is_posted = post(self._client, board, content)
+        if not self._was_heard:
+            self._was_heard = True
+            heard(read_boards(self._client, [board])[0])
+        return is_posted
+
+    def _say(self, is_posted: bool) -> None:
+        if not is_posted and self._is_posted:
+            logger.warning(
+                "kvtiers: the store has no room for what this engine says of its blocks (%s): "
+                "engines of other geometry do not find them",
+                self._notice.board,
+            )
+        self._is_posted = is_posted

@@ -1,0 +1,182 @@
+"""A file tier seen from another process. See ``outside`` for what may be relied on.
+
+Every record is a file that appears whole and under its final name, so what is found by a walk over
+the folder is either whole, damaged, or gone by the time it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiers.base import ALIGNMENT, Buffer, Key
+from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
+from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
+from tiers.folders.folder import StoreUnusableError
+from tiers.offline.inspect import Found, StoreChangedError
+from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
+
+BATCH = 256
+_RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
+
+
+def is_file_store(folder: Path) -> bool:
+    """Whether a file tier has worked in this folder."""
+    names = [path.name for path in folder.glob("epoch*")]
+    return EPOCH_NAME in names or any(map(_EPOCH.fullmatch, names))
+
+
+class FileReader:
+    """See the module. An ``OutsideStore``. A record whose header is damaged has no key: its file's
+    name stands for it."""
+
+    kind = "file"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``StoreUnusableError`` and ``OSError``."""
+        self.folder = folder
+        self.is_shared = (folder / SHARED_NAME).exists()
+        self.epoch = self._judged_epoch()
+        self.capacity_bytes = self._number(CAPACITY_NAME)  # 0 of tiers before it was noted
+        self.owner: Identity | None = None
+        for batch in self.batches():
+            said = Counter(filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch)))
+            self.owner = said.most_common(1)[0][0] if said else None  # one may be damaged
+            break
+        self.file_bytes = 0
+        for path in self._files():
+            with contextlib.suppress(OSError):  # removed meanwhile
+                self.file_bytes += path.lstat().st_blocks * 512
+
+    def _judged_epoch(self) -> int:
+        """The epoch, as the tier itself would find it. Raises ``StoreUnusableError``."""
+        if self.is_shared:
+            return self._stored_epoch()  # that of all who share it; nobody writes it down
+        while True:
+            text = self._text(EPOCH_NAME)
+            numbers = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*")]
+            folders = [int(number) for number in numbers if number.isdecimal()]
+            epoch, trouble = judge_epoch(text, folders, self._holds_files)
+            if not trouble:
+                return epoch
+            if self._text(EPOCH_NAME) == text:  # else its owner has begun another one meanwhile
+                raise StoreUnusableError(trouble)
+
+    def _holds_files(self, epoch: int) -> bool:
+        return any((self.folder / f"{PREFIX}{epoch}").iterdir())
+
+    def _stored_epoch(self) -> int:
+        return self._number(EPOCH_NAME)
+
+    def _text(self, name: str) -> str | None:
+        try:
+            return (self.folder / name).read_text(encoding="ascii", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def _number(self, name: str) -> int:
+        """What stands in a file; 0 if it is not there, or that is no number."""
+        try:
+            return max(0, int((self.folder / name).read_text(encoding="ascii")))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _files(self) -> Iterator[Path]:
+        try:
+            with os.scandir(self.folder / f"epoch-{self.epoch}") as files:
+                yield from (Path(f.path) for f in files if _RECORD.fullmatch(f.name))
+        except FileNotFoundError:
+            return
+
+    def count(self) -> int:
+        return sum(1 for _path in self._files())
+
+    def batches(self) -> Iterator[list[Found]]:
+        batch: list[Found] = []
+        for path in self._files():
+            found = _read_head(path)
+            if found is not None:
+                batch.append(found)
+            if len(batch) == BATCH:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+        if self._stored_epoch() != self.epoch:
+            raise StoreChangedError(f"{self.folder} began a new epoch")
+
+    def find(self, key: Key) -> Found | None:
+        if self._stored_epoch() != self.epoch:
+            raise StoreChangedError(f"{self.folder} began a new epoch")
+        return _read_head(self.path_of(key))
+
+    def path_of(self, key: Key) -> Path:
+        """The file of a record, or of one that is known by the name of its file."""
+        name = key.decode("ascii") if _is_name(key) else record_name(key)
+        return self.folder / f"epoch-{self.epoch}" / name
+
+    def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
+        return [self._load(one, data) for one, data in zip(found, into, strict=True)]
+
+    def _load(self, found: Found, into: Buffer) -> bool:
+        if self.owner is None or _is_name(found.key):
+            return False
+        try:
+            with self.path_of(found.key).open("rb", buffering=0) as file:
+                header = file.read(ALIGNMENT)[:HEADER_BYTES]
+                done = 0
+                while done < into.nbytes:
+                    count = file.readinto(into[done:].data)
+                    if not count:
+                        return False
+                    done += count
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                is_longer = bool(file.read(1))
+        except OSError:
+            return False
+        return not is_longer and verify(header, self.owner, found.key, self.epoch, into)
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+
+def _is_name(key: Key) -> bool:
+    return len(key) == 64 and bool(_RECORD.fullmatch(key.decode("latin-1")))
+
+
+def _identity(header: bytes) -> Identity | None:
+    try:
+        found = parse(header)
+    except RecordError:
+        return None
+    return Identity(found.namespace, found.rank)
+
+
+def _read_head(path: Path) -> Found | None:
+    """What a file says it holds; ``None`` if it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        page, stat = os.read(fd, ALIGNMENT), os.fstat(fd)
+    except OSError:
+        page, stat = b"", os.fstat(fd)
+    finally:
+        os.close(fd)
+    place = stat.st_ino.to_bytes(8, "little") + stat.st_size.to_bytes(8, "little")
+    header: Any = None
+    with contextlib.suppress(RecordError):
+        header = parse(page[:HEADER_BYTES])
+    key = page[HEADER_BYTES : HEADER_BYTES + header.key_bytes] if header else b""
+    mark = page[:HEADER_BYTES] + place
+    if header is None or record_name(key) != path.name:
+        return Found(path.name.encode(), stat.st_mtime_ns, 0, stat.st_size, False, mark)
+    size = header.payload_bytes
+    return Found(key, stat.st_mtime_ns, size, header.stored_bytes, False, mark)

@@ -1,0 +1,239 @@
+"""An LMDB tier seen from another process. See ``outside`` for what may be relied on.
+
+LMDB is made for several processes: this one opens the environment read-only, with a place in the
+table of readers, so that no page it looks at is reused meanwhile. Pages are kept for every reader,
+so a transaction lasts for one batch of keys (some milliseconds), never for the whole walk, and no
+payload is read inside one.
+
+The payload file is opened apart, for reading, past the page cache where that is possible. Files
+that the owner moves aside stay open here; every look then says ``StoreChangedError``.
+
+An index that nobody owns is checked as its tier would check it, because LMDB does not survive
+every damage (seconds for tens of millions of records).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from tiers.base import ALIGNMENT, Buffer, Key
+from tiers.io.codec import Codec, KeyRing
+from tiers.io.direct_io import DiskIo, PayloadFile, Scratch
+from tiers.io.use_clock import DATED_FROM_NS
+from tiers.lmdb.folder import PAYLOAD_NAME, check_partner, is_new
+from tiers.lmdb.index import (
+    DATA_NAME,
+    LOCK_NAME,
+    IndexUnusableError,
+    Limits,
+    Manifest,
+    check_file,
+    runs_of,
+)
+from tiers.lmdb.io_jobs import ReadItem, ReadJob
+from tiers.lmdb.recovery.record_table import RUN_BYTES, RUNS_AT, USE_BYTES
+from tiers.lmdb.shared.index import READERS_MAX, epoch_of
+from tiers.offline.inspect import Found, StoreChangedError
+from tiers.record import ENCRYPTED, Identity
+
+_FIELDS = struct.Struct("<8s5xB18xQQ")
+"""Time of use, and of the header (``record``): flags, payload and stored length."""
+_NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
+BATCH = 2048
+"""Keys of one transaction: about 2 ms."""
+
+
+class LmdbReader:
+    """See the module. An ``OutsideStore``."""
+
+    kind = "lmdb"
+
+    def __init__(self, folder: Path, *, is_owned: bool, key_file: str = "") -> None:
+        """Raises ``IndexUnusableError``, ``OSError``, and ``TierIoError`` for a bad key file."""
+        self.folder = folder
+        self._path = folder / DATA_NAME
+        _check_user(folder)
+        if not is_owned:
+            if is_new(folder):
+                raise IndexUnusableError("nothing was stored there yet")
+            check_file(folder)
+        self._inode = _inode(self._path)
+        try:
+            with contextlib.ExitStack() as undo:
+                self._env = _open(folder)
+                undo.callback(self._env.close)
+                _check_length(self._path, self._env)
+                self._meta = self._env.open_db(b"meta", create=False)
+                self._records = self._env.open_db(b"records", create=False)
+                check_partner(folder, self._read_meta())
+                self._file = PayloadFile(folder / PAYLOAD_NAME, DiskIo(), read_only=True)
+                undo.callback(self._file.close)
+                keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
+                self._codec = Codec(self.owner, keys=keys, compress=False)
+                undo.pop_all()
+        except lmdb.ReadonlyError as error:  # what LMDB makes of EACCES
+            raise PermissionError(
+                f"{folder} may be read, but not be entered in LMDB's table of readers: "
+                f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
+                "the server runs as"
+            ) from error
+        except _NOT_OF_THE_INDEX as error:
+            raise OSError(f"LMDB: {error}") from error
+        except lmdb.Error as error:
+            raise IndexUnusableError(f"LMDB cannot open it: {error}") from error
+        self._scratch = Scratch()
+
+    def _read_meta(self) -> Manifest:
+        with self._begin(self._meta) as txn:
+            manifest, limits = txn.get(b"manifest"), txn.get(b"limits")
+            self.is_shared = txn.get(b"state") is not None
+            self.epoch = int.from_bytes(txn.get(b"epoch") or b"", "little")
+        if manifest is None:
+            raise IndexUnusableError("it has no manifest")
+        known = Manifest.load(bytes(manifest))
+        self.owner: Identity = known.identity
+        self.limits = Limits.load(limits)
+        self.capacity_bytes = self.limits.capacity_bytes if self.limits else 0
+        return known
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of both files, as allocated."""
+        return os.stat(self._path).st_blocks * 512 + os.fstat(self._file.fd).st_blocks * 512
+
+    @contextlib.contextmanager
+    def _begin(self, database: Any) -> Iterator[Any]:
+        """A short read transaction on the store as it is now."""
+        if _inode(self._path) != self._inode:
+            raise StoreChangedError(f"{self.folder} was replaced by its owner")
+        try:
+            with self._env.begin(db=database) as txn:
+                yield txn
+        except lmdb.MapResizedError as error:
+            raise StoreChangedError(f"{self.folder} was opened with another capacity") from error
+
+    def count(self) -> int:
+        with self._begin(self._records) as txn:
+            return int(txn.stat(self._records)["entries"])
+
+    def batches(self) -> Iterator[list[Found]]:
+        last: bytes | None = None
+        while True:
+            with self._begin(self._records) as txn, txn.cursor() as cursor:
+                self._see_epoch(txn)
+                there = cursor.first() if last is None else cursor.set_range(last)
+                if there and cursor.key() == last:
+                    there = cursor.next()
+                items = list(itertools.islice(cursor.iternext(), BATCH)) if there else []
+            if not items:
+                return
+            last = items[-1][0]
+            # In the order of their places: a walk that reads payloads goes through the file.
+            count = len(items)
+            items = sorted((item for item in items if self._exists(item[1])), key=_place)
+            yield [_found(key, value) for key, value in items]
+            if count < BATCH:
+                return
+
+    def find(self, key: Key) -> Found | None:
+        with self._begin(self._records) as txn:
+            self._see_epoch(txn)
+            value = txn.get(key)
+        return _found(key, value) if value is not None and self._exists(value) else None
+
+    def _exists(self, value: bytes) -> bool:
+        """Whether a record is one of this epoch. A store that processes share may hold others, of
+        those that were given other weights: they are theirs alone, and not looked at here."""
+        return not self.is_shared or epoch_of(value) == self.epoch
+
+    def _see_epoch(self, txn: Any) -> None:
+        self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")
+
+    def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
+        items = [
+            ReadItem(one.key, bytes(USE_BYTES) + one.mark, _runs(one), data, position)
+            for position, (one, data) in enumerate(zip(found, into, strict=True))
+        ]
+        good = [False] * len(items)
+        ReadJob(items, self.epoch, self._codec, self._file, _tell_nobody).run(self._scratch)
+        for item in items:
+            good[item.position] = item.outcome.value == "ok"
+        return good
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._env.close()
+        self._file.close()
+
+
+def _found(key: bytes, value: bytes) -> Found:
+    """What one entry of the index says; zeros where it is no value of ours."""
+    if len(value) < RUNS_AT or (len(value) - RUNS_AT) % RUN_BYTES:
+        return Found(key, 0, 0, 0, False, value[USE_BYTES:])
+    use, flags, payload_bytes, stored_bytes = _FIELDS.unpack_from(value)
+    use_ns = int.from_bytes(use, "big")
+    return Found(
+        key,
+        use_ns if use_ns >= DATED_FROM_NS else 0,
+        payload_bytes,
+        stored_bytes,
+        flags & ENCRYPTED != 0,
+        value[USE_BYTES:],
+    )
+
+
+def _place(item: tuple[bytes, bytes]) -> bytes:
+    """The page where a record begins, as bytes that sort like it."""
+    return item[1][RUNS_AT + 7 : RUNS_AT - 1 : -1]
+
+
+def _runs(found: Found) -> Any:
+    return runs_of(bytes(USE_BYTES) + found.mark)
+
+
+def _tell_nobody() -> None:
+    """Nobody waits for the job elsewhere."""
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return (0, 0)
+    return found.st_dev, found.st_ino
+
+
+def _check_user(folder: Path) -> None:
+    """Refuse to make LMDB's lock file for somebody else, who could not open it then."""
+    user = os.stat(folder).st_uid
+    if user != os.geteuid() and not (folder / LOCK_NAME).exists():
+        raise PermissionError(f"{folder} belongs to user {user}: run this as that user")
+
+
+def _open(folder: Path) -> Any:
+    env = lmdb.open(
+        str(folder),
+        readonly=True,
+        create=False,
+        max_dbs=2,
+        max_readers=READERS_MAX,
+        readahead=False,
+        mode=0o600,
+    )
+    env.reader_check()  # the places of readers that were killed
+    return env
+
+
+def _check_length(path: Path, env: Any) -> None:
+    """A file shorter than its own last page would end this process at the first look."""
+    needed = (env.info()["last_pgno"] + 1) * ALIGNMENT
+    if os.stat(path).st_size < needed:
+        raise IndexUnusableError(f"it has {os.stat(path).st_size} bytes of {needed}")

@@ -1,0 +1,36 @@
+"""Removing records of a store that no tier has open. The caller holds its folder's owner lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiers.base import Key
+from tiers.lmdb.index import DATA_NAME, Changes, LmdbIndex, Manifest
+from tiers.offline.file_reader import FileReader
+from tiers.record import Identity
+
+BATCH = 4096
+"""Keys of one transaction."""
+
+
+def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
+    """Remove records from an LMDB tier's index, durably. Their places are free at the next open.
+
+    Raises ``IndexUnusableError`` or ``OSError``. No reader may be open in this process.
+    """
+    index = LmdbIndex(folder, os.path.getsize(folder / DATA_NAME), Manifest(owner, ""))
+    try:
+        for start in range(0, len(keys), BATCH):
+            index.apply(Changes(edits=dict.fromkeys(keys[start : start + BATCH])))
+    finally:
+        index.close()
+
+
+def forget_files(store: FileReader, keys: Sequence[Key]) -> None:
+    """Remove records of a file tier. Raises ``OSError``."""
+    for key in keys:
+        with contextlib.suppress(FileNotFoundError):
+            store.path_of(key).unlink()

@@ -1,0 +1,327 @@
+"""The host arena that holds the chunks of the CPU tier: one mapping, cut into equal slots.
+
+Owns the memory: size, alignment, faulting it in, keeping it out of core dumps and forked
+children, its NUMA node, and its registration with CUDA. Knows nothing of keys, of which slot is
+in use, or of copies.
+
+The memory is anonymous and private: nothing is created in /dev/shm or on disk, nothing outlives
+the process, and exactly ``slot_count * slot_stride`` bytes are taken.
+
+Ownership: the preparing thread alone writes ``_ready_slots``, ``_pinned_slots``, ``_failure``,
+``_registering`` and ``_registered`` until it ends; ``close`` joins it before it reads the last.
+Waiters learn of progress through the condition.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.base import ALIGNMENT
+from tiers.slab.numa import available_bytes, prefer_node
+from tiers.slab.pinning import CudaRegistrar, PinningError, Registrar, pinning_advice
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_BYTES = 64 * 2**20
+"""Preparation proceeds in pieces of about this size, so that closing never waits for long and
+the first slots are usable at once."""
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module. Keeps the content.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+class SlabError(Exception):
+    """The memory cannot be had, or cannot be prepared as asked."""
+
+
+class HostSlab:
+    """``slot_count`` slots of ``slot_bytes`` bytes, each starting on a page boundary.
+
+    ``slot_stride`` is ``slot_bytes`` rounded up to ``ALIGNMENT``. Slot ``i`` lies at
+    ``address + i * slot_stride``.
+
+    The pages are faulted in (and, with ``pin``, registered with CUDA) from slot 0 upwards by a
+    background thread; ``background=False`` does it before the constructor returns. Any slot may
+    be used by the CPU at once; ``pinned_slots`` says which are registered, ``wait_ready`` waits.
+
+    ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the rest
+    stays unregistered, instead of ``SlabError`` at ``wait_ready``. ``numa_node``: prefer memory
+    of that node. ``registrar`` replaces CUDA's registration, for tests; the slab closes it.
+
+    Raises ``ValueError`` for sizes below 1 and ``SlabError`` when the machine cannot give the
+    memory.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        slot_count: int,
+        *,
+        pin: bool = False,
+        pin_fallback: bool = False,
+        numa_node: int | None = None,
+        background: bool = True,
+        registrar: Registrar | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        if slot_bytes < 1 or slot_count < 1:
+            raise ValueError(f"a slab needs slots: got {slot_count} slots of {slot_bytes} bytes")
+        self.slot_bytes = slot_bytes
+        self.slot_count = slot_count
+        self.slot_stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.size_bytes = self.slot_stride * slot_count
+        self._pin_fallback = pin_fallback
+        self._registering = pin
+        self._registered: dict[int, int] = {}  # address -> bytes
+        self._piece_slots = max(1, piece_bytes // self.slot_stride)
+        self._condition = threading.Condition()
+        self._ready_slots = 0
+        self._pinned_slots = 0
+        self._failure: SlabError | None = None
+        self._stopping = False
+        self._closed = False
+
+        self._map = _map_memory(self.size_bytes)
+        self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self.address: int = int(self._bytes.ctypes.data)
+        if numa_node is not None:
+            prefer_node(self.address, self.size_bytes, numa_node)
+        self._registrar = (registrar or _cuda_registrar()) if pin else None
+        # A thread also when the caller waits for it: a failed CUDA call leaves an error behind
+        # in its thread, which must not be the caller's.
+        self._thread = threading.Thread(target=self._prepare, name="kvtiers-slab", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads: nothing is registered yet
+            self._close_registrar()
+            raise
+        if not background:
+            self._wait_or_close()
+
+    def __repr__(self) -> str:
+        pinned = ", pinned" if self._registering else ""
+        return f"HostSlab({self.slot_count} x {self.slot_bytes} bytes{pinned})"
+
+    def slot(self, slot: int) -> Bytes:
+        """The whole slot, ``slot_stride`` bytes, without a copy."""
+        return self.slot_view(slot, self.slot_stride)
+
+    def slot_view(self, slot: int, nbytes: int) -> Bytes:
+        """The first ``nbytes`` bytes of a slot, without a copy."""
+        if self._bytes is None:
+            raise SlabError("the slab is closed")
+        if not 0 <= slot < self.slot_count or not 0 <= nbytes <= self.slot_stride:
+            raise IndexError(
+                f"slot {slot} with {nbytes} bytes: the slab has {self.slot_count} slots "
+                f"of {self.slot_stride} bytes"
+            )
+        start = slot * self.slot_stride
+        return self._bytes[start : start + nbytes]
+
+    def slot_address(self, slot: int) -> int:
+        """Where slot ``slot`` starts in this process."""
+        return self.address + slot * self.slot_stride
+
+    @property
+    def pinned(self) -> bool:
+        """Whether registration with CUDA was asked for and has not failed so far."""
+        return self._registering
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots ``[0, ready_slots)`` are faulted in (and registered, if asked for)."""
+        with self._condition:
+            return self._ready_slots
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots ``[0, pinned_slots)`` are registered with CUDA. Only grows."""
+        with self._condition:
+            return self._pinned_slots
+
+    @property
+    def failure(self) -> SlabError | None:
+        """Why no slot from ``ready_slots`` on can be had as asked for, if so."""
+        with self._condition:
+            return self._failure
+
+    def wait_ready(self, slot_count: int | None = None, timeout_s: float | None = None) -> bool:
+        """Wait until slots ``[0, slot_count)`` are prepared (all of them for ``None``).
+
+        Returns False on timeout; raises ``SlabError`` when preparation failed or was stopped.
+        """
+        wanted = self.slot_count if slot_count is None else min(slot_count, self.slot_count)
+
+        def settled() -> bool:
+            return self._ready_slots >= wanted or self._failure is not None or self._stopping
+
+        with self._condition:
+            if not self._condition.wait_for(settled, timeout_s):
+                return False
+            if self._ready_slots >= wanted:
+                return True
+            raise self._failure or SlabError("the slab was closed while it was being prepared")
+
+    def stop_preparing(self) -> None:
+        """Prepare no further piece; does not wait for the present one. What is prepared stays
+        usable, ``wait_ready`` for the rest raises."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Unregister and release the memory. Idempotent. Nothing may be copying any more.
+
+        The mapping itself goes when the last view of a slot goes, so that a forgotten view
+        reads old bytes rather than killing the process.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.stop_preparing()
+        self._thread.join()
+        if self._registrar is not None:
+            for address in self._registered:
+                _unregister(self._registrar, address)
+            self._registered.clear()
+        self._close_registrar()
+        self._bytes = None
+        try:
+            self._map.close()
+        except BufferError:
+            logger.debug("%r: views of slots are still held; the memory goes with the last", self)
+
+    def _close_registrar(self) -> None:
+        if self._registrar is None:
+            return
+        try:
+            self._registrar.close()
+        except PinningError as error:  # a context too many until the process ends
+            logger.warning("the CUDA device could not be let go: %s", error)
+
+    def _wait_or_close(self) -> None:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        """Fault in and register piece after piece. Runs on the preparing thread."""
+        try:
+            for first in range(0, self.slot_count, self._piece_slots):
+                with self._condition:
+                    if self._stopping:
+                        return
+                end = min(first + self._piece_slots, self.slot_count)
+                self._prepare_piece(first, end)
+                with self._condition:
+                    self._ready_slots = end
+                    if self._registering:
+                        self._pinned_slots = end
+                    self._condition.notify_all()
+        except SlabError as failure:
+            logger.error("%s", failure)
+            self._fail(failure)
+        except Exception as failure:  # a thread must not die unseen: the waiters get the cause
+            logger.exception("preparing the slab failed")
+            self._fail(SlabError(f"preparing the slab failed: {failure}"))
+
+    def _fail(self, failure: SlabError) -> None:
+        with self._condition:
+            self._failure = failure
+            self._condition.notify_all()
+
+    def _prepare_piece(self, first: int, end: int) -> None:
+        """Slots ``[first, end)``. A piece holds whole slots, so no copy of a slot ever crosses
+        two registrations."""
+        address = self.slot_address(first)
+        nbytes = (end - first) * self.slot_stride
+        _populate(address, nbytes)
+        if self._registrar is None or not self._registering:
+            return
+        try:
+            self._registrar.register(address, nbytes)
+        except PinningError as error:
+            self._registering = False
+            text = pinning_advice(error, self.size_bytes, sum(self._registered.values()))
+            if not self._pin_fallback:
+                raise SlabError(text) from error
+            logger.warning("%s Going on with pageable memory there: its copies are slow.", text)
+        else:
+            self._registered[address] = nbytes
+
+
+def _cuda_registrar() -> Registrar:
+    try:
+        return CudaRegistrar()
+    except PinningError as error:
+        raise SlabError(str(error)) from error
+
+
+def _unregister(registrar: Registrar, address: int) -> None:
+    """A failure here leaves memory pinned until the process ends: worth a line, not an error."""
+    try:
+        registrar.unregister(address)
+    except PinningError as error:
+        logger.warning("unpinning memory failed: %s", error)
+
+
+def _map_memory(nbytes: int) -> mmap.mmap:
+    """``nbytes`` of zeroed private memory, starting on a page boundary.
+
+    The check against free memory comes first because Linux promises more than it has: without
+    it the process would be killed later, while the pages are faulted in.
+    """
+    free = available_bytes()
+    if free is not None and nbytes > free:
+        raise SlabError(
+            f"the CPU tier needs {nbytes:,} bytes of memory and {free:,} are available on this "
+            f"machine (or in this container). Make the CPU tier smaller."
+        )
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise SlabError(
+            f"the CPU tier needs {nbytes:,} bytes of memory and the kernel refused: {error}. "
+            f"Make the CPU tier smaller or raise the limit ('ulimit -v', the container's memory)."
+        ) from error
+    # Huge pages cut TLB misses; a core dump must not hold users' data, nor take hours; and a
+    # forked child must not get copy-on-write pages of memory that a device reads and writes.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):
+        try:
+            memory.madvise(advice)
+        except OSError as error:  # a kernel built without it (huge pages): works all the same
+            logger.debug("madvise(%d): %s", advice, error)
+    return memory
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Fault in pages for writing, keeping what is in them (a slot may be in use already).
+
+    Raises ``SlabError`` when there is no memory for them. A kernel before 5.14 cannot do it; the
+    pages are then faulted in one by one at first use.
+    """
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        logger.debug("this kernel cannot fault in memory ahead of use")
+        return
+    raise SlabError(
+        f"no memory for {nbytes:,} more bytes of the CPU tier: {os.strerror(code)}. "
+        f"Make the CPU tier smaller."
+    )
