@@ -30,7 +30,7 @@ from offload.messages.plan import StepPlan
 BLOCK = 16
 GOAL_CHUNKS = 8192
 POLICY = "adaptive"
-CHECKED_MOST = 1_100_000
+CHECKED_MAX = 1_100_000
 """Keys up to which the books are checked after each request; it takes seconds for ten million."""
 SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
@@ -95,7 +95,7 @@ class Bed:
         from offload.connector.guard import Faults
         from offload.connector.model.adapters import AdapterBook
         from offload.connector.scheduler.scheduler_side import SchedulerSide
-        from offload.index.capacity import ByteSpace, SlotSpace
+        from offload.index.capacity import ByteCapacity, SlotCapacity
         from offload.index.chunk_batch import GroupInfo
         from offload.index.recovery import recover
         from offload.index.tier_index import TierIndex
@@ -107,8 +107,8 @@ class Bed:
         group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
         layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
         self.side = SchedulerSide(layout, AdapterBook(), Faults(), tiers=["lmdb"])
-        cpu = TierIndex("cpu", SlotSpace(2 * chunks_max), make_policy(policy))
-        lower = TierIndex("lmdb", ByteSpace(1 << 62), make_policy({"name": "lru"}))
+        cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
+        lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
         self.planner.gates.tiers[0].pace.pays = True
         self.side.attach(self.planner)
@@ -205,9 +205,11 @@ class Bed:
     def _answer(self, clock: Clock, plan: StepPlan) -> None:
         from offload.messages.report import JobResult, StepReport
 
-        if plan.stores or plan.demotes:
+        if plan.stores or plan.write_throughs:
             report = StepReport({store.job: JobResult() for store in plan.stores})
-            report.results |= {demote.job: JobResult() for demote in plan.demotes}
+            report.results |= {
+                write_through.job: JobResult() for write_through in plan.write_throughs
+            }
             clock.time("take in", lambda: self.side.update(report, (), ()))
 
     def _rest(self, clock: Clock) -> None:
@@ -217,7 +219,7 @@ class Bed:
             plan = clock.time("build plan", lambda: self.side.build_plan(_output()))
             self._answer(clock, plan)
         clock.next_step()
-        if len(self.planner.lower[0]) <= CHECKED_MOST:
+        if len(self.planner.lower[0]) <= CHECKED_MAX:
             self.planner.check()
 
     def decode(self, clock: Clock, prompt: list[int]) -> None:

@@ -34,7 +34,7 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, progress_bar
-from offload.index.capacity import ByteSpace
+from offload.index.capacity import ByteCapacity
 from offload.index.recovery import recover
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import joined
@@ -42,9 +42,9 @@ from policies.base import EntryInfo
 from policies.registry import make_policy
 from tiers.base import ALIGNMENT
 from tiers.io.direct_io import DiskIo
-from tiers.io.extents import Run
+from tiers.io.extents import Extent
 from tiers.io.use_clock import DATED_FROM_NS
-from tiers.lmdb.files import LmdbOptions, LmdbStore
+from tiers.lmdb.files import LmdbFiles, LmdbOptions
 from tiers.lmdb.index import Changes, pack_value
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import TAG_BYTES, Identity, prefix
@@ -102,7 +102,7 @@ def _options() -> tuple[int, LmdbOptions]:
 
 def _make(folder: Path, records: int) -> None:
     per_record, options = _options()
-    store = LmdbStore(folder, records * per_record + (64 << 20), options, DiskIo())
+    store = LmdbFiles(folder, records * per_record + (64 << 20), options, DiskIo())
     os.ftruncate(store.file.fd, (records + 2) * ALIGNMENT)
     rng = random.Random(1)
     for start in range(0, records, PER_TRANSACTION):
@@ -110,7 +110,7 @@ def _make(folder: Path, records: int) -> None:
         for number in range(start, min(records, start + PER_TRANSACTION)):
             key = rng.randbytes(32) + bytes(4)
             header = prefix(Identity(), key, 0, ALIGNMENT) + rng.randbytes(TAG_BYTES)
-            edits[key] = pack_value(_use_of(number), header, (Run(1 + number, 1),))
+            edits[key] = pack_value(_use_of(number), header, (Extent(1 + number, 1),))
         store.index.apply(Changes(edits=edits))
     store.close()
 
@@ -147,7 +147,7 @@ async def _restart(folder: str, records: int, end: str) -> None:
     laps.end("keys")
     columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))  # our own bytes
     laps.end("message")
-    index = TierIndex("disk", ByteSpace(info.capacity_bytes), make_policy("lru"))
+    index = TierIndex("disk", ByteCapacity(info.capacity_bytes), make_policy("lru"))
     assert not recover(index, columns, {0: EntryInfo(size_bytes=ALIGNMENT)}), "everything fits"
     laps.end("scheduler's index")
     print(json.dumps(laps.found), flush=True)

@@ -14,7 +14,7 @@ END_S = 0.2
 """The longest that tasks may take to end when the loop stops."""
 
 
-class OffloadLoop:
+class EventLoopThread:
     """Starts a daemon thread that runs a loop until ``stop``."""
 
     def __init__(self, name: str = "kvtiers-loop") -> None:

@@ -20,8 +20,8 @@ from offload.errors import (
     ManagerClosedError,
     TierUnavailableError,
 )
-from offload.index.capacity import SlotSpace
-from offload.index.chunk_batch import Run
+from offload.index.capacity import SlotCapacity
+from offload.index.chunk_batch import ChunkBatch
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
 from offload.layout.kv_cache_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
@@ -140,7 +140,7 @@ class OffloadManager:
         groups = group_infos(kv_cache_config, registration, settings, tiers)
         cpu = TierIndex(
             "cpu",
-            SlotSpace(slots - staging, staging),
+            SlotCapacity(slots - staging, staging),
             make_policy(settings.cpu.policy.spec),
         )
         opened = []
@@ -294,7 +294,7 @@ class OffloadManager:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> Run:
+    def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> ChunkBatch:
         self._check_open()
         return wanted_run(keys, block_ids, group, self._blocks, self._registration.num_blocks)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from policies.base import AdmissionPolicy, EntryInfo, Key
 from policies.eviction._queues import GhostList
 from policies.options import Range
-from policies.sketch import COUNT_MOST, FrequencySketch
+from policies.sketch import COUNT_MAX, FrequencySketch
 
 
 class AdmitAll(AdmissionPolicy):
@@ -46,7 +46,7 @@ class FrequencyAdmission(AdmissionPolicy):
 
     def __init__(
         self,
-        uses: Annotated[int, Range(1, COUNT_MOST)] = 2,
+        uses: Annotated[int, Range(1, COUNT_MAX)] = 2,
         width: Annotated[int, Range(1, 1 << 28)] = 1 << 20,
     ) -> None:
         self._uses = uses

@@ -11,7 +11,7 @@ import zlib
 
 from policies.base import Key
 
-COUNT_MOST = 15
+COUNT_MAX = 15
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -42,7 +42,7 @@ class FrequencySketch:
         first, second = mixed >> 20 & self._mask, mixed >> 36 & self._mask
         one, two = self._one[first], self._two[second]
         count = one if one < two else two
-        if count < COUNT_MOST:
+        if count < COUNT_MAX:
             count += 1
             if one < count:
                 self._one[first] = count

@@ -15,7 +15,7 @@ from typing import Any
 from offload.admin.offline_edits import InUseError, is_older, remove_unused
 from offload.namespaces.claims import Owner
 from offload.namespaces.cleanup import NotDeletedError, delete_trash, remove_namespace, usage
-from offload.namespaces.inventory import Home, Store
+from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import prepare
 
 
@@ -28,7 +28,7 @@ class Wanted:
     before_ns: int = 0
     set_aside: bool = False
 
-    def fits(self, home: Home) -> bool:
+    def fits(self, home: NamespaceFolder) -> bool:
         """Whether a namespace is meant, or something in it, whatever its age."""
         return (not self.names or home.name.startswith(tuple(self.names))) and (
             not self.models or home.model in self.models
@@ -41,10 +41,10 @@ class Removal:
     folders that a tier in it moved aside. ``left_bytes`` could not be deleted; ``problem`` says
     why."""
 
-    home: Home
+    home: NamespaceFolder
     size_bytes: int
     last_used_s: float
-    old: dict[Store, int] = field(default_factory=dict)
+    old: dict[RankFolder, int] = field(default_factory=dict)
     aside: list[Path] = field(default_factory=list)
     done: bool = False
     owners: list[Owner] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Removal:
         }
 
 
-def find_removals(homes: Sequence[Home], wanted: Wanted) -> list[Removal]:
+def find_removals(homes: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
     """What fits, and what earlier removals have left. Raises what opening a store raises."""
     found = []
     for home in homes:

@@ -23,7 +23,7 @@ from offload.layout.checks import (
     unchecked_layout,
 )
 from offload.layout.groups import GroupLayout, ModelLayout
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from offload.sizes import KIB, format_size
 
 SLOT_ALIGNMENT = 4 * KIB
@@ -188,10 +188,10 @@ def _stored(chunk_bytes: int) -> int:
 
 def _chunks_per_span(layout: ModelLayout, group: GroupLayout) -> int:
     """Chunks of a group that are kept of ``alignment_tokens`` tokens, far from the beginning."""
-    coordinator = Coordinator(layout)
+    matcher = PrefixMatcher(layout)
     count = layout.alignment_tokens // group.chunk_tokens
     first = 64 * count
-    return sum(coordinator.reachable(group, chunk) for chunk in range(first, first + count))
+    return sum(matcher.reachable(group, chunk) for chunk in range(first, first + count))
 
 
 def _span_bytes(layout: ModelLayout) -> int:

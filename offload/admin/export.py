@@ -24,10 +24,10 @@ from typing import IO, Any
 
 from offload.admin.verify import Pace
 from offload.errors import NamespaceError, OffloadError
-from offload.namespaces.inventory import Home, Store
+from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder
 from tiers.offline.archive import Record, write_about, write_magic, write_record
-from tiers.offline.inspect import Checker, Health, OutsideStore
+from tiers.offline.inspect import Checker, Health, OfflineStore
 
 
 class ExportFileError(OffloadError):
@@ -92,8 +92,8 @@ class Exported:
 
 
 def export_home(
-    home: Home,
-    stores: Sequence[tuple[Store, OutsideStore]],
+    home: NamespaceFolder,
+    stores: Sequence[tuple[RankFolder, OfflineStore]],
     file: IO[bytes],
     *,
     has_key: bool,
@@ -112,8 +112,8 @@ def export_home(
 
 
 def _export_store(
-    store: Store,
-    outside: OutsideStore,
+    store: RankFolder,
+    outside: OfflineStore,
     file: IO[bytes],
     checker: Checker,
     pace: Pace,
@@ -145,7 +145,7 @@ def _export_store(
     return counts
 
 
-def _about(store: Store, outside: OutsideStore, record_bytes: int) -> dict[str, Any]:
+def _about(store: RankFolder, outside: OfflineStore, record_bytes: int) -> dict[str, Any]:
     """What an import must know of a store. ``record_bytes`` is its smallest payload."""
     owner = outside.owner
     return {

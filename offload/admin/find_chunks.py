@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.namespaces.inventory import Home, find_homes
+from offload.namespaces.inventory import NamespaceFolder, find_homes
 from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
 from tiers.base import TierError
 from tiers.folders.folder import StoreUnusableError
 from tiers.offline.inspect import StoreChangedError
 
-FIELDS_MOST = 8
+FIELDS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def find_elsewhere(folder: Path, own: str, keys: Sequence[bytes]) -> dict[bytes,
     return found
 
 
-def _held(home: Home, keys: Sequence[bytes]) -> set[bytes]:
+def _held(home: NamespaceFolder, keys: Sequence[bytes]) -> set[bytes]:
     held: set[bytes] = set()
     for store in home.stores:
         trouble = (StoreUnusableError, StoreChangedError, TierError, OSError)
@@ -58,12 +58,12 @@ def _held(home: Home, keys: Sequence[bytes]) -> set[bytes]:
     return held
 
 
-def _differs(home: Home, mine: Home | None) -> tuple[str, ...]:
+def _differs(home: NamespaceFolder, mine: NamespaceFolder | None) -> tuple[str, ...]:
     if mine is None or not mine.fields or not home.fields:
         return ()
     pairs = differing_fields(Namespace.of(home.fields), Namespace.of(mine.fields))
     return tuple(f"{path}: {_cut(there)}, not {_cut(here)}" for path, there, here in pairs)[
-        :FIELDS_MOST
+        :FIELDS_MAX
     ]
 
 

@@ -22,7 +22,7 @@ from offload.namespaces.folders import (
     raise_epoch,
     replica_folder,
 )
-from offload.namespaces.inventory import Store
+from offload.namespaces.inventory import RankFolder
 from offload.namespaces.manifest import Namespace, dump_manifest
 from tiers.base import Tier
 from tiers.files.tier import FileTier
@@ -141,7 +141,7 @@ class Import:
         result = Imported(replica, rank)
         home = replica_folder(self._target.root, self.namespace, replica)
         if not home.exists():  # look before any folder is made
-            store = Store(home / f"rank-{rank}", self.namespace.name, replica, rank)
+            store = RankFolder(home / f"rank-{rank}", self.namespace.name, replica, rank)
             result.refused = _Maker(store, about, self._target, about["epoch"]).problem
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
@@ -158,7 +158,7 @@ class Import:
         with place:
             if is_new:
                 place.epoch = raise_epoch(home, about["epoch"])
-            store = Store(place.folder, self.namespace.name, replica, rank)
+            store = RankFolder(place.folder, self.namespace.name, replica, rank)
             maker = _Maker(store, about, self._target, place.epoch)
             result.refused = maker.problem
             records = self._records(result)
@@ -195,7 +195,9 @@ class _Maker:
     ``problem`` here.
     """
 
-    def __init__(self, store: Store, about: dict[str, Any], target: Target, epoch: int) -> None:
+    def __init__(
+        self, store: RankFolder, about: dict[str, Any], target: Target, epoch: int
+    ) -> None:
         self._store, self._about, self._target = store, about, target
         self._known_bytes = 0
         self._record_bytes = min(about["record_bytes"] or RECORD_BYTES, RECORD_BYTES)

@@ -9,10 +9,10 @@ from typing import Any
 
 from offload.namespaces.claims import Owner
 from offload.namespaces.cleanup import usage
-from offload.namespaces.inventory import Home, Standing, Store
+from offload.namespaces.inventory import NamespaceFolder, RankFolder, Standing
 from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
 from tiers.base import TierError
-from tiers.offline.inspect import OutsideStore, StoreChangedError
+from tiers.offline.inspect import OfflineStore, StoreChangedError
 
 AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
 """Upper bounds of the histogram of ages; beyond the last one is ``older``."""
@@ -20,7 +20,7 @@ FIELDS_MAX = 20
 
 
 @dataclass(slots=True)
-class StoreSummary:
+class RankSummary:
     """One rank. Bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time
     since their last use. ``hits`` stays ``None``: no tier keeps them on disk. ``standing`` is what
     the next start would make of it (``offload.namespaces.inventory.Standing``); ``problem`` says
@@ -52,7 +52,7 @@ class StoreSummary:
 
 
 @dataclass(slots=True)
-class HomeSummary:
+class NamespaceSummary:
     """A namespace. ``differs`` says how its fields differ from those of the one used last."""
 
     name: str
@@ -61,18 +61,20 @@ class HomeSummary:
     disk_bytes: int
     last_used_s: float
     owners: list[Owner]
-    stores: list[StoreSummary]
+    stores: list[RankSummary]
     differs: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def summarise(homes: list[Home], advance: Callable[[int], None]) -> list[HomeSummary]:
+def summarise(
+    homes: list[NamespaceFolder], advance: Callable[[int], None]
+) -> list[NamespaceSummary]:
     """Walk over everything; ``advance`` is told of records seen."""
     found = []
     for home in homes:
         disk_bytes, last_used = usage(home.folder)
         stores = [summarise_store(store, advance) for store in home.stores]
         found.append(
-            HomeSummary(
+            NamespaceSummary(
                 home.name, home.model, home.problem, disk_bytes, last_used, home.owners(), stores
             )
         )
@@ -84,7 +86,7 @@ def summarise(homes: list[Home], advance: Callable[[int], None]) -> list[HomeSum
     return found
 
 
-def _differences(home: Home, newest: Home) -> list[tuple[str, str, str]]:
+def _differences(home: NamespaceFolder, newest: NamespaceFolder) -> list[tuple[str, str, str]]:
     differing = differing_fields(Namespace.of(home.fields), Namespace.of(newest.fields))
     return [(path, _cut(here), _cut(there)) for path, here, there in differing[:FIELDS_MAX]]
 
@@ -94,9 +96,9 @@ def _cut(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def summarise_store(store: Store, advance: Callable[[int], None]) -> StoreSummary:
+def summarise_store(store: RankFolder, advance: Callable[[int], None]) -> RankSummary:
     """One walk. What cannot be read is said in ``problem``."""
-    found = StoreSummary(store.replica, store.rank, store.kind)
+    found = RankSummary(store.replica, store.rank, store.kind)
     found.aside_bytes = sum(usage(path)[0] for path in store.aside())
     owner = store.owner()
     if owner is not None:
@@ -114,7 +116,7 @@ def summarise_store(store: Store, advance: Callable[[int], None]) -> StoreSummar
     return found
 
 
-def _walk(outside: OutsideStore, found: StoreSummary, advance: Callable[[int], None]) -> None:
+def _walk(outside: OfflineStore, found: RankSummary, advance: Callable[[int], None]) -> None:
     try:
         now_ns = time.time_ns()
         counts = dict.fromkeys([*(name for name, _ in AGES), "older", "unknown"], 0)
@@ -148,6 +150,6 @@ def _age(use_ns: int, now_ns: int) -> str:
     return next((name for name, limit in AGES if seconds < limit), "older")
 
 
-def to_json(homes: list[HomeSummary]) -> list[dict[str, Any]]:
+def to_json(homes: list[NamespaceSummary]) -> list[dict[str, Any]]:
     """Plain values."""
     return [asdict(home) for home in homes]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload.namespaces.claims import Owner, locked
-from offload.namespaces.inventory import Store
+from offload.namespaces.inventory import RankFolder
 from tiers.base import Key
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.offline.file_reader import FileReader
@@ -26,13 +26,13 @@ KEYS_PER_LOCK = 20_000
 class InUseError(Exception):
     """A live process uses the store."""
 
-    def __init__(self, store: Store, owner: Owner) -> None:
+    def __init__(self, store: RankFolder, owner: Owner) -> None:
         self.owner = owner
         super().__init__(f"{store.folder} is in use by pid {owner.pid} {owner.engine}".rstrip())
 
 
 @contextlib.contextmanager
-def alone_with(store: Store) -> Iterator[None]:
+def alone_with(store: RankFolder) -> Iterator[None]:
     """Nobody else opens the store until the end. Raises ``InUseError``, ``TierError``,
     ``TierUnavailableError`` or ``OSError``."""
     prepare(store.folder, allow_network=True)
@@ -46,12 +46,12 @@ def alone_with(store: Store) -> Iterator[None]:
         yield
 
 
-def root_of(store: Store) -> Path:
+def root_of(store: RankFolder) -> Path:
     """The path of the tier that a store with a namespace lies below."""
     return store.folder.parents[2]
 
 
-def remove_damaged(store: Store, damaged: Sequence[Found], key_file: str) -> int:
+def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
     """Check these once more with nobody else around, and remove what is still damaged; how many.
     Raises as ``alone_with`` does."""
     with alone_with(store):
@@ -65,7 +65,7 @@ def remove_damaged(store: Store, damaged: Sequence[Found], key_file: str) -> int
     return len(bad)
 
 
-def remove_unused(store: Store, before_ns: int) -> int:
+def remove_unused(store: RankFolder, before_ns: int) -> int:
     """Remove every record whose last use is known and lies before that; how many. Raises as
     ``alone_with`` does."""
     outside = store.open()
@@ -84,7 +84,7 @@ def is_older(record: Found, before_ns: int) -> bool:
     return 0 < record.use_ns < before_ns
 
 
-def _open_alone(store: Store, key_file: str) -> LmdbReader | FileReader:
+def _open_alone(store: RankFolder, key_file: str) -> LmdbReader | FileReader:
     if store.kind == "file":
         return FileReader(store.folder)
     # Checked when the walk began; whoever used it since has checked it too. What is changed is
@@ -92,7 +92,7 @@ def _open_alone(store: Store, key_file: str) -> LmdbReader | FileReader:
     return LmdbReader(store.folder, is_owned=True, key_file=key_file)
 
 
-def _forget(store: Store, outside: object, keys: Sequence[Key]) -> None:
+def _forget(store: RankFolder, outside: object, keys: Sequence[Key]) -> None:
     if isinstance(outside, FileReader):
         forget_files(outside, keys)
     elif isinstance(outside, LmdbReader) and keys:

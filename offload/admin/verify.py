@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.admin.offline_edits import InUseError, remove_damaged
-from offload.namespaces.inventory import Standing, Store
-from tiers.offline.inspect import Checker, Found, Health, OutsideStore
+from offload.namespaces.inventory import RankFolder, Standing
+from tiers.offline.inspect import Checker, Found, Health, OfflineStore
 
 
 class Pace:
@@ -46,7 +46,7 @@ class Scrubbed:
     be read, or not to its end, or would not be used by a start; ``standing`` and ``remark`` are as
     in ``offload.namespaces.inventory``."""
 
-    store: Store
+    store: RankFolder
     records: int = 0
     read_bytes: int = 0
     good: int = 0
@@ -91,7 +91,7 @@ def _name(found: Found) -> str:
 
 def scrub(
     result: Scrubbed,
-    outside: OutsideStore,
+    outside: OfflineStore,
     *,
     has_key: bool,
     pace: Pace,

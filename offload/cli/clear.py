@@ -23,7 +23,7 @@ from offload.cli.common import (
 
 if TYPE_CHECKING:
     from offload.admin.clear import Removal, Wanted
-    from offload.namespaces.inventory import Home
+    from offload.namespaces.inventory import NamespaceFolder
 
 app = make_app()
 
@@ -93,7 +93,11 @@ def clear(
 
 
 def _check(
-    problems: Problems, wanted: Wanted, homes: list[Home], everything: bool, unused_for: str
+    problems: Problems,
+    wanted: Wanted,
+    homes: list[NamespaceFolder],
+    everything: bool,
+    unused_for: str,
 ) -> None:
     """Say what fits nothing, and what was left open."""
     chosen = wanted.names or wanted.models or unused_for or wanted.set_aside

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from offload.namespaces.inventory import Home
+    from offload.namespaces.inventory import NamespaceFolder
 
 Folder = Annotated[Path, typer.Argument(help="Path of a tier, or a namespace or rank in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -86,7 +86,7 @@ class Problems(list[Problem]):
         if path:
             self.file(Path(path), "Give --key-file the file of the server's configuration.")
 
-    def homes(self, folder: Path) -> list[Home]:
+    def homes(self, folder: Path) -> list[NamespaceFolder]:
         """What lies below a folder; a problem if nothing does."""
         from offload.cli.path_hints import not_a_folder
         from offload.namespaces.inventory import find_homes

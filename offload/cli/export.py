@@ -25,7 +25,7 @@ from offload.cli.verify import LIVE_RATE
 
 if TYPE_CHECKING:
     from offload.admin.export import Exported
-    from offload.namespaces.inventory import Home
+    from offload.namespaces.inventory import NamespaceFolder
 
 app = make_app()
 
@@ -70,7 +70,9 @@ def export(
     _report(home, file, found, as_json)
 
 
-def _choose(problems: Problems, homes: list[Home], namespace: str, model: str) -> Home | None:
+def _choose(
+    problems: Problems, homes: list[NamespaceFolder], namespace: str, model: str
+) -> NamespaceFolder | None:
     """The one namespace that is meant; a problem if it is none or several."""
     fitting = [
         home
@@ -90,7 +92,9 @@ def _choose(problems: Problems, homes: list[Home], namespace: str, model: str) -
     return None
 
 
-def _write(home: Home, file: Path, overwrite: bool, rate: int, key_file: str) -> list[Exported]:
+def _write(
+    home: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
+) -> list[Exported]:
     from offload.admin.export import ExportFileError, export_file, export_home
     from offload.admin.verify import Pace
     from offload.sizes import parse_size
@@ -123,7 +127,7 @@ def _write(home: Home, file: Path, overwrite: bool, rate: int, key_file: str) ->
         )
 
 
-def _report(home: Home, file: Path, found: list[Exported], as_json: bool) -> None:
+def _report(home: NamespaceFolder, file: Path, found: list[Exported], as_json: bool) -> None:
     """Say what was written; ends the program."""
     damaged = sum(one.damaged for one in found)
     if as_json:

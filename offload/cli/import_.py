@@ -72,7 +72,7 @@ def import_(
 def _check_folder(problems: Problems, folder: Path) -> None:
     """A problem if no tier's path can be there."""
     from offload.config.path_checks import path_problem
-    from offload.namespaces.inventory import Store
+    from offload.namespaces.inventory import RankFolder
     from offload.namespaces.manifest import NAME
 
     above = "Give the tier's path above it, as in tiers[].path of the configuration."
@@ -80,7 +80,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
         problems.add(str(folder), "is a namespace, or lies in one", above)
     elif os.path.lexists(folder) and not os.path.isdir(folder):
         problems.add(str(folder), "is not a folder", "Give the path of a tier.")
-    elif Store(folder).kind != "empty":
+    elif RankFolder(folder).kind != "empty":
         fix = "Give another: an export goes into a tier's path, with namespaces in it."
         problems.add(str(folder), "is the folder of a single tier", fix)
     elif found := path_problem(folder):

@@ -24,7 +24,7 @@ from offload.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.admin.inspect import HomeSummary, StoreSummary
+    from offload.admin.inspect import NamespaceSummary, RankSummary
     from offload.admin.metrics_client import TierHits
 
 app = make_app()
@@ -98,7 +98,7 @@ def _hits(address: str) -> list[TierHits]:
         give_up("inspect", text if text.startswith("http") else f"{shown_url(address)}: {text}")
 
 
-def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:
+def _print(homes: list[NamespaceSummary], hits: list[TierHits]) -> None:
     from rich.markup import escape
 
     out = screen()
@@ -124,7 +124,7 @@ def _print(homes: list[HomeSummary], hits: list[TierHits]) -> None:
         out.print(NO_HITS, style="dim", soft_wrap=True)
 
 
-def _about(home: HomeSummary) -> str:
+def _about(home: NamespaceSummary) -> str:
     users = {f"pid {owner.pid}" for owner in home.owners}
     parts = [
         home.model or "model unknown",
@@ -135,7 +135,7 @@ def _about(home: HomeSummary) -> str:
     return ", ".join(parts) + (f"; {home.problem}" if home.problem else "")
 
 
-def _table(stores: list[StoreSummary]) -> Table:
+def _table(stores: list[RankSummary]) -> Table:
     from rich.table import Table
 
     table = Table()
@@ -150,7 +150,7 @@ def _table(stores: list[StoreSummary]) -> Table:
     return table
 
 
-def _cells(store: StoreSummary) -> list[str]:
+def _cells(store: RankSummary) -> list[str]:
     share = "?"
     if store.capacity_bytes:
         full = store.stored_bytes / store.capacity_bytes

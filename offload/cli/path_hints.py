@@ -13,7 +13,7 @@ from typing import Any
 _ADDRESS = re.compile(
     r"(?:[a-z]+:/{1,2})?(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", re.ASCII
 )
-CONFIG_BYTES_MOST = 1 << 20
+CONFIG_BYTES_MAX = 1 << 20
 
 STORE = "is the address of a Mooncake store: the commands that look at records need a folder"
 INSTEAD = (
@@ -45,7 +45,7 @@ def _tiers(path: Path) -> Iterator[dict[str, Any]]:
     """The tiers in a file with a configuration of ours, or vLLM's around it."""
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(CONFIG_BYTES_MOST))
+            found = json.loads(file.read(CONFIG_BYTES_MAX))
     except (OSError, ValueError, RecursionError):
         return
     for name in ("kv_transfer_config", "kv_connector_extra_config", "tiers"):

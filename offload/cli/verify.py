@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from offload.admin.verify import Scrubbed
-    from offload.namespaces.inventory import Store
+    from offload.namespaces.inventory import RankFolder
 
 app = make_app()
 
@@ -79,7 +79,7 @@ def verify(
     raise SystemExit(0 if ok else 1)
 
 
-def _one(store: Store, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
+def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
     """Check one store. One that cannot be opened does not keep the others from it."""
     from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError

@@ -28,9 +28,9 @@ app = make_app()
 
 File = Annotated[Path, typer.Argument(help="The file of record_requests in the configuration.")]
 FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
-LINE_MOST = 1 << 16
+LINE_MAX = 1 << 16
 NUMBERS = ("time", "prompt_tokens", "gpu_tokens", "wanted_tokens")
-NUMBER_MOST = 1e15
+NUMBER_MAX = 1e15
 TEXTS = ("tier", "policy", "note", "namespace")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 
@@ -84,7 +84,7 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
     """The records of a file; a last line that is still being written is left out."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MOST]
+        whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MAX]
         found = [json.loads(line) for line in whole]
         if not all(map(_is_record, found)):
             raise TypeError
@@ -120,7 +120,7 @@ def _is_record(record: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < NUMBER_MOST
+    return isinstance(value, int | float) and abs(value) < NUMBER_MAX
 
 
 def _look_elsewhere(records: list[dict[str, Any]], store: Path) -> None:

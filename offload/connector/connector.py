@@ -28,10 +28,10 @@ from offload.connector.log import adopt_vllm_logging
 from offload.connector.model.adapters import AdapterBook, AdapterWatch
 from offload.connector.scheduler.kv_events import KvEvents
 from offload.connector.scheduler.metrics_collector import StatsCollector
-from offload.connector.scheduler.pending_epochs import OwedEpochs
+from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.connector.scheduler.scheduler_side import SchedulerSide
-from offload.connector.startup import Setup
+from offload.connector.startup import ServerSetup
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
@@ -64,14 +64,14 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         is_worker = role == KVConnectorRole.WORKER
         first_worker = is_worker and vllm_config.parallel_config.rank == 0
         try:
-            self._setup = Setup.of(
+            self._setup = ServerSetup.of(
                 vllm_config, kv_cache_config, is_worker=is_worker, first_worker=first_worker
             )
         except OffloadError as error:
             # Once in plain sight: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
-        self._epochs: OwedEpochs | None = None
+        self._epochs: PendingEpochs | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._collector: StatsCollector | None = None
@@ -114,7 +114,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No work per layer, so full CUDA graphs are fine. vLLM asks this while it still parses
         its flags, which makes it the earliest place to refuse a bad configuration."""
-        Setup.check(extra_config)
+        ServerSetup.check(extra_config)
         return False
 
     @classmethod
@@ -228,7 +228,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()
             self._scheduler.adapters.ranks = len(ranks)
-            self._epochs = OwedEpochs(len(self._setup.config.lower), epochs.begin)
+            self._epochs = PendingEpochs(len(self._setup.config.lower), epochs.begin)
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 

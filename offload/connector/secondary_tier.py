@@ -47,7 +47,7 @@ from offload.config.path_checks import place_problem
 from offload.connector.model.identity import content_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import TierUnavailableError
-from offload.loop import OffloadLoop
+from offload.loop import EventLoopThread
 from offload.sizes import parse_size
 from policies.base import EntryInfo, RemoveCause
 from policies.guarded import contained
@@ -106,7 +106,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         )
         self._is_shut = False
         """Whether a reset has failed: what is stored may be of other weights."""
-        self._loop = OffloadLoop("kvtiers-secondary")
+        self._loop = EventLoopThread("kvtiers-secondary")
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
         except (TierError, ValueError, TimeoutError) as error:  # ValueError: too little capacity

@@ -34,7 +34,7 @@ from offload.requests.miss_reasons import RequestLog
 from offload.requests.request_log import RequestFile
 from offload.requests.trace_recorder import TraceRecorder
 from offload.worker.tier_factory import TierSpec
-from offload.worker.tier_folders import TierPlaces
+from offload.worker.tier_folders import TierFolders
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Setup:
+class ServerSetup:
     """Configuration, geometry and identity of one server, seen from one process.
 
     ``namespace`` is whole in a worker; a scheduler knows its own part of it until it has adopted
@@ -73,7 +73,7 @@ class Setup:
         *,
         is_worker: bool,
         first_worker: bool,
-    ) -> Setup:
+    ) -> ServerSetup:
         """Read everything; the first worker also checks it against the machine, before any
         process of this server has taken memory or folders.
 
@@ -213,7 +213,7 @@ class Setup:
 
         Raises ``NamespaceError`` for stored blocks of other geometry that must not be read.
         """
-        return TierPlaces(
+        return TierFolders(
             self.config,
             self.namespace,
             self._records,

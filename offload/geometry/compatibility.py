@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.errors import NamespaceError
-from offload.geometry.translate import Obstacle, obstacles
+from offload.geometry.translate import Incompatibility, obstacles
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 
@@ -25,7 +25,7 @@ def problems_with(
     namespace: Namespace,
     now: Geometry,
     how: str,
-) -> list[Obstacle]:
+) -> list[Incompatibility]:
     """Why an engine that has ``now`` and is told ``how`` must not read the namespace ``other``, of
     whose replicas, by the places in which they lie, each rank says how its records are ordered."""
     problems = _field_obstacles(other.fields, namespace.fields)
@@ -37,7 +37,7 @@ def problems_with(
 
 
 def refusal(
-    where: str, place: str, another: str, refused: Mapping[str, Sequence[Obstacle]]
+    where: str, place: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
 ) -> NamespaceError:
     """What is said of ``refused`` namespaces that ``place`` holds; ``another`` is what the user may
     choose instead of it."""
@@ -49,46 +49,46 @@ def refusal(
     )
 
 
-def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> list[Obstacle]:
+def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> list[Incompatibility]:
     """Why the records of a replica cannot be read."""
     if not ranks:
         why = (
             f"{place} does not say how its records are ordered. It was written before that "
             "was kept, or imported: an engine with its flags says it at its next start"
         )
-        return [Obstacle("geometry", "not described", "described", why)]
+        return [Incompatibility("geometry", "not described", "described", why)]
     first = ranks[0]
     for other in ranks[1:]:
         if (other.ranks, other.groups) != (first.ranks, first.groups):
             why = f"ranks {first.rank} and {other.rank} of {place} differ in it"
-            return [Obstacle("groups", "not the same on every rank", "the same", why)]
+            return [Incompatibility("groups", "not the same on every rank", "the same", why)]
     return obstacles(first, now)
 
 
-def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Obstacle]:
+def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Incompatibility]:
     """Fields of the manifest that no translation can bridge."""
     found = []
     there, here = stored.get("parallel", {}), now.get("parallel", {})
     for name in sorted({*there, *here} - {"tensor"}):
         if there.get(name) != here.get(name):
             why = "only tensor parallel ranks are translated"
-            found.append(Obstacle(f"parallel.{name}", there.get(name), here.get(name), why))
+            found.append(Incompatibility(f"parallel.{name}", there.get(name), here.get(name), why))
     theirs, ours = stored.get("geometry", {}), now.get("geometry", {})
     name = "hash_block_size"
     if theirs.get(name) != ours.get(name):
         why = "keys are hashes of other stretches of the prompt"
-        found.append(Obstacle(f"geometry.{name}", theirs.get(name), ours.get(name), why))
+        found.append(Incompatibility(f"geometry.{name}", theirs.get(name), ours.get(name), why))
     pairs = zip(theirs.get("groups", ()), ours.get("groups", ()), strict=False)
     for number, (group, mine) in enumerate(pairs):
         for name in sorted({*group, *mine} - FREE_FIELDS - LEFT_TO_GEOMETRY):
             if group.get(name) != mine.get(name):
                 field = f"geometry.groups[{number}].{name}"
                 why = "another kind of KV cache"
-                found.append(Obstacle(field, group.get(name), mine.get(name), why))
+                found.append(Incompatibility(field, group.get(name), mine.get(name), why))
     return found
 
 
-def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Obstacle]:
+def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Incompatibility]:
     """How two geometries differ, where that alone is reason enough."""
     found = []
     for part in ("parallel", "geometry"):
@@ -97,13 +97,15 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Obst
             if there.get(name) != here.get(name):
                 field = f"{part}.{name}"
                 why = '"geometry" is "refuse"'
-                found.append(Obstacle(field, there.get(name), here.get(name), why))
+                found.append(Incompatibility(field, there.get(name), here.get(name), why))
     if not found:
-        found.append(Obstacle("geometry.groups", "other ones", "these", '"geometry" is "refuse"'))
+        found.append(
+            Incompatibility("geometry.groups", "other ones", "these", '"geometry" is "refuse"')
+        )
     return found
 
 
-def _lines(name: str, problems: Sequence[Obstacle]) -> str:
+def _lines(name: str, problems: Sequence[Incompatibility]) -> str:
     """What is wrong with one namespace."""
     unique = list(dict.fromkeys(problems))
     lines = [f"  namespace {name}:", *(f"    {problem}" for problem in unique)]

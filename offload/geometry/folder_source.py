@@ -25,12 +25,12 @@ import numpy as np
 
 from offload.errors import NamespaceError
 from offload.geometry.compatibility import problems_with, refusal
-from offload.geometry.translate import GroupPlan, Obstacle, apply, plan_group
+from offload.geometry.translate import GroupPlan, Incompatibility, apply, plan_group
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.claims import entries
 from offload.namespaces.folders import read_epoch
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
-from offload.namespaces.inventory import Store
+from offload.namespaces.inventory import RankFolder
 from offload.namespaces.manifest import (
     NAME,
     Namespace,
@@ -41,7 +41,7 @@ from offload.namespaces.manifest import (
 from tiers.adapters.read_only import ForeignKey, Source
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
 from tiers.folders.folder import StoreUnusableError
-from tiers.offline.inspect import Checker, Health, OutsideStore, StoreChangedError
+from tiers.offline.inspect import Checker, Health, OfflineStore, StoreChangedError
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def find_foreign(
     what is there and cannot be translated, or may not.
     """
     found: list[ForeignStore] = []
-    refused: dict[str, list[Obstacle]] = {}
+    refused: dict[str, list[Incompatibility]] = {}
     if how == "own":
         return found
     for name, other in _same_model(Path(root), namespace):
@@ -116,7 +116,7 @@ def find_foreign(
 def open_sources(
     stores: Sequence[ForeignStore], now: Geometry, key_file: str = ""
 ) -> Callable[[], list[Source]]:
-    """For ``tiers.adapters.read_only.ForeignTier``."""
+    """For ``tiers.adapters.read_only.ReadOnlyTier``."""
 
     def opened() -> list[Source]:
         sources = [store.open(now, key_file) for store in stores]
@@ -148,7 +148,7 @@ def _stores(home: Path) -> Iterator[ForeignStore]:
         ranks = sorted(
             int(name.partition("-")[2])
             for name in entries(folder)
-            if re.fullmatch(r"rank-[0-9]{1,5}", name) and Store(folder / name).kind != "empty"
+            if re.fullmatch(r"rank-[0-9]{1,5}", name) and RankFolder(folder / name).kind != "empty"
         )
         if not ranks:
             continue
@@ -199,7 +199,7 @@ class TranslatedSource:
         """``folder`` is the replica's; ``ranks`` stand in no obstacle to ``now``.
 
         Raises ``NamespaceError`` if a rank that is needed is not there or is not what its geometry
-        says, and as ``Store.open`` does.
+        says, and as ``RankFolder.open`` does.
         """
         self._epoch = epoch
         by_rank = {geometry.rank: geometry for geometry in ranks}
@@ -209,11 +209,11 @@ class TranslatedSource:
         }
         needed = sorted({rank for plan in self._plans.values() for rank in plan.ranks})
         with ExitStack() as undo:
-            self._stores: dict[int, OutsideStore] = {}
+            self._stores: dict[int, OfflineStore] = {}
             for rank in needed:
                 if rank not in by_rank:
                     raise NamespaceError(f"rank {rank} of {first.ranks} does not describe itself")
-                store = Store(folder / f"rank-{rank}").open(key_file)
+                store = RankFolder(folder / f"rank-{rank}").open(key_file)
                 undo.callback(store.close)
                 _check_owner(store, Identity(by_rank[rank].records, rank), epoch)
                 self._stores[rank] = store
@@ -243,7 +243,7 @@ class TranslatedSource:
             ]
         return found
 
-    def _held_by(self, store: OutsideStore) -> dict[Key, int]:
+    def _held_by(self, store: OfflineStore) -> dict[Key, int]:
         """Keys of the right size, with the time of their last use."""
         sizes = {suffix: padded(plan.record_bytes) for suffix, plan in self._plans.items()}
         return {
@@ -318,7 +318,7 @@ class TranslatedSource:
             store.close()
 
 
-def _check_owner(store: OutsideStore, identity: Identity, epoch: int) -> None:
+def _check_owner(store: OfflineStore, identity: Identity, epoch: int) -> None:
     """Only records that their rank's geometry describes may be read by it."""
     if store.owner != identity:
         raise NamespaceError(f"{store.folder} holds other records than its geometry describes")

@@ -5,8 +5,8 @@ Each rank of an engine says in the store how its records are ordered
 be translated is a refusal, as with folders, unless nobody has looked after the description for a
 day; whoever comes later is translated, or told of once in the log.
 
-Ownership: ``StoreSource`` is called by several threads; what it knows of others is one value that
-``look`` replaces, and everything else is made for one call.
+Ownership: ``MooncakeSource`` is called by several threads; what it knows of others is one value
+that ``look`` replaces, and everything else is made for one call.
 
 What a rank says of its records in a store that has no folders: its namespace and its geometry.
 
@@ -29,7 +29,7 @@ import numpy as np
 from offload.errors import NamespaceError
 from offload.geometry.compatibility import problems_with, refusal
 from offload.geometry.folder_source import padded
-from offload.geometry.translate import GroupPlan, Obstacle, apply, plan_group
+from offload.geometry.translate import GroupPlan, Incompatibility, apply, plan_group
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing_fields
@@ -138,11 +138,11 @@ T = TypeVar("T")
 
 FILES_EPOCH = 0
 """That of the weights of the model's files, which all engines of a namespace have."""
-RANKS_MOST = 1024
+RANKS_MAX = 1024
 READ_BYTES = 64 << 20
 """Records of others in memory at a time, or one chunk's."""
 THREADS = 2
-TOLD_MOST = 1000
+TOLD_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class StoreView:
+class MooncakeView:
     """What this rank looks for: engines of the model of ``namespace`` beside it, whose records are
     to be read with the geometry ``now``; ``how`` is the tier's ``geometry``."""
 
@@ -187,11 +187,11 @@ class StoreView:
 
     def look(
         self, client: MooncakeClient, tell: Callable[[str], object]
-    ) -> tuple[list[Neighbour], dict[str, list[Obstacle]]]:
+    ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
         """Who is there and can be read, and, by namespace, why others cannot. Raises
         ``TierIoError``; ``tell`` is told of what makes no sense."""
         found: list[Neighbour] = []
-        refused: dict[str, list[Obstacle]] = {}
+        refused: dict[str, list[Incompatibility]] = {}
         for (name, _), described in self._others(client, tell).items():
             other = described[0].namespace
             ranks = _by_rank(described, tell)
@@ -214,7 +214,7 @@ class StoreView:
         [first] = read_boards(client, [board_of(fields, 0)])
         described = load_all(first, tell)
         ranks = max((each.geometry.ranks for each in described), default=1)
-        boards = [board_of(fields, rank) for rank in range(1, min(ranks, RANKS_MOST))]
+        boards = [board_of(fields, rank) for rank in range(1, min(ranks, RANKS_MAX))]
         if boards:
             posted = [each for board in read_boards(client, boards) for each in board]
             described += load_all(posted, tell)
@@ -226,10 +226,10 @@ class StoreView:
         return found
 
 
-class StoreSource:
+class MooncakeSource:
     """See the module. A ``tiers.adapters.remote_read_only.LookingSource``."""
 
-    def __init__(self, view: StoreView) -> None:
+    def __init__(self, view: MooncakeView) -> None:
         """Raises ``TierIoError`` if the store cannot be joined."""
         self._view = view
         self._client = view.join()
@@ -254,7 +254,7 @@ class StoreSource:
 
     def _tell(self, text: str) -> None:
         """Once."""
-        if text not in self._told and len(self._told) < TOLD_MOST:
+        if text not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(text)
             logger.warning("%s", text)
 
@@ -376,6 +376,6 @@ def _by_plan(
     return [(neighbour.plans[suffix], found) for suffix, found in places.items()]
 
 
-def open_store_source(view: StoreView) -> Callable[[], StoreSource]:
-    """For ``tiers.adapters.remote_read_only.RemoteForeignTier``."""
-    return partial(StoreSource, view)
+def open_store_source(view: MooncakeView) -> Callable[[], MooncakeSource]:
+    """For ``tiers.adapters.remote_read_only.RemoteReadOnlyTier``."""
+    return partial(MooncakeSource, view)

@@ -49,7 +49,7 @@ Buffer = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class Incompatibility:
     """Why stored chunks cannot be read: a field, its value there and here, what is so bad, and the
     flags that the other side was started with."""
 
@@ -88,11 +88,11 @@ class GroupPlan:
     copies: tuple[StridedCopy, ...]
 
 
-def obstacles(stored: Geometry, now: Geometry) -> list[Obstacle]:
+def obstacles(stored: Geometry, now: Geometry) -> list[Incompatibility]:
     """Everything that keeps chunks of geometry ``stored`` from being read with ``now``."""
     ids = [sorted(side.by_group) for side in (stored, now)]
     if ids[0] != ids[1]:
-        return [Obstacle("groups", ids[0], ids[1], "keys carry the number of their group")]
+        return [Incompatibility("groups", ids[0], ids[1], "keys carry the number of their group")]
     return [
         found
         for group in now.groups
@@ -138,13 +138,13 @@ def apply(plan: GroupPlan, records: Sequence[Buffer], into: Buffer) -> None:
 
 def _group_obstacles(
     theirs: GroupGeometry, ours: GroupGeometry, stored: Geometry, now: Geometry
-) -> Iterator[Obstacle]:
+) -> Iterator[Incompatibility]:
     where = f"groups[{ours.group}]"
     if (theirs.kind, theirs.spec) != (ours.kind, ours.spec):
-        yield Obstacle(f"{where}.spec", theirs.spec, ours.spec, "another kind of KV cache")
+        yield Incompatibility(f"{where}.spec", theirs.spec, ours.spec, "another kind of KV cache")
         return
     if theirs.chunk_tokens != ours.chunk_tokens:
-        yield Obstacle(
+        yield Incompatibility(
             f"{where}.chunk_tokens",
             f"{theirs.chunk_tokens} ({theirs.chunk_blocks} blocks of {theirs.block_tokens})",
             f"{ours.chunk_tokens} ({ours.chunk_blocks} blocks of {ours.block_tokens})",
@@ -155,7 +155,7 @@ def _group_obstacles(
     names = [sorted(layer.layer for layer in side.layers) for side in (theirs, ours)]
     if names[0] != names[1]:
         odd = sorted(set(names[0]) ^ set(names[1]))
-        yield Obstacle(
+        yield Incompatibility(
             f"{where}.layers", len(names[0]), len(names[1]), f"only one side has {odd[:3]}"
         )
         return
@@ -169,31 +169,33 @@ def _group_obstacles(
 
 def _layer_obstacles(
     where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
-) -> Iterator[Obstacle]:
+) -> Iterator[Incompatibility]:
     name = ours.layer
     if OWN in (theirs.split, ours.split) and stored.ranks != now.ranks:
         why = f"layer {name} ({ours.form}) cannot be split over other ranks"
         flags = f"--tensor-parallel-size {stored.ranks}"
-        yield Obstacle("parallel.tensor", stored.ranks, now.ranks, why, flags)
+        yield Incompatibility("parallel.tensor", stored.ranks, now.ranks, why, flags)
         return
     for field in ("split", "form"):
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
             why = f"layer {name} has other bytes for the same content"
-            yield Obstacle(f"{where}.{field}", there, here, why)
+            yield Incompatibility(f"{where}.{field}", there, here, why)
             return
     if ours.split == OWN:
         if theirs.page_bytes != ours.page_bytes:
             why = f"layer {name} ({ours.form}) can only be read as it is"
-            yield Obstacle(f"{where}.page_bytes", theirs.page_bytes, ours.page_bytes, why)
+            yield Incompatibility(f"{where}.page_bytes", theirs.page_bytes, ours.page_bytes, why)
         return
     by_token = _by_token(theirs) and _by_token(ours)
     if not by_token and theirs.kernel_tokens != ours.kernel_tokens:
         why = f"how {ours.form} orders the tokens of a kernel block is not known (layer {name})"
-        yield Obstacle(f"{where}.kernel_block_size", theirs.kernel_tokens, ours.kernel_tokens, why)
+        yield Incompatibility(
+            f"{where}.kernel_block_size", theirs.kernel_tokens, ours.kernel_tokens, why
+        )
     elif theirs.unit_bytes != ours.unit_bytes:
         why = f"layer {name} has heads of other sizes"
-        yield Obstacle(f"{where}.head_bytes", theirs.unit_bytes, ours.unit_bytes, why)
+        yield Incompatibility(f"{where}.head_bytes", theirs.unit_bytes, ours.unit_bytes, why)
     elif ours.split != COPIES:
         yield from _head_obstacles(where, theirs, ours, stored, now)
 
@@ -204,7 +206,7 @@ def _by_token(layer: LayerGeometry) -> bool:
 
 def _head_obstacles(
     where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
-) -> Iterator[Obstacle]:
+) -> Iterator[Incompatibility]:
     """All ranks together have as many heads on both sides, or one side holds each head several
     times, which vLLM does only where every rank has one."""
     counts = sorted(
@@ -212,7 +214,7 @@ def _head_obstacles(
     )
     (few, _), (many, each) = counts
     if few != many and (each != 1 or many % few):
-        yield Obstacle(
+        yield Incompatibility(
             f"{where}.heads",
             f"{theirs.heads} on each of {stored.ranks} ranks",
             f"{ours.heads} on each of {now.ranks}",
@@ -223,10 +225,10 @@ def _head_obstacles(
 
 def _cut_obstacles(
     where: str, theirs: GroupGeometry, ours: GroupGeometry, layer: LayerGeometry
-) -> Iterator[Obstacle]:
+) -> Iterator[Incompatibility]:
     if layer.split == OWN and theirs.block_tokens != ours.block_tokens:
         why = f"layer {layer.layer} ({layer.form}) can only be read as it is"
-        yield Obstacle(f"{where}.block_size", theirs.block_tokens, ours.block_tokens, why)
+        yield Incompatibility(f"{where}.block_size", theirs.block_tokens, ours.block_tokens, why)
 
 
 # -- planning ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class Reservation:
     evicted: tuple[bytes, ...]
 
 
-class Space(ABC):
+class Capacity(ABC):
     """What a tier has to give away. ``used`` never exceeds ``capacity``."""
 
     capacity: int
@@ -76,7 +76,7 @@ class Space(ABC):
         """What giving this place back takes off ``used``."""
 
 
-class SlotSpace(Space):
+class SlotCapacity(Capacity):
     """``count`` equal slots from ``first`` on; the last one freed is used first (it is warm)."""
 
     def __init__(self, count: int, first: int = 0) -> None:
@@ -117,7 +117,7 @@ class SlotSpace(Space):
         return 1
 
 
-class ByteSpace(Space):
+class ByteCapacity(Capacity):
     """A budget of bytes; a place is the number of bytes taken."""
 
     def __init__(self, capacity: int) -> None:

@@ -24,7 +24,7 @@ from policies.base import EntryInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RequestOrigin:
     """The request that a chunk comes from: a digest of the tenant's cache salt and hints, which
     policies may know, and controls, which the planner obeys."""
 
@@ -39,11 +39,11 @@ class Origin:
         return found
 
 
-UNKNOWN = Origin()
+UNKNOWN = RequestOrigin()
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkBatch:
     """Chunks of one group that a request needs, in prefix order and by columns, because a long
     prompt has thousands of them: their keys; the GPU blocks of all, one after the other and as many
     of each (below 0: skip); and where each ends in the prompt (tokens)."""
@@ -52,7 +52,7 @@ class Run:
     group: int
     blocks: Sequence[int]
     depths: Sequence[int]
-    origin: Origin = UNKNOWN
+    origin: RequestOrigin = UNKNOWN
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -62,10 +62,10 @@ class Run:
         """GPU blocks of a chunk."""
         return len(self.blocks) // len(self.keys) if self.keys else 1
 
-    def part(self, first: int, end: int) -> Run:
+    def part(self, first: int, end: int) -> ChunkBatch:
         """Chunks ``[first, end)`` of these."""
         width = self.width
-        return Run(
+        return ChunkBatch(
             self.keys[first:end],
             self.group,
             self.blocks[first * width : end * width],
@@ -73,7 +73,7 @@ class Run:
             self.origin,
         )
 
-    def chosen(self, flags: Sequence[object]) -> Run:
+    def chosen(self, flags: Sequence[object]) -> ChunkBatch:
         """Those with a true flag."""
         if all(flags):
             return self
@@ -84,7 +84,7 @@ class Run:
             rows = compress(zip(*[iter(blocks)] * width, strict=True), flags)
             chosen = list(chain.from_iterable(rows))
         keys = list(compress(self.keys, flags))
-        return Run(keys, self.group, chosen, list(compress(self.depths, flags)), self.origin)
+        return ChunkBatch(keys, self.group, chosen, list(compress(self.depths, flags)), self.origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class GroupInfo:
     chunk_tokens: int
     footprints: tuple[int, ...]
 
-    def entries(self, run: Run, size: int) -> Entries:
+    def entries(self, run: ChunkBatch, size: int) -> LazyEntryInfos:
         """What policies are told of chunks of this group that take ``size`` of a tier each."""
-        return Entries(self, run.group, run.depths, run.origin, size)
+        return LazyEntryInfos(self, run.group, run.depths, run.origin, size)
 
 
 PAIR_TOKENS = 30_000.0
@@ -109,13 +109,13 @@ FEW = 16
 """For fewer chunks numpy does not pay."""
 
 
-class Entries(Sequence[EntryInfo]):
+class LazyEntryInfos(Sequence[EntryInfo]):
     """What policies are told of chunks of one group that take ``size`` of a tier each."""
 
     __slots__ = ("_depths", "_info", "_origin", "group", "size")
 
     def __init__(
-        self, info: GroupInfo, group: int, depths: Sequence[int], origin: Origin, size: int
+        self, info: GroupInfo, group: int, depths: Sequence[int], origin: RequestOrigin, size: int
     ) -> None:
         self.group = group
         self.size = size
@@ -128,27 +128,27 @@ class Entries(Sequence[EntryInfo]):
         """How much the client cares for these chunks."""
         return self._origin.priority
 
-    def sized(self, size: int) -> Entries:
+    def sized(self, size: int) -> LazyEntryInfos:
         """The same chunks in another tier."""
-        return Entries(self._info, self.group, self._depths, self._origin, size)
+        return LazyEntryInfos(self._info, self.group, self._depths, self._origin, size)
 
-    def chosen(self, flags: Iterable[object]) -> Entries:
+    def chosen(self, flags: Iterable[object]) -> LazyEntryInfos:
         """Those with a true flag."""
         return self._with(list(compress(self._depths, flags)))
 
     def is_like(self, other: object) -> bool:
         """Whether the two differ in nothing but depths."""
-        return isinstance(other, Entries) and (
+        return isinstance(other, LazyEntryInfos) and (
             (self.group, self.size, self._info, self._origin)
             == (other.group, other.size, other._info, other._origin)
         )
 
-    def followed_by(self, others: Iterable[Entries]) -> Entries:
+    def followed_by(self, others: Iterable[LazyEntryInfos]) -> LazyEntryInfos:
         """These and then others that are like them."""
         return self._with([*self._depths, *chain.from_iterable(o._depths for o in others)])
 
-    def _with(self, depths: Sequence[int]) -> Entries:
-        return Entries(self._info, self.group, depths, self._origin, self.size)
+    def _with(self, depths: Sequence[int]) -> LazyEntryInfos:
+        return LazyEntryInfos(self._info, self.group, depths, self._origin, self.size)
 
     def __len__(self) -> int:
         return len(self._depths)
@@ -156,8 +156,8 @@ class Entries(Sequence[EntryInfo]):
     @overload
     def __getitem__(self, at: int) -> EntryInfo: ...
     @overload
-    def __getitem__(self, at: slice) -> Entries: ...
-    def __getitem__(self, at: int | slice) -> EntryInfo | Entries:
+    def __getitem__(self, at: slice) -> LazyEntryInfos: ...
+    def __getitem__(self, at: int | slice) -> EntryInfo | LazyEntryInfos:
         if isinstance(at, slice):
             return self._with(self._depths[at])
         return next(iter(self._with((self._depths[at],))))
@@ -198,7 +198,7 @@ class Entries(Sequence[EntryInfo]):
 
 def chosen(infos: Sequence[EntryInfo], flags: Sequence[object]) -> Sequence[EntryInfo]:
     """Those with a true flag."""
-    if isinstance(infos, Entries):
+    if isinstance(infos, LazyEntryInfos):
         return infos.chosen(flags)
     return list(compress(infos, flags))
 
@@ -207,7 +207,7 @@ def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
     """All of them, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    alike = [part for part in parts if isinstance(part, Entries) and part.is_like(parts[0])]
+    alike = [part for part in parts if isinstance(part, LazyEntryInfos) and part.is_like(parts[0])]
     if len(alike) == len(parts) > 0:
         return alike[0].followed_by(alike[1:])
     return list(chain.from_iterable(parts))
@@ -215,7 +215,7 @@ def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
 
 def sized(infos: Sequence[EntryInfo], size: int) -> Sequence[EntryInfo]:
     """The same chunks in a tier of which each takes ``size``."""
-    if isinstance(infos, Entries):
+    if isinstance(infos, LazyEntryInfos):
         return infos.sized(size)
     # ``_replace`` takes three times as long.
     return [EntryInfo(*info[:3], size, *info[4:]) for info in infos]
@@ -223,7 +223,7 @@ def sized(infos: Sequence[EntryInfo], size: int) -> Sequence[EntryInfo]:
 
 def sizes_of(infos: Sequence[EntryInfo]) -> list[int]:
     """What each of these takes of its tier."""
-    if isinstance(infos, Entries):
+    if isinstance(infos, LazyEntryInfos):
         return [infos.size] * len(infos)
     return list(map(_size_bytes, infos))
 

@@ -32,10 +32,10 @@ from offload.layout.keys import CPU
 from policies import hints
 from policies import hints as names
 
-SESSION_MOST = 256
+SESSION_MAX = 256
 """Characters of a session's name."""
-RETURN_MOST_S = 7 * 86_400.0
-TOKENS_MOST = 1 << 53
+RETURN_MAX_S = 7 * 86_400.0
+TOKENS_MAX = 1 << 53
 """What is larger than any prompt, and exact as a float."""
 
 
@@ -73,35 +73,35 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         return NO_HINTS, [f'"{FIELD}" must be an object of hints']
     good: dict[str, Any] = {}
     wrong: list[str] = []
-    for name, value in islice(told.items(), NAMES_MOST):
+    for name, value in islice(told.items(), NAMES_MAX):
         expected = _EXPECTED.get(name) if isinstance(name, str) else None
         if name in CONTROL_NAMES:
             continue
         if expected is not None and _is_valid(name, value):
             good[name] = value
-        elif len(wrong) >= WRONG_MOST:
+        elif len(wrong) >= WRONG_MAX:
             continue  # a nearest name is looked for in what is told only
         elif expected is None:
             wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
             wrong.append(f"{name} must be {expected} (got {show(value)})")
-    if len(told) > NAMES_MOST:
-        wrong.append(f"{len(told)} names, of which {NAMES_MOST} were read")
-    return _sorted_out(good), wrong[:WRONG_MOST]
+    if len(told) > NAMES_MAX:
+        wrong.append(f"{len(told)} names, of which {NAMES_MAX} were read")
+    return _sorted_out(good), wrong[:WRONG_MAX]
 
 
 def _advice(name: object) -> str:
-    near = nearest(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+    near = nearest(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
     return f'did you mean "{near}"?' if near else f"known: {', '.join(KNOWN_NAMES)}"
 
 
 _EXPECTED = {
-    names.SESSION: f"a text of at most {SESSION_MOST} characters or a whole number",
+    names.SESSION: f"a text of at most {SESSION_MAX} characters or a whole number",
     names.ONE_SHOT: "true or false",
     names.PINNED: "true, false or a number of tokens",
     names.SESSION_END: "true or false",
     names.TOOL_CALL: "true or false",
-    names.RETURN_S: f"seconds from 0 to {RETURN_MOST_S:.0f}",
+    names.RETURN_S: f"seconds from 0 to {RETURN_MAX_S:.0f}",
     names.PRIORITY: '"low", "normal" or "high"',
 }
 
@@ -109,10 +109,10 @@ _EXPECTED = {
 def _is_valid(name: str, value: object) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if name == names.SESSION:
-        return whole or (isinstance(value, str) and 0 < len(value) <= SESSION_MOST)
+        return whole or (isinstance(value, str) and 0 < len(value) <= SESSION_MAX)
     if name == names.RETURN_S:
         number = whole or isinstance(value, float)
-        return number and 0 <= value <= RETURN_MOST_S  # type: ignore[operator]  # not a number: False
+        return number and 0 <= value <= RETURN_MAX_S  # type: ignore[operator]  # not a number: False
     if name == names.PINNED and whole:
         return value >= 0  # type: ignore[operator]  # a whole number
     if name == names.PRIORITY:
@@ -122,7 +122,7 @@ def _is_valid(name: str, value: object) -> bool:
 
 def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
     pinned = good.get(names.PINNED, 0)
-    pinned_tokens = float("inf") if pinned is True else float(min(pinned, TOKENS_MOST))
+    pinned_tokens = float("inf") if pinned is True else float(min(pinned, TOKENS_MAX))
     stored = {name: good[name] for name in (names.SESSION, names.ONE_SHOT) if good.get(name)}
     ended = {
         name: good[name]
@@ -157,14 +157,14 @@ KNOWN_NAMES = (*hints.NAMES, *CONTROL_NAMES)
 _PRIVACY = (NO_STORE, TIERS)
 """Controls that keep a prompt off tiers."""
 
-PIN_MOST_S = 86_400.0
-NAMES_MOST = 64
+PIN_MAX_S = 86_400.0
+NAMES_MAX = 64
 """Names in one request's object that are looked at."""
-NAME_MOST = 40
+NAME_MAX = 40
 """Characters of a parameter's name that may be meant for ours."""
 NEAR = 0.85
 """From this similarity on a name is taken for another one."""
-WRONG_MOST = 8
+WRONG_MAX = 8
 """Problems that are described; a request with more has no use for the others."""
 
 
@@ -243,8 +243,8 @@ def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
     """Describe what looks like ours beside our object; whether it may be meant to keep the prompt
     off the tiers."""
     doubted = False
-    for name, value in islice(params.items(), NAMES_MOST):
-        meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MOST else None
+    for name, value in islice(params.items(), NAMES_MAX):
+        meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
         if meant is None:
             continue
         if meant == FIELD:
@@ -317,9 +317,9 @@ def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
 def _seconds(told: Mapping[str, Any], wrong: list[str]) -> float:
     value = told.get(PIN_S, 0.0)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and 0 <= value <= PIN_MOST_S:
+    if number and 0 <= value <= PIN_MAX_S:
         return float(value)
-    wrong.append(f"{PIN_S} must be seconds from 0 to {PIN_MOST_S:.0f} (got {show(value)})")
+    wrong.append(f"{PIN_S} must be seconds from 0 to {PIN_MAX_S:.0f} (got {show(value)})")
     return 0.0
 
 
@@ -336,8 +336,7 @@ def _tiers(
         return both, both
     unknown = [name for name in value if name not in ("read", "write")]
     wrong.extend(
-        f'{TIERS} has no part {show(name)} (parts: "read", "write")'
-        for name in unknown[:WRONG_MOST]
+        f'{TIERS} has no part {show(name)} (parts: "read", "write")' for name in unknown[:WRONG_MAX]
     )
     missing = frozenset[int]() if unknown else None
     read, write = (
@@ -353,7 +352,7 @@ def _numbers(where: str, value: object, tiers: Sequence[str], wrong: list[str]) 
         wrong.append(f"{where} must be a list of tiers (got {show(value)})")
         return frozenset()
     found = set()
-    for name in value[:NAMES_MOST]:
+    for name in value[:NAMES_MAX]:
         if isinstance(name, str) and name in known:
             found.add(known[name])
         else:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from itertools import filterfalse
 
 
-class HeldChunks:
+class LoadHolds:
     """Sets of chunks, each with its owner's number."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class HeldChunks:
         self._held.pop(owner, None)
 
 
-PASSED_MOST = 64
+PASSED_MAX = 64
 """From so many on that stay, a policy moves them out of its way."""
 
 

@@ -13,11 +13,11 @@ from itertools import filterfalse, islice, repeat
 from typing import NoReturn
 
 from offload.errors import InvariantError
-from offload.index.capacity import Reservation, Space
+from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import PASSED_MOST, Evictable
+from offload.index.retention import PASSED_MAX, Evictable
 from offload.index.states import ChunkEvent, ChunkState
-from offload.telemetry.removed_chunks import Removals
+from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
 
@@ -35,7 +35,7 @@ class TierIndex:
     """
 
     def __init__(
-        self, name: str, space: Space, policy: EvictionPolicy, low_watermark: float = 1.0
+        self, name: str, space: Capacity, policy: EvictionPolicy, low_watermark: float = 1.0
     ) -> None:
         self.name = name
         self.space = space
@@ -43,7 +43,7 @@ class TierIndex:
         # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
         self.kept: Container[bytes] = _NOTHING
         self.held: Container[bytes] = _NOTHING
-        self.removals = Removals()
+        self.removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}  # always this one: the policy's guard looks into it
         self.policy = contained(policy, name, self._resident)
@@ -357,7 +357,7 @@ class TierIndex:
                 break
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
-        if len(evictable.passed) > PASSED_MOST and self.policy.takes_parts:
+        if len(evictable.passed) > PASSED_MAX and self.policy.takes_parts:
             self.policy.touch(evictable.passed[::-1])  # or each eviction would pass them by again
         return evicted
 

@@ -15,7 +15,7 @@ from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 
-EXPIRED_MOST = 4096
+EXPIRED_MAX = 4096
 """Chunks that one call of ``tick`` lets go, so that a step stays short."""
 
 
@@ -55,7 +55,7 @@ class _Kept:
 
     def tick(self, now: float) -> None:
         """Let go what is due."""
-        left = EXPIRED_MOST
+        left = EXPIRED_MAX
         while self._seconds and self._seconds[0] <= now and left:
             due = self._due[self._seconds[0]]
             while due and left:

@@ -61,7 +61,7 @@ def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | N
     return first + present(keys[first : gap * nth + 1]).find(0)
 
 
-class Coordinator:
+class PrefixMatcher:
     """Longest hit and load ranges over the groups of one layout."""
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -72,7 +72,7 @@ class Coordinator:
             range(len(layout.groups)), key=lambda i: layout.groups[i].kind != FULL
         )
 
-    def longest_hit(
+    def longest_match(
         self,
         keys: Sequence[Sequence[bytes]],
         present: Container[bytes] | PresentBatch,

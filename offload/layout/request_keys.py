@@ -18,7 +18,7 @@ PAGE = 256
 """Keys that are made in order: asking for one makes those before it in its page, and no other."""
 
 
-class LazyKeys(Sequence[bytes]):
+class RequestKeys(Sequence[bytes]):
     """The keys of one group's chunks, in prefix order; see ``offload.layout.keys.chunk_keys``.
 
     vLLM's list of block hashes is kept, not copied: ``grow`` says how much of it counts. A session
@@ -42,9 +42,9 @@ class LazyKeys(Sequence[bytes]):
         self._hashes = block_hashes
         self._count = len(block_hashes) // self._per_chunk
 
-    def frozen(self, count: int) -> LazyKeys:
+    def frozen(self, count: int) -> RequestKeys:
         """The first ``count`` keys, which nothing changes any more: also for another thread."""
-        found = LazyKeys(self._group, self._per_chunk, self._identity)
+        found = RequestKeys(self._group, self._per_chunk, self._identity)
         found.grow(self._hashes[: min(count, self._count) * self._per_chunk])
         return found
 

@@ -1,7 +1,7 @@
 """What the scheduler side tells the workers in a step, and what they answer.
 
 Plain frozen values, cheap to pickle. A job has one id and ends exactly once on every rank. The
-jobs of one plan are posted in this order: deletes, stores, demotes, loads.
+jobs of one plan are posted in this order: deletes, stores, write-throughs, loads.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Keys(Sequence[bytes]):
         return repr(self._thawed())
 
 
-class DemoteJob:
+class WriteThroughJob:
     """Write chunks from ``slots`` to a lower tier, by key. Travels as ``LoadJob`` does."""
 
     __slots__ = ("_slots", "group", "job", "keys", "tier")
@@ -235,13 +235,13 @@ class DemoteJob:
     def __reduce__(self) -> tuple[Any, ...]:
         slots = self._slots
         frozen = slots if isinstance(slots, bytes) else _pack(slots)
-        return DemoteJob, (self.job, self.tier, self.group, Keys(self.keys), frozen)
+        return WriteThroughJob, (self.job, self.tier, self.group, Keys(self.keys), frozen)
 
     def __repr__(self) -> str:
-        return f"DemoteJob({self.job}, {self.tier}, {self.group}, {self.keys}, {self.slots})"
+        return f"WriteThroughJob({self.job}, {self.tier}, {self.group}, {self.keys}, {self.slots})"
 
 
-class Question:
+class PresenceQuery:
     """Asks a shared tier which of ``keys`` it holds."""
 
     __slots__ = ("keys", "number", "tier")
@@ -255,8 +255,10 @@ class Question:
         return _unpack_question, (self.number, self.tier, *pack_keys(self.keys))
 
 
-def _unpack_question(number: int, tier: int, packed: bytes, lengths: Sequence[int]) -> Question:
-    return Question(number, tier, unpack_keys(packed, lengths))
+def _unpack_question(
+    number: int, tier: int, packed: bytes, lengths: Sequence[int]
+) -> PresenceQuery:
+    return PresenceQuery(number, tier, unpack_keys(packed, lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +274,13 @@ class StepPlan:
 
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
-    demotes: tuple[DemoteJob, ...] = ()
+    write_throughs: tuple[WriteThroughJob, ...] = ()
     deletes: Mapping[int, Keys] = field(default_factory=dict)
     touches: Mapping[int, Keys] = field(default_factory=dict)
     fence: tuple[int, ...] = ()
     reset: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)
-    questions: tuple[Question, ...] = ()
+    questions: tuple[PresenceQuery, ...] = ()
     digests: tuple[DigestJob, ...] = ()
     idle: bool = False
 
@@ -288,7 +290,7 @@ class StepPlan:
         return not (
             self.stores
             or self.loads
-            or self.demotes
+            or self.write_throughs
             or self.deletes
             or self.touches
             or self.fence

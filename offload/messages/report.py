@@ -70,20 +70,20 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PresenceReply:
     """What a shared tier holds of a question's keys, as far as ``ranks`` have answered: one byte
     per key, 1 if each of them has its part. ``None``: one could not say."""
 
     present: bytes | None
     ranks: int = 1
 
-    def merge(self, other: Answer) -> Answer:
+    def merge(self, other: PresenceReply) -> PresenceReply:
         """The answer of both: a chunk is there for every rank or not at all."""
         ranks = self.ranks + other.ranks
         if self.present is None or other.present is None:
-            return Answer(None, ranks)
+            return PresenceReply(None, ranks)
         both = int.from_bytes(self.present) & int.from_bytes(other.present)
-        return Answer(both.to_bytes(len(self.present)), ranks)
+        return PresenceReply(both.to_bytes(len(self.present)), ranks)
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class StepReport:
 
     results: dict[int, JobResult] = field(default_factory=dict)
     tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, PresenceReply] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -119,7 +119,7 @@ class StepReport:
         return report
 
 
-def merged_answer(one: Answer | None, other: Answer) -> Answer:
+def merged_answer(one: PresenceReply | None, other: PresenceReply) -> PresenceReply:
     """An answer together with those that came before, if any did."""
     return other if one is None else one.merge(other)
 

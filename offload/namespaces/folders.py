@@ -44,8 +44,8 @@ from tiers.folders.folder import FolderError
 from tiers.folders.folder import prepare as prepare_folder
 
 __all__ = [  # all that a start-up needs, in one place
+    "NamespacePlace",
     "OnDamage",
-    "Place",
     "bump_epoch",
     "describe_neighbours",
     "judge_namespace",
@@ -70,7 +70,7 @@ def _warn(line: str) -> None:
 
 
 @dataclass(slots=True)
-class Place:
+class NamespacePlace:
     """The folder of one rank, claimed by this process until ``close``."""
 
     folder: Path
@@ -83,7 +83,7 @@ class Place:
             os.close(self._claim_fd)
             self._claim_fd = -1
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> NamespacePlace:
         return self
 
     def __exit__(
@@ -132,7 +132,7 @@ def open_place(
     at_least: int = 0,
     starts: bool = False,
     on_damage: OnDamage = MOVE_ASIDE,
-) -> Place:
+) -> NamespacePlace:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
     ``at_least`` for a server that has been further already. ``starts``: with weights from the
     model's files, which those of an odd epoch were not (see ``bump_epoch``).
@@ -151,7 +151,7 @@ def open_place(
         folder = home / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim(home / f"rank-{rank}.claim", engine)
-    return Place(folder, epoch, fd)
+    return NamespacePlace(folder, epoch, fd)
 
 
 def open_shared_place(
@@ -161,7 +161,7 @@ def open_shared_place(
     rank: int,
     engine: str,
     on_damage: OnDamage = MOVE_ASIDE,
-) -> Place:
+) -> NamespacePlace:
     """Claim the folder of one rank beside others who share it: all replicas of all servers with
     this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
     epoch file says; what a reset begins is between the tier and its medium (0081).
@@ -178,7 +178,7 @@ def open_shared_place(
         folder = home / f"rank-{rank}"  # after that: ranks without an epoch file are damage
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(home / f"rank-{rank}.claim", engine)
-    return Place(folder, 0, fd)
+    return NamespacePlace(folder, 0, fd)
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:

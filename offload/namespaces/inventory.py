@@ -1,7 +1,7 @@
 """Finds the stores below a folder, for the command line: whose they are, who uses them, and what a
 start would make of them.
 
-``Store.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
+``RankFolder.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
 ``judge_replica`` of the folders, ``lmdb_folder`` or ``record_folder`` of the files, and
 ``judge_epochs`` of both together.
 
@@ -36,7 +36,7 @@ from tiers.folders.folder import QUARANTINE_PREFIX, StoreUnusableError
 from tiers.lmdb.folder import is_lmdb_store
 from tiers.lmdb.index import IndexUnusableError, check_owner
 from tiers.offline.file_reader import FileReader, is_file_store
-from tiers.offline.inspect import OutsideStore
+from tiers.offline.inspect import OfflineStore
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.record import Identity
 
@@ -78,7 +78,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class RankFolder:
     """The folder of one rank. ``namespace`` is the name of its namespace's folder, empty for a tier
     that was opened without one (``replica`` and ``rank`` are 0 then)."""
 
@@ -120,7 +120,7 @@ class Store:
         """Folders of files that its tier moved aside, because they could not be trusted."""
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
-    def look(self, key_file: str = "") -> tuple[Verdict, OutsideStore | None]:
+    def look(self, key_file: str = "") -> tuple[Verdict, OfflineStore | None]:
         """What a start would make of it, and its records if they can be read (the caller closes
         that). Raises ``OSError`` or ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))
@@ -144,7 +144,7 @@ class Store:
             return Verdict(Standing.NEWER, str(error))
         return Verdict(Standing.DAMAGED, trouble) if trouble else None
 
-    def _judge_records(self, outside: OutsideStore) -> Verdict | None:
+    def _judge_records(self, outside: OfflineStore) -> Verdict | None:
         """Whether its records are those of its place and of its epoch."""
         epoch = outside.epoch
         try:
@@ -177,7 +177,7 @@ class Store:
         except NamespaceError:
             return b""
 
-    def open(self, key_file: str = "") -> OutsideStore:
+    def open(self, key_file: str = "") -> OfflineStore:
         """Look at its records. Raises ``StoreUnusableError``, ``OSError`` or ``TierError``."""
         if self.kind == "file":
             return FileReader(self.folder)
@@ -192,7 +192,7 @@ class Store:
 
 
 @dataclass(slots=True)
-class Home:
+class NamespaceFolder:
     """A namespace below a path, or something that was moved aside. ``problem`` says what is wrong
     with its manifest."""
 
@@ -200,7 +200,7 @@ class Home:
     folder: Path
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    stores: list[Store] = field(default_factory=list)
+    stores: list[RankFolder] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -234,7 +234,7 @@ def model_of(fields: dict[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def find_homes(folder: Path) -> list[Home]:
+def find_homes(folder: Path) -> list[NamespaceFolder]:
     """Everything of ours at or below ``folder``: namespaces by name, then what was moved aside and
     what is left of removed ones, or one nameless home with the single tier that lies here. Raises
     ``NotADirectoryError``."""
@@ -248,13 +248,13 @@ def find_homes(folder: Path) -> list[Home]:
     aside = [folder / name for name in names if QUARANTINE.fullmatch(name)]
     homes += [_home(path) for path in aside if _is_real(path)]
     trash = [folder / name for name in names if TRASH.fullmatch(name)]
-    homes += [Home(path.name, path, problem="could not be deleted") for path in trash]
+    homes += [NamespaceFolder(path.name, path, problem="could not be deleted") for path in trash]
     if not homes and (is_lmdb_store(folder) or is_file_store(folder)):
-        homes = [Home("", folder, stores=[Store(folder)])]
+        homes = [NamespaceFolder("", folder, stores=[RankFolder(folder)])]
     return homes
 
 
-def _inside_a_namespace(folder: Path) -> Home | None:
+def _inside_a_namespace(folder: Path) -> NamespaceFolder | None:
     """The namespace that ``folder`` is, or lies in, with only the stores at or below it."""
     for parent in (folder.absolute(), *folder.absolute().parents[:2]):
         if NAME.fullmatch(parent.name) or QUARANTINE.fullmatch(parent.name):
@@ -264,8 +264,8 @@ def _inside_a_namespace(folder: Path) -> Home | None:
     return None
 
 
-def _home(folder: Path) -> Home:
-    found = Home(folder.name, folder)
+def _home(folder: Path) -> NamespaceFolder:
+    found = NamespaceFolder(folder.name, folder)
     try:
         if NAME.fullmatch(folder.name):
             found.problem = judge_namespace(folder)
@@ -278,14 +278,14 @@ def _home(folder: Path) -> Home:
     return found
 
 
-def _stores(home: Path) -> Iterator[Store]:
+def _stores(home: Path) -> Iterator[RankFolder]:
     for replica in entries(home):
         if (number := _REPLICA.fullmatch(replica)) is None or not _is_real(home / replica):
             continue
         for rank in entries(home / replica):
             folder = home / replica / rank
             if (which := _RANK.fullmatch(rank)) is not None and _is_real(folder):
-                yield Store(folder, home.name, int(number[1]), int(which[1]))
+                yield RankFolder(folder, home.name, int(number[1]), int(which[1]))
 
 
 def _is_real(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from offload.config.fields import PolicyConfig
 from offload.config.schema import OffloadConfig, TierConfig
 from offload.errors import NamespaceError, TierUnavailableError
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.recovery import held_by_all, recover
 from offload.index.tier_index import TierIndex
@@ -17,9 +17,9 @@ from offload.layout.groups import ModelLayout
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace, differing_fields
 from offload.planner.planner import Planner
-from offload.planner.presence import KNOWN_MOST, SharedLimits
-from offload.planner.tier_health import GateLimits, Gates
-from offload.planner.write_through import DemotionQueue
+from offload.planner.presence import KNOWN_MAX, SharedLimits
+from offload.planner.tier_health import HealthLimits, TierHealths
+from offload.planner.write_through import WriteThroughQueue
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.registry import make_admission, make_policy
@@ -50,13 +50,15 @@ def make_planner(
         for group in layout.groups
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex("cpu", SlotSpace(slots, first.first_slot), make_policy(config.cpu.policy.spec))
+    cpu = TierIndex(
+        "cpu", SlotCapacity(slots, first.first_slot), make_policy(config.cpu.policy.spec)
+    )
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     chunk_tokens = max(group.chunk_tokens for group in layout.groups)
-    limits = GateLimits(config.breaker_failures, config.break_even, chunk_tokens)
-    gates = Gates([index.name for index in lower], limits)
+    limits = HealthLimits(config.breaker_failures, config.break_even, chunk_tokens)
+    gates = TierHealths([index.name for index in lower], limits)
     queues = [
-        DemotionQueue(
+        WriteThroughQueue(
             tier,
             index,
             gate=gates.tiers[tier],
@@ -78,7 +80,7 @@ def make_planner(
         admission=_admission(config.cpu.admission),
         max_load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
         gates=gates,
-        demotions=queues,
+        write_through_queues=queues,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
     )
@@ -136,10 +138,10 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[RankState], tier: int) -
     capacity = min(rank.tiers[tier].capacity_bytes for rank in ranks)
     settings = config.lower[tier]
     share = 1.0 if config.is_read_only(tier) else settings.high_watermark
-    space = ByteSpace(int(capacity * share))
+    space = ByteCapacity(int(capacity * share))
     state = ranks[0].tiers[tier]
     if state.shared:  # what is known of it; it keeps its capacity itself
-        space = ByteSpace(KNOWN_MOST * max(state.footprints.values()))
+        space = ByteCapacity(KNOWN_MAX * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
     return TierIndex(name, space, make_policy(settings.policy.spec), low_watermark=low)

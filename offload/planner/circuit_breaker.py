@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 
 
-class Circuit(enum.Enum):
+class BreakerState(enum.Enum):
     """The states of a breaker; the numbers are those of the metric."""
 
     CLOSED = 0
@@ -20,11 +20,11 @@ class Circuit(enum.Enum):
     OPEN = 2
 
 
-class Breaker:
+class CircuitBreaker:
     """``failures`` in a row open it; the first wait is ``wait_s``, the longest ``wait_max_s``."""
 
     def __init__(self, failures: int = 3, wait_s: float = 5.0, wait_max_s: float = 60.0) -> None:
-        self.state = Circuit.CLOSED
+        self.state = BreakerState.CLOSED
         self.openings = 0
         self._failures_max = failures
         self._first_wait_s = self._wait_s = wait_s
@@ -34,7 +34,7 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        return self.state is Circuit.CLOSED
+        return self.state is BreakerState.CLOSED
 
     def observe(self, good: int, failed: int, now: float, rank: int = 0) -> None:
         """Take in how many operations of one rank went well and how many failed or came late.
@@ -42,7 +42,7 @@ class Breaker:
         Ranks are counted apart: a request needs its chunks from every rank, so that one broken
         disk among many spoils as many hits as if all were broken.
         """
-        if self.state is Circuit.CLOSED:
+        if self.state is BreakerState.CLOSED:
             if good:
                 self._failures[rank] = failed if failed > good else 0
             else:
@@ -50,25 +50,25 @@ class Breaker:
             if self._failures[rank] >= self._failures_max:
                 self.openings += 1
                 self._open(now, self._first_wait_s)
-        elif self.state is Circuit.HALF_OPEN and failed:
+        elif self.state is BreakerState.HALF_OPEN and failed:
             self._open(now, min(2 * self._wait_s, self._wait_max_s))
         # OPEN: it was begun before it opened; what counts now is the probe
 
     def judge(self, now: float, *, good: bool) -> None:
         """A probe has been answered by every rank; only that closes the breaker."""
-        if self.state is Circuit.HALF_OPEN:
+        if self.state is BreakerState.HALF_OPEN:
             if good:
-                self.state = Circuit.CLOSED
+                self.state = BreakerState.CLOSED
             else:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
         """The wait may be over."""
-        if self.state is Circuit.OPEN and now >= self._retry_at:
-            self.state = Circuit.HALF_OPEN
+        if self.state is BreakerState.OPEN and now >= self._retry_at:
+            self.state = BreakerState.HALF_OPEN
 
     def _open(self, now: float, wait_s: float) -> None:
-        self.state = Circuit.OPEN
+        self.state = BreakerState.OPEN
         self._wait_s = wait_s
         self._retry_at = now + wait_s
         self._failures.clear()

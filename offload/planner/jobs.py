@@ -23,7 +23,7 @@ class JobKind(enum.Enum):
 
     STORE = "store"
     LOAD = "load"
-    DEMOTE = "demote"
+    WRITE_THROUGH = "write-through"
     PROBE = "probe"
 
 
@@ -75,7 +75,7 @@ class Job:
         return chosen(self.infos, [key in wanted for key in self.fills])
 
 
-class Ledger:
+class JobTable:
     """Open jobs by id, and for every GPU block the stores that still read it."""
 
     def __init__(self, ranks: int) -> None:

@@ -44,7 +44,7 @@ class Rate:
         self._samples.clear()
 
 
-class BreakEven:
+class LoadOrRecompute:
     """Whether one tier gives tokens faster than they are computed.
 
     It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above

@@ -12,15 +12,15 @@ from functools import partial
 from itertools import chain, compress, repeat
 from operator import not_
 
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.columns import Columns, one_width
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.planner.jobs import Job
-from offload.planner.tier_health import TierGate
+from offload.planner.tier_health import TierHealth
 from offload.telemetry.counters import PlannerStats
-from offload.telemetry.removed_chunks import Removals
+from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo
 
 SAMPLE = 256
@@ -53,11 +53,11 @@ class LoadSources:
         groups: Mapping[int, GroupInfo],
         cpu: TierIndex,
         lower: Sequence[TierIndex],
-        gates: Sequence[TierGate],
+        gates: Sequence[TierHealth],
         stats: PlannerStats,
     ) -> None:
         self.promoting: dict[bytes, int] = {}
-        self.removals = Removals()
+        self.removals = RemovalLog()
         for index in (cpu, *lower):
             index.removals = self.removals
         self._groups = groups
@@ -81,7 +81,7 @@ class LoadSources:
             return (self._cpu.resident, *lower)
         return (self._cpu.resident, *lower, self.promoting)
 
-    def expected(self, runs: Sequence[Run], read: frozenset[int] | None) -> dict[int, int]:
+    def expected(self, runs: Sequence[ChunkBatch], read: frozenset[int] | None) -> dict[int, int]:
         """About the tokens that each tier would give of these chunks now, from a sample of them."""
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
@@ -98,7 +98,7 @@ class LoadSources:
         return self.tokens(+counts)
 
     def take(
-        self, job: int, runs: Sequence[Run], read: frozenset[int] | None, *, later: bool
+        self, job: int, runs: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> Taken | None:
         """Keep these chunks where they are until the job has ended: pinned, and if a lower tier has
         them read into a slot, or through a staging buffer where no slot is free. ``None``, with
@@ -190,7 +190,7 @@ class LoadSources:
         return pins
 
     def _promote(
-        self, job: int, runs: Sequence[Run], tiers: Sequence[int]
+        self, job: int, runs: Sequence[ChunkBatch], tiers: Sequence[int]
     ) -> tuple[dict[bytes, int], int]:
         """Slots for what is read from below, as far as there are any; how many were evicted."""
         if tiers.count(IN_SLAB) == len(tiers):

@@ -13,27 +13,27 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from offload.index.chunk_batch import GroupInfo, Run
-from offload.index.retention import HeldChunks
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
+from offload.index.retention import LoadHolds
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU, group_of
 from offload.messages.columns import NO_CHUNKS, Columns
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
-from offload.planner.jobs import Job, JobKind, Ledger
+from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.load_sources import LoadSources, Pins
-from offload.planner.presence import SharedTiers
-from offload.planner.tier_health import TierGate
+from offload.planner.presence import PresenceCache
+from offload.planner.tier_health import TierHealth
 from offload.telemetry.counters import PlannerStats
 
 PROBE_CHUNKS = 64
-FAILED_MOST = 256
+FAILED_MAX = 256
 STEP_CHUNKS = 256
 """Chunks of loads that one short step plans, if they lie in the CPU tier: one that gets a slot
 counts twice, and one for which another is evicted four times. Long steps plan more (``budget``)."""
 ACCEPTED_COST = 1 / 16
 """Accepting a chunk of a long load, in these units."""
-PART_MOST = 64
+PART_MAX = 64
 """Chunks that are planned at a time; what they cost is known afterwards."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """A chunk that nobody holds: a load with it fails."""
@@ -47,14 +47,14 @@ class _Load:
     job: Job
     fills: list[bytes]
     pins: list[Pins]
-    rest: list[Run]
+    rest: list[ChunkBatch]
     read: frozenset[int] | None
     at: int = 0
     parts: int = 0
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
     tokens: dict[int, int] = field(default_factory=dict)
 
-    def take(self, most: int) -> list[Run]:
+    def take(self, most: int) -> list[ChunkBatch]:
         """The next chunks of the rest."""
         taken = []
         while self.rest and most > 0:
@@ -83,21 +83,21 @@ class LoadPlanner:
         groups: Mapping[int, GroupInfo],
         cpu: TierIndex,
         lower: Sequence[TierIndex],
-        gates: Sequence[TierGate],
-        ledger: Ledger,
+        gates: Sequence[TierHealth],
+        job_table: JobTable,
         stats: PlannerStats,
         max_chunks: int,
         max_blocks: int,
-        shared: SharedTiers,
+        shared: PresenceCache,
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
         self.loading = self.holding = 0
-        self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MOST)
-        self.held = HeldChunks()
+        self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MAX)
+        self.held = LoadHolds()
         self.sources = LoadSources(groups, cpu, lower, gates, stats)
         self._gates = tuple(gates)
         self._lower = tuple(lower)
-        self._ledger = ledger
+        self._job_table = job_table
         self._stats = stats
         self._max_chunks = max_chunks
         self._max_blocks = max_blocks
@@ -178,7 +178,7 @@ class LoadPlanner:
             self._cut(load, NOBODY)
         self.sources.promoting.clear()
 
-    def plan(self, request: str, runs: Sequence[Run]) -> Mapping[int, int]:
+    def plan(self, request: str, runs: Sequence[ChunkBatch]) -> Mapping[int, int]:
         """Plan to restore these chunks for a request: in this step, or if they are too many in
         several.
 
@@ -190,7 +190,7 @@ class LoadPlanner:
         """
         read = runs[0].origin.controls.read if runs else None
         job = Job(
-            self._ledger.next_id(),
+            self._job_table.next_id(),
             JobKind.LOAD,
             request=request,
             chunks=sum(map(len, runs)),
@@ -198,7 +198,7 @@ class LoadPlanner:
         )
         load = _Load(job, [], [], list(runs), read)
         job.fills, job.pins, job.tokens_by_tier = load.fills, load.pins, load.tokens
-        at_once = not self._queue and job.chunks <= min(self._room, PART_MOST)
+        at_once = not self._queue and job.chunks <= min(self._room, PART_MAX)
         if at_once:
             self._plan_part(load, job.chunks)
         else:
@@ -206,7 +206,7 @@ class LoadPlanner:
             self.held.hold(job.job, chain.from_iterable(run.keys for run in runs))
             self._room -= int(job.chunks * ACCEPTED_COST)
             self._queue.append(load)
-        self._ledger.open(job)
+        self._job_table.open(job)
         self.request_ended(request)
         self._waited_for[request] = load
         self.loading += job.chunks
@@ -219,7 +219,7 @@ class LoadPlanner:
         while self._queue and self._room > 0:
             load = self._queue.popleft()
             try:
-                self._plan_part(load, min(self._room, PART_MOST))
+                self._plan_part(load, min(self._room, PART_MAX))
             except Exception as error:  # its request must get an answer, and so must the others
                 self._cut(load, NOBODY)
                 errors.append(error)
@@ -272,11 +272,11 @@ class LoadPlanner:
         keys = index.some(PROBE_CHUNKS)
         if not keys:
             return None
-        job = self._ledger.next_id()
+        job = self._job_table.next_id()
         index.pin(keys)
         tokens = self.sources.tokens(Counter((group_of(key), tier) for key in keys))
         pins = ((tier, keys),)
-        self._ledger.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
+        self._job_table.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
         self._planned.append(LoadJob(job, "", items))
         return job
@@ -295,8 +295,8 @@ class LoadPlanner:
 
     def plan_failed(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
-        job = self._ledger.next_id()
-        self._ledger.open(Job(job, JobKind.LOAD, request=request))
+        job = self._job_table.next_id()
+        self._job_table.open(Job(job, JobKind.LOAD, request=request))
         self._planned.append(LoadJob(job, request, (NOBODY,)))
 
     def can_load(self, chunks: int, blocks: int, low: bool = False) -> bool:

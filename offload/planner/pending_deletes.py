@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from offload.messages.plan import Keys
 
-DELETIONS_MOST = 1024
+DELETIONS_MAX = 1024
 """Of one tier in one step: a tier that has lost everything has millions of them."""
 
 
-class Deletions:
+class PendingDeletes:
     """Keys by tier, oldest first. A key that waits here must not be written again before."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Deletions:
 
     def is_behind(self, tier: int) -> bool:
         """Whether one step is not enough for what waits: nothing may be written meanwhile."""
-        return self.waiting(tier) > DELETIONS_MOST
+        return self.waiting(tier) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
         """What is sent in this step to those of ``tiers`` for which something waits."""
@@ -36,10 +36,10 @@ class Deletions:
             waiting = self._waiting.pop(tier, None)
             if waiting is None:
                 continue
-            if len(waiting) <= 2 * DELETIONS_MOST:  # with what this step has evicted
+            if len(waiting) <= 2 * DELETIONS_MAX:  # with what this step has evicted
                 taken[tier] = Keys(tuple(waiting))
             else:
-                taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MOST)])
+                taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MAX)])
                 self._waiting[tier] = waiting
         return taken
 

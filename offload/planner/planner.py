@@ -11,20 +11,20 @@ from functools import partial
 from typing import Any
 
 from offload.errors import InvariantError
-from offload.index.chunk_batch import UNKNOWN, GroupInfo, Origin, Run
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.jobs import Job, JobKind, Ledger
+from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.loads import STEP_CHUNKS, LoadPlanner
-from offload.planner.pending_deletes import Deletions
-from offload.planner.presence import SharedLimits, SharedTiers
-from offload.planner.recency import Touches, Uses
-from offload.planner.step_budget import TAKE_IN, TOUCH, Backlog, StepBudget
-from offload.planner.stores import PIECE_LEAST, StorePlanner
-from offload.planner.tier_health import Gates
-from offload.planner.write_through import DemotionQueue, WriteThrough, queues_of
+from offload.planner.pending_deletes import PendingDeletes
+from offload.planner.presence import PresenceCache, SharedLimits
+from offload.planner.recency import Recency, RequestUses
+from offload.planner.step_budget import TAKE_IN, TOUCH, DeferredWork, StepBudget
+from offload.planner.stores import PIECE_MIN, StorePlanner
+from offload.planner.tier_health import TierHealths
+from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
 from offload.telemetry.counters import PlannerStats
 from policies.base import AdmissionPolicy
 from policies.hints import LOW
@@ -34,7 +34,7 @@ UNITS_PER_CHUNK = 3
 """Of the budget of a step, of which a chunk that it loads from the CPU tier takes half."""
 WRITE_THROUGH = 2
 """Eighths of a step's budget that are left to it."""
-FORGOTTEN_MOST = 16_384
+FORGOTTEN_MAX = 16_384
 """Chunks of each tier that are remembered to have been forgotten by a reset."""
 
 
@@ -59,9 +59,9 @@ class Planner:
         max_store_chunks: int = 4096,
         max_load_chunks: int = 1 << 30,
         max_load_blocks: int = 1 << 30,
-        gates: Gates | None = None,
+        gates: TierHealths | None = None,
         admission: AdmissionPolicy | None = None,
-        demotions: Sequence[DemotionQueue] | None = None,
+        write_through_queues: Sequence[WriteThroughQueue] | None = None,
         shared: Collection[int] = (),
         shared_limits: SharedLimits | None = None,
         step_chunks: int = STEP_CHUNKS,
@@ -70,17 +70,17 @@ class Planner:
         self.lower = tuple(lower)
         self.stats = stats = PlannerStats([index.name for index in self.lower])
         self.groups = groups
-        self._ledger = ledger = Ledger(ranks)
-        self.gates = gates or Gates([index.name for index in self.lower])
+        self._job_table = job_table = JobTable(ranks)
+        self.gates = gates or TierHealths([index.name for index in self.lower])
         tiers = self.gates.tiers
         self._now = 0.0
-        self.shared = SharedTiers(shared, self.lower, tiers, groups, ranks, shared_limits)
+        self.shared = PresenceCache(shared, self.lower, tiers, groups, ranks, shared_limits)
         self._loads = LoadPlanner(
             groups,
             cpu,
             self.lower,
             tiers,
-            ledger,
+            job_table,
             stats,
             max_load_chunks,
             max_load_blocks,
@@ -88,22 +88,22 @@ class Planner:
             step_chunks,
         )
         self.failed_loads, self.removals = self._loads.failed, self._loads.sources.removals
-        self._deletions = Deletions()
-        self._touches = Touches(cpu, self.lower, tiers)
-        self._uses = Uses(cpu, self.lower, self._touches.note)
+        self._deletions = PendingDeletes()
+        self._touches = Recency(cpu, self.lower, tiers)
+        self._uses = RequestUses(cpu, self.lower, self._touches.note)
         self.budget = budget = StepBudget(UNITS_PER_CHUNK * step_chunks)
         self._piece_chunks = max(1, step_chunks // 2)
         told = self._uses.filled
         self._stores = StorePlanner(
-            groups, cpu, ledger, stats, told, max_store_chunks, admission, budget
+            groups, cpu, job_table, stats, told, max_store_chunks, admission, budget
         )
-        self._backlog = Backlog(budget)
+        self._backlog = DeferredWork(budget)
         self._reset = False
         self._epochs: dict[int, int] = {}
-        if demotions is None:
-            demotions = queues_of(cpu, self.lower, self.gates)
-        self._demotions = WriteThrough(
-            demotions, cpu, ledger, stats, self.shared, budget, self.delete
+        if write_through_queues is None:
+            write_through_queues = queues_of(cpu, self.lower, self.gates)
+        self._write_through_queues = WriteThrough(
+            write_through_queues, cpu, job_table, stats, self.shared, budget, self.delete
         )
 
     # -- lookup ------------------------------------------------------------------------------
@@ -113,7 +113,9 @@ class Planner:
         """Where a chunk can be found now, nearest first."""
         return self._loads.holders(None)
 
-    def holders_for(self, origin: Origin, above: int | None = None) -> tuple[Container[bytes], ...]:
+    def holders_for(
+        self, origin: RequestOrigin, above: int | None = None
+    ) -> tuple[Container[bytes], ...]:
         """``holders``, as far as this request may read them; without lower tiers from the
         ``above``-th on if that is given."""
         return self._loads.holders(origin.controls.read, above)
@@ -126,7 +128,8 @@ class Planner:
         return lambda key: any(key in holder for holder in holders)
 
     def used(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NOTHING) -> None:
-        """A request has ended that used these keys of one group (prefix order): see ``Uses``."""
+        """A request has ended that used these keys of one group (prefix order): see
+        ``RequestUses``."""
         self._uses.ended(keys, hints)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -137,7 +140,7 @@ class Planner:
     # -- store -------------------------------------------------------------------------------
 
     def plan_store(
-        self, run: Run, protect: Container[bytes] = frozenset(), *, ended: bool = False
+        self, run: ChunkBatch, protect: Container[bytes] = frozenset(), *, ended: bool = False
     ) -> int:
         """Plan to store chunks of one group: see ``StorePlanner.plan``."""
         return self._stores.plan(run, (*self.holders, *self.cpu.barred), protect, ended=ended)
@@ -145,7 +148,7 @@ class Planner:
     @property
     def store_piece(self) -> int:
         """Chunks to plan at a time for a request that goes on; more are looked for in vain."""
-        return min(STEP_CHUNKS // 2, max(PIECE_LEAST, self._stores.room()))
+        return min(STEP_CHUNKS // 2, max(PIECE_MIN, self._stores.room()))
 
     def fence(self, blocks: Iterable[int]) -> None:
         """These GPU blocks are given to new content in the coming step."""
@@ -157,7 +160,7 @@ class Planner:
 
     # -- load --------------------------------------------------------------------------------
 
-    def plan_load(self, request: str, runs: Sequence[Run]) -> Mapping[int, int]:
+    def plan_load(self, request: str, runs: Sequence[ChunkBatch]) -> Mapping[int, int]:
         """Plan to restore these chunks for a request: see ``LoadPlanner.plan``."""
         return self._loads.plan(request, runs)
 
@@ -173,7 +176,7 @@ class Planner:
         """A request does not wait for its load any more, even if the load's job goes on."""
         self._loads.request_ended(request)
 
-    def can_load(self, chunks: int, blocks: int, origin: Origin = UNKNOWN) -> bool:
+    def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
         """Whether the load budgets have room: see ``LoadPlanner.can_load``."""
         return self._loads.can_load(chunks, blocks, origin.priority == LOW)
 
@@ -195,7 +198,7 @@ class Planner:
     def busy(self) -> bool:
         """Whether a worker has, or should get, something to do."""
         return bool(
-            len(self._ledger)
+            len(self._job_table)
             or len(self._stores)
             or len(self._uses)
             or len(self._loads)
@@ -204,22 +207,24 @@ class Planner:
             or any(map(self._deletions.waiting, self._ready_for_deletions()))
             or self._reset
             or self._epochs
-            or self._demotions.is_waiting
+            or self._write_through_queues.is_waiting
         )
 
-    def step(self, *, idle: bool = False, demote: bool = True) -> StepPlan:
+    def step(self, *, idle: bool = False, write_through: bool = True) -> StepPlan:
         """Everything planned since the last call, plus the write-through that is due."""
         self._note_uses()
-        errors = self._backlog.end_step(WRITE_THROUGH if self._demotions.is_waiting else 0)
+        errors = self._backlog.end_step(
+            WRITE_THROUGH if self._write_through_queues.is_waiting else 0
+        )
         self._loads.advance()
         if errors:
             raise errors[0]
         ready = self._ready_for_deletions()
-        demotes = self._demotions.due(self._deletions) if demote else ()
+        write_throughs = self._write_through_queues.due(self._deletions) if write_through else ()
         stores, fence = self._stores.take()
         plan = StepPlan(
             stores=stores,
-            demotes=demotes,
+            write_throughs=write_throughs,
             deletes=self._deletions.take(ready),
             touches=self._touches.take(),
             fence=fence,
@@ -248,7 +253,7 @@ class Planner:
         since then has not come back, behind which they would queue up."""
         return [
             queue.tier
-            for queue in self._demotions.queues
+            for queue in self._write_through_queues.queues
             if (gate := self.gates.tiers[queue.tier]).writes.closed
             or (gate.writable and not queue.flying)
         ]
@@ -268,17 +273,17 @@ class Planner:
                 self._backlog.add(len(bad), partial(self._drop, tier, list(bad), bad))
         self.shared.answered(report.answers, self._now)
         errors: list[Exception] = []
-        demoted: list[Job] = []
+        written: list[Job] = []
         for job_id, result in report.results.items():
             try:
-                job = self._ledger.answer(job_id, result)
-                if job is not None and job.kind is JobKind.DEMOTE:
-                    demoted.append(job)
+                job = self._job_table.answer(job_id, result)
+                if job is not None and job.kind is JobKind.WRITE_THROUGH:
+                    written.append(job)
                 elif job is not None:
                     ended[job.kind](job)
             except Exception as error:  # one bad answer must not lose the others
                 errors.append(error)
-        self._demotions.answered(demoted, self._backlog, self._now)
+        self._write_through_queues.answered(written, self._backlog, self._now)
         errors += self._backlog.work()
         if errors:
             raise errors[0]
@@ -290,7 +295,7 @@ class Planner:
     def _take_in_store(self, job: Job) -> None:
         kept = self._stores.ended(job)
         infos = job.infos_of(kept)
-        for queue in self._demotions.queues:
+        for queue in self._write_through_queues.queues:
             if job.write is None or queue.tier in job.write:
                 queue.offer(kept, self.cpu, self.groups, infos)
         self._uses.filled(job.fills)
@@ -352,7 +357,7 @@ class Planner:
         """Tell the workers the new epochs of these lower tiers; writes to them may go on."""
         self._epochs.update(epochs)
         self.shared.begin_epochs(epochs)
-        for queue in self._demotions.queues:
+        for queue in self._write_through_queues.queues:
             if queue.tier in epochs:
                 queue.closed = False
 
@@ -363,11 +368,11 @@ class Planner:
         again only after ``begin_epochs``.
         """
         self._stores.cancel_planned()
-        for queue in self._demotions.queues:
+        for queue in self._write_through_queues.queues:
             queue.clear(self.cpu)
             queue.closed = True
         indexes = (self.cpu, *self.lower)
-        some = [key for index in indexes for key in index.some(FORGOTTEN_MOST)]
+        some = [key for index in indexes for key in index.some(FORGOTTEN_MAX)]
         self.stats.reset(some, {n: len(index) for n, index in enumerate(indexes, CPU)})
         for index in indexes:
             index.clear()
@@ -376,7 +381,7 @@ class Planner:
         self._uses.clear()
         self._deletions.clear()
         self._touches.clear()
-        self._ledger.distrust(JobKind.PROBE)
+        self._job_table.distrust(JobKind.PROBE)
         self._reset = True
         self._epochs.clear()
 
@@ -387,12 +392,14 @@ class Planner:
 
     def queue_depth(self, tier: int) -> int:
         """Chunks on their way into a tier."""
-        return self._stores.storing if tier == CPU else self._demotions.queues[tier].depth
+        return (
+            self._stores.storing if tier == CPU else self._write_through_queues.queues[tier].depth
+        )
 
     def totals(self) -> dict[str, float]:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
-        late: dict[str, float] = {"late_answers": self._ledger.late_answers}
-        for queue, index in zip(self._demotions.queues, self.lower, strict=True):
+        late: dict[str, float] = {"late_answers": self._job_table.late_answers}
+        for queue, index in zip(self._write_through_queues.queues, self.lower, strict=True):
             late[f"write_refusals:{index.name}"] = queue.refused
             late[f"writes_skipped:{index.name}"] = queue.skipped
         return self.stats.totals() | late | self.gates.totals() | self.shared.totals()
@@ -401,8 +408,8 @@ class Planner:
         """Verify the invariants of every part; raises ``InvariantError``."""
         for index in (self.cpu, *self.lower):
             index.check()
-        storing = sum(len(j.fills) for j in self._ledger.jobs() if j.kind is JobKind.STORE)
+        storing = sum(len(j.fills) for j in self._job_table.jobs() if j.kind is JobKind.STORE)
         if storing != (counted := self._stores.storing):
             raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
-        if not (len(self._ledger) or len(self._backlog)) and self.cpu.filling_count:
+        if not (len(self._job_table) or len(self._backlog)) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")

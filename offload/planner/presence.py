@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
-from offload.messages.plan import Question
-from offload.messages.report import Answer, merged_answer
-from offload.planner.tier_health import TierGate
+from offload.messages.plan import PresenceQuery
+from offload.messages.report import PresenceReply, merged_answer
+from offload.planner.tier_health import TierHealth
 from policies.base import EntryInfo
 
-KNOWN_MOST = 262_144
+KNOWN_MAX = 262_144
 """Chunks of one tier that are remembered to be there, and as many that are not."""
-EXPIRED_MOST = 4096
+EXPIRED_MAX = 4096
 """Chunks that one call of ``tick`` forgets, so that a step stays short."""
-STEPS_LEAST = 3
+STEPS_MIN = 3
 """An answer takes that many steps in an engine that computes others meanwhile."""
-ANSWER_MOST_S = 30.0
+ANSWER_MAX_S = 30.0
 """A question without an answer is forgotten then."""
 PROBE_KEY = b"kvtiers-probe"
 
@@ -43,7 +43,7 @@ class SharedLimits:
 
 
 @dataclass(slots=True)
-class Wait:
+class PendingLookup:
     """What a request has asked, when, and in which step; whether it has gone on since."""
 
     numbers: frozenset[int]
@@ -56,10 +56,10 @@ class Wait:
 class _Open:
     """A question that not all ranks have answered."""
 
-    question: Question
+    question: PresenceQuery
     since: float
     is_probe: bool = False
-    answer: Answer | None = None
+    answer: PresenceReply | None = None
 
 
 class _Memory:
@@ -125,14 +125,14 @@ class _Memory:
             known.clear()
 
 
-class SharedTiers:
+class PresenceCache:
     """The shared ones among ``lower``: their numbers are ``tiers``. ``steps`` counts plans."""
 
     def __init__(
         self,
         tiers: Collection[int],
         lower: Sequence[TierIndex],
-        gates: Sequence[TierGate],
+        gates: Sequence[TierHealth],
         groups: Mapping[int, GroupInfo],
         ranks: int = 1,
         limits: SharedLimits | None = None,
@@ -144,7 +144,7 @@ class SharedTiers:
         self._gates = gates
         self._ranks = ranks
         self._memories = {tier: _Memory(tier, lower[tier], groups) for tier in sorted(tiers)}
-        self._planned: list[Question] = []
+        self._planned: list[PresenceQuery] = []
         self._open: dict[int, _Open] = {}
         self._closed: set[int] = set()
         self._next = 1
@@ -155,7 +155,7 @@ class SharedTiers:
 
     # -- a request ---------------------------------------------------------------------------
 
-    def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> Wait:
+    def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
         """Ask every shared tier among ``read`` (``None``: all) which of these keys it holds, as far
         as that is not known, nor asked already, nor too much at once."""
         numbers: set[int] = set()
@@ -172,21 +172,21 @@ class SharedTiers:
                 memory.asked.update(dict.fromkeys(unknown, number))
                 memory.asked_chunks += len(unknown)
                 numbers.add(number)
-        return Wait(frozenset(numbers), now, self.steps)
+        return PendingLookup(frozenset(numbers), now, self.steps)
 
-    def is_waiting(self, wait: Wait, now: float) -> bool:
+    def is_waiting(self, wait: PendingLookup, now: float) -> bool:
         """Whether a request should go on waiting for what it has asked."""
         if wait.is_over:
             return False
         if not wait.numbers.isdisjoint(self._open):
             deadline = wait.since + self.limits.lookup_timeout_s
-            if now < deadline or self.steps < wait.step + STEPS_LEAST:
+            if now < deadline or self.steps < wait.step + STEPS_MIN:
                 return True
             self.timeouts += 1
         wait.is_over = True
         return False
 
-    def is_stale(self, wait: Wait, now: float) -> bool:
+    def is_stale(self, wait: PendingLookup, now: float) -> bool:
         """Whether to ask again, since what the tiers have said may be forgotten. Never before the
         request has gone on once: in an engine of long steps it would wait for ever."""
         return wait.is_over and now > wait.since + self.limits.remember_s
@@ -201,19 +201,19 @@ class SharedTiers:
     def tick(self, now: float) -> None:
         """Time passes."""
         for number, asked in list(self._open.items()):
-            if now < asked.since + ANSWER_MOST_S:
+            if now < asked.since + ANSWER_MAX_S:
                 break  # they are in the order in which they were asked
             self._close(number, now)
         for memory in self._memories.values():
             memory.tick(now, self.limits.remember_s)
 
-    def take(self) -> tuple[Question, ...]:
+    def take(self) -> tuple[PresenceQuery, ...]:
         """The questions of this step."""
         self.steps += 1
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    def answered(self, answers: Mapping[int, Answer], now: float) -> None:
+    def answered(self, answers: Mapping[int, PresenceReply], now: float) -> None:
         """What ranks have said; a late answer is remembered like any other."""
         for number, answer in answers.items():
             asked = self._open.get(number)
@@ -266,7 +266,7 @@ class SharedTiers:
     def _ask(self, tier: int, keys: Sequence[bytes], now: float) -> int:
         number = self._next
         self._next += 1
-        question = Question(number, tier, keys)
+        question = PresenceQuery(number, tier, keys)
         self._planned.append(question)
         self._open[number] = _Open(question, now)
         return number
@@ -298,9 +298,9 @@ class SharedTiers:
 def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
     """Take out what is due, a bounded number, and the oldest while there is too much."""
     taken = 0
-    while known and taken < EXPIRED_MOST:
+    while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))
-        if until > now and len(known) <= KNOWN_MOST:
+        if until > now and len(known) <= KNOWN_MAX:
             return
         del known[key]
         taken += 1

@@ -16,14 +16,14 @@ from typing import Any
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import Keys
-from offload.planner.tier_health import TierGate
+from offload.planner.tier_health import TierHealth
 
 
-class Touches:
+class Recency:
     """Notes of uses; those of lower tiers wait here for the step that sends them."""
 
     def __init__(
-        self, cpu: TierIndex, lower: Sequence[TierIndex], gates: Sequence[TierGate]
+        self, cpu: TierIndex, lower: Sequence[TierIndex], gates: Sequence[TierHealth]
     ) -> None:
         self._cpu = cpu
         self._lower = tuple(lower)
@@ -51,12 +51,12 @@ class Touches:
         self._waiting.clear()
 
 
-WAITING_MOST = 256
+WAITING_MAX = 256
 """Ended requests whose last chunks are still being stored; further ones are noted at once."""
 AT_ONCE = 128
 """Keys that are noted at a time, where policies take parts; the rest of a long request is noted in
 the steps that follow."""
-BEHIND_MOST = 1024
+BEHIND_MAX = 1024
 """Parts that may be put off."""
 
 
@@ -78,7 +78,7 @@ class _Piece:
     use: _Use | None
 
 
-class Uses:
+class RequestUses:
     """Ended requests on their way to the policies; ``touch`` notes keys in one tier."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Uses:
         """A request has ended that used these keys of one group (prefix order). Waits for those
         that are being stored, so that policies see them before their use."""
         use = _Use(self._cpu.filling_among(keys), keys, hints)
-        if use.missing and len(self._waiting) < WAITING_MOST:
+        if use.missing and len(self._waiting) < WAITING_MAX:
             self._waiting.append(use)
         else:
             self._note(use)
@@ -151,5 +151,5 @@ class Uses:
         for _ in self._tiers if len(use.keys) <= AT_ONCE else (CPU,):
             if not self.is_long:
                 self.step()
-        while len(self._behind) > BEHIND_MOST:
+        while len(self._behind) > BEHIND_MAX:
             self.step()

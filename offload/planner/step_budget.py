@@ -18,14 +18,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 STORE = EVICT = TAKE_IN = 1
-TOUCH = DEMOTE = DEMOTED = 2
+TOUCH = WRITE_THROUGH = WRITTEN_THROUGH = 2
 """What a chunk costs at each station, in units of about a microsecond with a million keys in the
 lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
 LONG_S = 0.025
 """A step of twice this length may do twice as much, and so on, about a twentieth of its time: or a
 load that takes a hundred steps would wait for them longer than its prompt takes to compute, and of
 what long steps compute less would be stored."""
-TIMES_MOST = 8
+TIMES_MAX = 8
 STEPS = 4
 """So many steps in turn were as long: a server that had nothing to do does not look like one whose
 steps are long."""
@@ -53,7 +53,7 @@ class StepBudget:
         shortest = min((end - start for start, end in pairwise(self._ends)), default=0.0)
         if len(self._ends) <= STEPS:
             shortest = 0.0
-        self.times = max(1, min(TIMES_MOST, int(shortest / LONG_S)))
+        self.times = max(1, min(TIMES_MAX, int(shortest / LONG_S)))
         self.left = self.times * self.units // (2 if half else 1)
 
 
@@ -64,7 +64,7 @@ LEAST_SHARE = 16
 budget others have used up: until it is done, chunks keep their slots and cannot be hit."""
 
 
-class Backlog:
+class DeferredWork:
     """Pieces of work in order; a step does as many as its budget allows, but always one, and a
     sixteenth of what was behind when it began."""
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import compress, count, islice
 
-from offload.index.chunk_batch import Entries, GroupInfo, Run
+from offload.index.chunk_batch import ChunkBatch, GroupInfo, LazyEntryInfos
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import STATE
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import present_in
 from offload.messages.plan import StoreJob
-from offload.planner.jobs import Job, JobKind, Ledger
+from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.step_budget import EVICT, STORE, StepBudget
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import Cause
@@ -24,7 +24,7 @@ from policies.hints import HIGH, LOW
 
 LEAVES = 3
 """Eighths of a step's budget that are left to what follows stores."""
-PIECE_LEAST = 16
+PIECE_MIN = 16
 """To ask for fewer chunks at a time costs more than to ask for some again."""
 FEW = 64
 """So many chunks may always be stored of a request that ends, because what it ends with should not
@@ -43,7 +43,7 @@ class StorePlanner:
         self,
         groups: Mapping[int, GroupInfo],
         cpu: TierIndex,
-        ledger: Ledger,
+        job_table: JobTable,
         stats: PlannerStats,
         filled: Callable[[Sequence[bytes]], None],
         max_chunks: int,
@@ -53,7 +53,7 @@ class StorePlanner:
         self.storing = 0
         self._groups = groups
         self._cpu = cpu
-        self._ledger = ledger
+        self._job_table = job_table
         self._stats = stats
         self._filled = filled
         self._max_chunks = max_chunks
@@ -89,7 +89,7 @@ class StorePlanner:
 
     def plan(
         self,
-        run: Run,
+        run: ChunkBatch,
         holders: Sequence[Container[bytes]],
         protect: Container[bytes],
         *,
@@ -130,8 +130,8 @@ class StorePlanner:
         return max(self._budget.above(LEAVES) // STORE, FEW if ended else self._few)
 
     def _absent_prefix(
-        self, run: Run, holders: Sequence[Container[bytes]], most: int
-    ) -> tuple[Run, int]:
+        self, run: ChunkBatch, holders: Sequence[Container[bytes]], most: int
+    ) -> tuple[ChunkBatch, int]:
         """The chunks that no tier has, as far as this step (``most``) and the budget of all stores
         go, and how many were seen."""
         wanted = _absent(run.keys, holders)
@@ -153,7 +153,7 @@ class StorePlanner:
         return run.chosen(wanted), len(wanted)
 
     def _admitted(
-        self, policy: AdmissionPolicy, run: Run, wanted: Sequence[bool], most: int
+        self, policy: AdmissionPolicy, run: ChunkBatch, wanted: Sequence[bool], most: int
     ) -> list[bool]:
         """``wanted`` without what is not admitted; asked until there are more than ``most``."""
         found, admitted = list(wanted), 0
@@ -168,10 +168,10 @@ class StorePlanner:
                 self._stats.refused(CPU, [run.keys[at]], Cause.NOT_ADMITTED)
         return found
 
-    def _open(self, run: Run, infos: Entries, slots: Sequence[int]) -> None:
-        job = self._ledger.next_id()
+    def _open(self, run: ChunkBatch, infos: LazyEntryInfos, slots: Sequence[int]) -> None:
+        job = self._job_table.next_id()
         write, keys, blocks = run.origin.controls.write, run.keys, run.blocks
-        self._ledger.open(
+        self._job_table.open(
             Job(job, JobKind.STORE, fills=keys, blocks=blocks, write=write, infos=infos)
         )
         self._planned.append(StoreJob(job, run.group, run.blocks, slots))
@@ -183,7 +183,7 @@ class StorePlanner:
         Stores that still read them are fenced; a store that was planned but not sent is
         cancelled, because its source is gone when the plan arrives.
         """
-        readers = self._ledger.readers(blocks)
+        readers = self._job_table.readers(blocks)
         if not readers:
             return
         unsent = {store.job for store in self._planned} & readers
@@ -199,10 +199,10 @@ class StorePlanner:
     def distrust(self) -> None:
         """A fence may have been missed: no store that is open now may be committed."""
         self.cancel_planned()
-        self._ledger.distrust(JobKind.STORE)
+        self._job_table.distrust(JobKind.STORE)
 
     def _cancel(self, job_id: int) -> None:
-        job = self._ledger.close(job_id)
+        job = self._job_table.close(job_id)
         self._cpu.abort(job.fills)
         self.storing -= len(job.fills)
         self._planned = [store for store in self._planned if store.job != job_id]

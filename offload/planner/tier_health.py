@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.messages.report import Observed
-from offload.planner.circuit_breaker import Breaker, Circuit
-from offload.planner.load_or_recompute import BreakEven, Rate
+from offload.planner.circuit_breaker import BreakerState, CircuitBreaker
+from offload.planner.load_or_recompute import LoadOrRecompute, Rate
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GateLimits:
+class HealthLimits:
     """``failures`` in a row open a breaker; ``break_even``: compare loading with computing, where
     chunks have at most ``chunk_tokens``."""
 
@@ -28,13 +28,15 @@ class GateLimits:
     chunk_tokens: int = 0
 
 
-class TierGate:
+class TierHealth:
     """See the module. ``probe`` is the job that asks whether reading works or pays again."""
 
-    def __init__(self, name: str, prefill: Rate, limits: GateLimits) -> None:
-        self.reads = Breaker(limits.failures)
-        self.writes = Breaker(limits.failures)
-        self.pace = BreakEven(prefill, enabled=limits.break_even, chunk_tokens=limits.chunk_tokens)
+    def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
+        self.reads = CircuitBreaker(limits.failures)
+        self.writes = CircuitBreaker(limits.failures)
+        self.pace = LoadOrRecompute(
+            prefill, enabled=limits.break_even, chunk_tokens=limits.chunk_tokens
+        )
         self.probe: int | None = None
         self.name = name
         self._said = self._state()
@@ -47,7 +49,7 @@ class TierGate:
     @property
     def writable(self) -> bool:
         """Whether chunks may be queued for this tier."""
-        return self.writes.state is not Circuit.OPEN
+        return self.writes.state is not BreakerState.OPEN
 
     def tick(self, now: float) -> bool:
         """Let time pass; whether a read should be tried now."""
@@ -57,7 +59,7 @@ class TierGate:
         self._log()
         if self.probe is not None:
             return False
-        return self.reads.state is Circuit.HALF_OPEN or (
+        return self.reads.state is BreakerState.HALF_OPEN or (
             self.reads.closed and self.pace.probe_due(now)
         )
 
@@ -96,7 +98,7 @@ class TierGate:
         self.reads.judge(now, good=good)
         self._log()
 
-    def _state(self) -> tuple[Circuit, Circuit, bool]:
+    def _state(self) -> tuple[BreakerState, BreakerState, bool]:
         return self.reads.state, self.writes.state, self.pace.pays
 
     def _log(self) -> None:
@@ -105,14 +107,14 @@ class TierGate:
             return
         self._said = now
         for what, old, new in (("read", before[0], now[0]), ("written", before[1], now[1])):
-            if new is Circuit.OPEN and old is Circuit.CLOSED:
+            if new is BreakerState.OPEN and old is BreakerState.CLOSED:
                 logger.warning(
                     "kvtiers: tier %s fails and is not %s any more; it is tried again from time "
                     "to time",
                     self.name,
                     what,
                 )
-            elif new is Circuit.CLOSED and old is not Circuit.CLOSED:
+            elif new is BreakerState.CLOSED and old is not BreakerState.CLOSED:
                 logger.warning("kvtiers: tier %s is %s again", self.name, what)
         if before[2] and not now[2]:
             logger.warning(
@@ -124,13 +126,13 @@ class TierGate:
             logger.warning("kvtiers: loading from tier %s pays again", self.name)
 
 
-class Gates:
+class TierHealths:
     """The gates of all lower tiers, and the rate of computing that they are measured against."""
 
-    def __init__(self, names: Sequence[str], limits: GateLimits | None = None) -> None:
+    def __init__(self, names: Sequence[str], limits: HealthLimits | None = None) -> None:
         self.prefill = Rate()
-        limits = limits or GateLimits()
-        self.tiers = tuple(TierGate(name, self.prefill, limits) for name in names)
+        limits = limits or HealthLimits()
+        self.tiers = tuple(TierHealth(name, self.prefill, limits) for name in names)
 
     def totals(self) -> dict[str, float]:
         """How often each tier's breakers have opened, by flat name."""

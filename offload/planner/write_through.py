@@ -17,41 +17,41 @@ from itertools import compress, groupby
 from operator import not_
 from typing import Protocol
 
-from offload.index.chunk_batch import Entries, chosen, joined, sized
+from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU, group_of
-from offload.messages.plan import DemoteJob
-from offload.planner.jobs import Job, JobKind, Ledger
-from offload.planner.pending_deletes import Deletions
-from offload.planner.presence import SharedTiers
-from offload.planner.step_budget import DEMOTE, DEMOTED, Backlog, StepBudget
-from offload.planner.tier_health import Gates, TierGate
+from offload.messages.plan import WriteThroughJob
+from offload.planner.jobs import Job, JobKind, JobTable
+from offload.planner.pending_deletes import PendingDeletes
+from offload.planner.presence import PresenceCache
+from offload.planner.step_budget import WRITE_THROUGH, WRITTEN_THROUGH, DeferredWork, StepBudget
+from offload.planner.tier_health import TierHealth, TierHealths
 from offload.telemetry.counters import PlannerStats
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.hints import HIGH, LOW, PRIORITY
 
 JOBS_AT_ONCE = 8
-"""Demotions of a tier that are taken in together: that costs less than one by one."""
+"""Write-throughs of a tier that are taken in together: that costs less than one by one."""
 
 
 class WriteThrough:
-    """The ``queues`` of the lower tiers, by number; what a step demotes and takes in as demoted
-    comes from its ``budget``. ``delete(tier, keys)`` has records deleted."""
+    """The ``queues`` of the lower tiers, by number; what a step writes through and takes in as
+    written comes from its ``budget``. ``delete(tier, keys)`` has records deleted."""
 
     def __init__(
         self,
-        queues: Sequence[DemotionQueue],
+        queues: Sequence[WriteThroughQueue],
         cpu: TierIndex,
-        ledger: Ledger,
+        job_table: JobTable,
         stats: PlannerStats,
-        shared: SharedTiers,
+        shared: PresenceCache,
         budget: StepBudget,
         delete: Callable[[int, Sequence[bytes]], None],
     ) -> None:
         self.queues = tuple(queues)
         self._cpu = cpu
-        self._ledger = ledger
+        self._job_table = job_table
         self._stats = stats
         self._shared = shared
         self._budget = budget
@@ -62,27 +62,27 @@ class WriteThrough:
         """Whether a chunk waits for any tier."""
         return any(map(len, self.queues))
 
-    def due(self, deletions: Deletions) -> tuple[DemoteJob, ...]:
-        """Demote what the budget has left, shared by the tiers: none to one that is behind with
-        deletions."""
+    def due(self, deletions: PendingDeletes) -> tuple[WriteThroughJob, ...]:
+        """Write through what the budget has left, shared by the tiers: none to one that is behind
+        with deletions."""
         queues = [queue for queue in self.queues if not deletions.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
-        most = max(1, self._budget.left // (DEMOTE * waiting))
-        demotes: list[DemoteJob] = []
+        most = max(1, self._budget.left // (WRITE_THROUGH * waiting))
+        write_throughs: list[WriteThroughJob] = []
         for queue in queues:
-            jobs, evicted = queue.due(self._cpu, self._ledger, most)
-            demotes += jobs
+            jobs, evicted = queue.due(self._cpu, self._job_table, most)
+            write_throughs += jobs
             self._delete(queue.tier, evicted)
             self._stats.evicted(queue.tier, evicted)
-        return tuple(demotes)
+        return tuple(write_throughs)
 
-    def answered(self, jobs: Sequence[Job], backlog: Backlog, now: float) -> None:
-        """Demotions that every rank has answered."""
+    def answered(self, jobs: Sequence[Job], backlog: DeferredWork, now: float) -> None:
+        """Write-throughs that every rank has answered."""
         for tier in {job.fill_tier for job in jobs}:
             mine = [job for job in jobs if job.fill_tier == tier]
             for first in range(0, len(mine), JOBS_AT_ONCE):
                 some = mine[first : first + JOBS_AT_ONCE]
-                cost = DEMOTED * sum(len(job.fills) for job in some)
+                cost = WRITTEN_THROUGH * sum(len(job.fills) for job in some)
                 backlog.add(cost, partial(self._take_in, tier, some, now))
 
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
@@ -94,7 +94,7 @@ class WriteThrough:
         self._delete(tier, gone)
 
 
-FLYING_MOST = 1024
+FLYING_MAX = 1024
 """Chunks on their way to one tier."""
 
 
@@ -116,11 +116,11 @@ class _Waiting:
     infos: Sequence[EntryInfo]
 
 
-class DemotionQueue:
+class WriteThroughQueue:
     """Chunks waiting for one lower tier.
 
     Nothing is ever taken in for a tier that is ``read_only``.
-    ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MOST``);
+    ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MAX``);
     ``batch`` is the most that one job carries.
     While ``closed`` nothing is taken in. ``skipped`` counts chunks that found no room or no working
     tier, ``refused`` those that an admission policy or the write budget turned away.
@@ -131,10 +131,10 @@ class DemotionQueue:
         tier: int,
         index: TierIndex,
         *,
-        gate: TierGate | None = None,
+        gate: TierHealth | None = None,
         admissions: Sequence[AdmissionPolicy] = (),
         max_waiting: int = 1 << 30,
-        max_flying: int = FLYING_MOST,
+        max_flying: int = FLYING_MAX,
         batch: int = 32,
         read_only: bool = False,
     ) -> None:
@@ -144,10 +144,10 @@ class DemotionQueue:
         self.refused = 0
         self.closed = False
         self._index = index
-        self._gate = gate or Gates([index.name]).tiers[0]
+        self._gate = gate or TierHealths([index.name]).tiers[0]
         self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
-        self._max_flying = min(max_flying, FLYING_MOST)
+        self._max_flying = min(max_flying, FLYING_MAX)
         self._batch = min(batch, self._max_flying)
         self._waiting: deque[_Waiting] = deque()
         self._count = 0
@@ -242,30 +242,30 @@ class DemotionQueue:
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(
-        self, cpu: TierIndex, ledger: Ledger, most: int = FLYING_MOST
-    ) -> tuple[list[DemoteJob], list[bytes]]:
-        """Open demotions of about ``most`` chunks, as far as the bound on flying chunks allows:
-        none while the tier's breaker is open, and one to see whether it may close. No more are
-        looked at if the tier has no room for them. Returns them, and the chunks that have left the
-        tier to make room."""
+        self, cpu: TierIndex, job_table: JobTable, most: int = FLYING_MAX
+    ) -> tuple[list[WriteThroughJob], list[bytes]]:
+        """Open write-throughs of about ``most`` chunks, as far as the bound on flying chunks
+        allows: none while the tier's breaker is open, and one to see whether it may close. No more
+        are looked at if the tier has no room for them. Returns them, and the chunks that have left
+        the tier to make room."""
         if not self._gate.writable:
             self.skipped += self._count
             self.clear(cpu)
         max_flying = self._max_flying if self._gate.writes.closed else 1
         max_flying = min(max_flying, self._flying + most)
-        due: list[DemoteJob] = []
+        due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
         rest = self._count - (max_flying - self._flying)
         while self._waiting and self._flying < max_flying and self._count > rest:
             batches = -((self._flying - max_flying) // self._batch)  # the last one whole
-            due += self._next(batches * self._batch, cpu, ledger, evicted)
+            due += self._next(batches * self._batch, cpu, job_table, evicted)
         return due, evicted
 
     def _next(
-        self, most: int, cpu: TierIndex, ledger: Ledger, evicted: list[bytes]
-    ) -> list[DemoteJob]:
-        """Demotions of at most so many chunks of one group; what was ``evicted`` is added, also if
-        that was not enough for any."""
+        self, most: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
+    ) -> list[WriteThroughJob]:
+        """Write-throughs of at most so many chunks of one group; what was ``evicted`` is added,
+        also if that was not enough for any."""
         keys, infos = self._take(most, cpu)
         if not keys:
             return []
@@ -279,18 +279,18 @@ class DemotionQueue:
         due = []
         for first in range(0, granted, self._batch):
             end = min(granted, first + self._batch)
-            job, mine = ledger.next_id(), keys[first:end]
-            ledger.open(
+            job, mine = job_table.next_id(), keys[first:end]
+            job_table.open(
                 Job(
                     job,
-                    JobKind.DEMOTE,
+                    JobKind.WRITE_THROUGH,
                     fills=mine,
                     fill_tier=self.tier,
                     pins=((CPU, mine),),
                     infos=infos[first:end],
                 )
             )
-            due.append(DemoteJob(job, self.tier, group_of(mine[0]), mine, slots[first:end]))
+            due.append(WriteThroughJob(job, self.tier, group_of(mine[0]), mine, slots[first:end]))
         return due
 
     def _take(self, most: int, cpu: TierIndex) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
@@ -325,8 +325,8 @@ class DemotionQueue:
     def ended(
         self, jobs: Sequence[Job], cpu: TierIndex, now: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Take in demotions of this tier that every rank has answered. Returns the chunks that can
-        be hit now, those that could not be written, and those that the index does not keep."""
+        """Take in write-throughs of this tier that every rank has answered. Returns the chunks that
+        can be hit now, those that could not be written, and those that the index does not keep."""
         good: list[bytes] = []
         bad: list[bytes] = []
         infos: list[Sequence[EntryInfo]] = []
@@ -354,15 +354,17 @@ class DemotionQueue:
 
 
 def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
-    if isinstance(infos, Entries):
+    if isinstance(infos, LazyEntryInfos):
         return infos.priority == LOW
     return any(info.hints and info.hints.get(PRIORITY) == LOW for info in infos)
 
 
-def queues_of(cpu: TierIndex, lower: Sequence[TierIndex], gates: Gates) -> list[DemotionQueue]:
+def queues_of(
+    cpu: TierIndex, lower: Sequence[TierIndex], gates: TierHealths
+) -> list[WriteThroughQueue]:
     """A queue per lower tier. What hangs keeps its slots: at most a quarter of the CPU tier."""
     flying = max(1, cpu.space.capacity // 4)
     return [
-        DemotionQueue(tier, index, gate=gates.tiers[tier], max_flying=flying)
+        WriteThroughQueue(tier, index, gate=gates.tiers[tier], max_flying=flying)
         for tier, index in enumerate(lower)
     ]

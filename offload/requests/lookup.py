@@ -14,52 +14,52 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from offload.index.chunk_batch import UNKNOWN, Origin
-from offload.layout.prefix_match import Coordinator, present_in
+from offload.index.chunk_batch import UNKNOWN, RequestOrigin
+from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
-from offload.planner.presence import Wait
-from offload.requests.lookup_cache import KnownPrefix, LookupRoom
+from offload.planner.presence import PendingLookup
+from offload.requests.lookup_cache import LookupBudget, PartialLookup
 from offload.requests.miss_reasons import Explainer, Miss, Reason, RequestLog, RequestRecord, failed
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 def tokens_to_load(
-    coordinator: Coordinator,
+    matcher: PrefixMatcher,
     planner: Planner,
     keys: Sequence[Sequence[bytes]],
     start: int,
     limit: int,
-    room: LookupRoom,
-    known: KnownPrefix,
-    origin: Origin = UNKNOWN,
+    room: LookupBudget,
+    known: PartialLookup,
+    origin: RequestOrigin = UNKNOWN,
 ) -> int | None:
     """Where the longest prefix ends that is worth restoring; ``start`` if nothing is, and ``None``
     if there was no ``room`` to find out: to be asked again in the next step.
 
-    Arguments as of `Coordinator.longest_hit`; ``known`` is what earlier lookups of this request
+    Arguments as of `PrefixMatcher.longest_match`; ``known`` is what earlier lookups of this request
     have found, ``origin`` says what it may read. The end of a prefix that only a farther tier holds
     is left to be computed if it has fewer tokens than that tier is worth asking for; what nearer
     tiers hold is loaded all the same.
     """
     known.begin()
 
-    def longest_hit(above: int | None = None) -> int:
+    def longest_match(above: int | None = None) -> int:
         holders = planner.holders_for(origin, above)
         runs = known.runs_in(above, holders, room)
-        return coordinator.longest_hit(keys, present_in(*holders), start, limit, runs)
+        return matcher.longest_match(keys, present_in(*holders), start, limit, runs)
 
     most = origin.controls.max_load_tokens
     limit = limit if most is None else min(limit, start + most)
-    hit, is_shorter = longest_hit(), False
+    hit, is_shorter = longest_match(), False
     for tier in reversed(range(len(planner.lower))):
         least = planner.gates.tiers[tier].pace.least_tokens
         if hit <= start or not least or known.is_partial:
             break
-        shorter = longest_hit(above=tier)
+        shorter = longest_match(above=tier)
         if hit - shorter >= least:
             break
         is_shorter = is_shorter or hit > shorter
@@ -72,7 +72,7 @@ def tokens_to_load(
 
 logger = logging.getLogger(__name__)
 
-NAME_MOST = 128
+NAME_MAX = 128
 
 
 class Lookups:
@@ -80,7 +80,7 @@ class Lookups:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        matcher: PrefixMatcher,
         planner: Planner,
         log: RequestLog,
         foreign: Sequence[str] = (),
@@ -88,12 +88,12 @@ class Lookups:
         self.seconds = 0.0
         self.count = 0
         self.log = log
-        self._coordinator = coordinator
+        self._matcher = matcher
         self._planner = planner
-        self._room = LookupRoom(planner.removals)
-        self._unfinished: dict[str, tuple[RequestTracker, Request]] = {}
+        self._room = LookupBudget(planner.removals)
+        self._unfinished: dict[str, tuple[RequestState, Request]] = {}
         self._asked: set[str] = set()  # in this step
-        self._explainer = Explainer(coordinator, foreign)
+        self._explainer = Explainer(matcher, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def go_on(self) -> None:
@@ -111,18 +111,18 @@ class Lookups:
         """A step is over: lookups have room again. Returns how many chunks were asked for."""
         return self._room.next_step(self._planner.budget.times)
 
-    def _go_on(self, tracker: RequestTracker, request: Request) -> None:
-        wait: Wait | None = tracker.wait
+    def _go_on(self, tracker: RequestState, request: Request) -> None:
+        wait: PendingLookup | None = tracker.wait
         if wait is not None and self._planner.shared.is_stale(wait, time.monotonic()):
             return  # its next lookup asks again, before what is known is compared
         if self._find(tracker, request, tracker.lookup_start) is not None:
             self.given_up(tracker)
 
-    def given_up(self, tracker: RequestTracker) -> None:
+    def given_up(self, tracker: RequestState) -> None:
         """This request's lookup need not go on."""
         self._unfinished.pop(tracker.request, None)
 
-    def ask(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
+    def ask(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in
         the next step, because a shared tier was asked and may answer soon, or because the prompt is
         so long that one step does not ask for all of it. No side effect on tiers."""
@@ -149,37 +149,37 @@ class Lookups:
             return None
         return 0 if tracker.refused else tracker.found - computed_tokens
 
-    def _is_waiting(self, tracker: RequestTracker, request: Request, start: int) -> bool:
+    def _is_waiting(self, tracker: RequestState, request: Request, start: int) -> bool:
         """Whether shared tiers may soon say more of this request's chunks; asks them first, and
         again when what they have said may be forgotten."""
         shared = self._planner.shared
         if not shared.tiers:
             return False
         now = time.monotonic()
-        wait: Wait | None = tracker.wait
+        wait: PendingLookup | None = tracker.wait
         if wait is None or shared.is_stale(wait, now):
-            wanted = self._coordinator.wanted(tracker.keys, start, _limits(tracker, request).start)
+            wanted = self._matcher.wanted(tracker.keys, start, _limits(tracker, request).start)
             held = present_in(*self._planner.holders_for(tracker.origin))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
             wait = tracker.wait = shared.ask(missing, tracker.origin.controls.read, now)
         return shared.is_waiting(wait, now)
 
-    def _hit(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
+    def _hit(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
         short_loads = self._planner.stats.short_loads
         hit = self._find(tracker, request, computed_tokens)
         tracker.shortened = self._planner.stats.short_loads > short_loads
         if hit is not None and hit > computed_tokens:
-            ranges = self._coordinator.load_ranges(computed_tokens, hit)
+            ranges = self._matcher.load_ranges(computed_tokens, hit)
             chunks = [len(part) for part in ranges]
-            sizes = [group.chunk_blocks for group in self._coordinator.layout.groups]
+            sizes = [group.chunk_blocks for group in self._matcher.layout.groups]
             blocks = sum(map(operator.mul, chunks, sizes))
             if not self._planner.can_load(sum(chunks), blocks, tracker.origin):
                 tracker.refused = True
         return hit
 
-    def _find(self, tracker: RequestTracker, request: Request, computed_tokens: int) -> int | None:
+    def _find(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
         return tokens_to_load(
-            self._coordinator,
+            self._matcher,
             self._planner,
             tracker.keys,
             computed_tokens,
@@ -189,16 +189,16 @@ class Lookups:
             tracker.origin,
         )
 
-    def accepted(self, tracker: RequestTracker, request: Request) -> None:
+    def accepted(self, tracker: RequestState, request: Request) -> None:
         """vLLM goes on with what the last lookup found: make the request's record, once."""
         tracker.known.clear()
         if tracker.record is not None:
             return
         start = tracker.lookup_start
-        name = request.request_id[:NAME_MOST]  # which may come from a client
+        name = request.request_id[:NAME_MAX]  # which may come from a client
         record = RequestRecord(name, time.time(), request.num_prompt_tokens, start)
         limits = _limits(tracker, request)
-        alignment = self._coordinator.layout.alignment_tokens
+        alignment = self._matcher.layout.alignment_tokens
         record.wanted_tokens = max(0, limits.stop // alignment * alignment - start)
         if tracker.no_load:
             if record.wanted_tokens:
@@ -218,7 +218,7 @@ class Lookups:
         if not record.hit_tokens:
             self._known(record)
 
-    def ended(self, ended: Iterable[RequestTracker], failures: Iterable[RequestTracker]) -> None:
+    def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:
         """Loads of these requests are over; of ``failures`` they have failed."""
         results: dict[str, JobResult] = {}
         while self._planner.failed_loads:
@@ -233,7 +233,7 @@ class Lookups:
                     tracker.record.loaded = self._loaded(tracker)
                 self._known(tracker.record)
 
-    def _loaded(self, tracker: RequestTracker) -> dict[str, int]:
+    def _loaded(self, tracker: RequestState) -> dict[str, int]:
         return {self._names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}
 
     def _known(self, record: RequestRecord) -> None:
@@ -242,7 +242,7 @@ class Lookups:
             logger.debug("kvtiers: lookup of request %s: %s", record.request, record.as_json())
 
 
-def _limits(tracker: RequestTracker, request: Request) -> range:
+def _limits(tracker: RequestState, request: Request) -> range:
     """The most tokens that the request wants, and the most that there could be. The last token is
     always computed, so that there is something to sample from."""
     possible = request.num_tokens - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from offload.layout.prefix_match import BATCH, RunEnd, present_in
-from offload.telemetry.removed_chunks import Removals
+from offload.telemetry.removed_chunks import RemovalLog
 
 LOOKUP_CHUNKS = 768
 """Chunks that the lookups of one short step ask for: about half a millisecond."""
@@ -22,12 +22,12 @@ FIRST = 16
 Holders = tuple[Container[bytes], ...]
 
 
-class LookupRoom:
+class LookupBudget:
     """What all lookups of one engine share: how many chunks those of this step may still ask for
     (``few`` each in any case), and what has left the tiers."""
 
     def __init__(
-        self, removals: Removals, step_chunks: int = LOOKUP_CHUNKS, few: int = FEW
+        self, removals: RemovalLog, step_chunks: int = LOOKUP_CHUNKS, few: int = FEW
     ) -> None:
         self.removals = removals
         self.few = few
@@ -41,7 +41,7 @@ class LookupRoom:
         return asked
 
 
-class _Run:
+class KnownRange:
     """Chunks ``[first, end)`` of one group that ``holders`` have, and whether the next one is
     missing. ``mark`` is up to when removals were looked at."""
 
@@ -98,7 +98,7 @@ class _Run:
         return BATCH if self.end > self.first else FIRST
 
 
-class KnownPrefix:
+class PartialLookup:
     """What is known of one request's chunks. ``is_partial`` after a lookup that ended before it
     knew all: it is to be repeated in the next step, which goes on where this one has ended.
 
@@ -108,7 +108,7 @@ class KnownPrefix:
 
     def __init__(self) -> None:
         self.is_partial = False
-        self._runs: dict[tuple[int | None, int], _Run] = {}
+        self._runs: dict[tuple[int | None, int], KnownRange] = {}
         self._partial_lookups = 0
 
     def clear(self) -> None:
@@ -121,9 +121,10 @@ class KnownPrefix:
         self._partial_lookups += self.is_partial
         self.is_partial = False
 
-    def runs_in(self, above: int | None, holders: Holders, room: LookupRoom) -> RunEnd:
-        """Where runs of chunks end that ``holders`` have, for `Coordinator.longest_hit`: too early,
-        with ``is_partial``, if this step may not ask for more. ``above`` names the holders."""
+    def runs_in(self, above: int | None, holders: Holders, room: LookupBudget) -> RunEnd:
+        """Where runs of chunks end that ``holders`` have, for `PrefixMatcher.longest_match`: too
+        early, with ``is_partial``, if this step may not ask for more. ``above`` names the
+        holders."""
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
             run = self._known((above, group), keys, first, holders, room.removals)
@@ -143,8 +144,8 @@ class KnownPrefix:
         keys: Sequence[bytes],
         first: int,
         holders: Holders,
-        removals: Removals,
-    ) -> _Run:
+        removals: RemovalLog,
+    ) -> KnownRange:
         """What is still known from before, or nothing yet."""
         run = self._runs.get(name)
         if run is not None and run.is_of(first, holders):
@@ -154,5 +155,5 @@ class KnownPrefix:
             if gone is not None and run.end >= first:
                 run.mark = removals.count
                 return run
-        run = self._runs[name] = _Run(first, holders, removals.count)
+        run = self._runs[name] = KnownRange(first, holders, removals.count)
         return run

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL
 from offload.layout.keys import CPU
-from offload.layout.prefix_match import Coordinator, present_in
+from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestTracker
-from offload.telemetry.removed_chunks import Cause, Departure
+from offload.requests.request_state import RequestState
+from offload.telemetry.removed_chunks import Cause, Removed
 
 FOREIGN_S = 3600.0
 """So long after the start what was never stored here may lie in another namespace."""
@@ -145,29 +145,29 @@ class Explainer:
     """Finds the reason. ``foreign`` says in which fields records of other namespaces differ, for
     tiers that began empty."""
 
-    def __init__(self, coordinator: Coordinator, foreign: Sequence[str] = ()) -> None:
-        self._coordinator = coordinator
+    def __init__(self, matcher: PrefixMatcher, foreign: Sequence[str] = ()) -> None:
+        self._matcher = matcher
         self._foreign = "; ".join(foreign)[:500]
         self._started_s: float | None = None
 
     def why(
-        self, planner: Planner, tracker: RequestTracker, start: int, hit: int, limits: range
+        self, planner: Planner, tracker: RequestState, start: int, hit: int, limits: range
     ) -> Miss:
         """Why the prefix ends at ``hit`` tokens after a lookup from ``start`` on; ``limits`` are
         the most that the request wanted and the most that its prompt could have had."""
         now = planner.stats.now
         self._started_s = now if self._started_s is None else self._started_s
-        boundary = self._coordinator.next_boundary(hit)
+        boundary = self._matcher.next_boundary(hit)
         if boundary > limits.stop:
             return Miss(Reason.COMPLETE)
         if boundary > limits.start:
             return Miss(Reason.FILTERED, depth_tokens=boundary, note="max_load_tokens")
         present = present_in(*planner.holders_for(tracker.origin))
-        found = self._coordinator.first_missing(tracker.keys, present, start, hit)
+        found = self._matcher.first_missing(tracker.keys, present, start, hit)
         if found is None:
             return Miss(Reason.COMPLETE)
         index, chunk = found
-        group = self._coordinator.layout.groups[index]
+        group = self._matcher.layout.groups[index]
         key = tracker.keys[index][chunk]
         miss = self._absent(planner, tracker, key, group.kind, now)
         miss.key, miss.group = key, group.group
@@ -175,7 +175,7 @@ class Explainer:
         return miss
 
     def _absent(
-        self, planner: Planner, tracker: RequestTracker, key: bytes, kind: str, now: float
+        self, planner: Planner, tracker: RequestState, key: bytes, kind: str, now: float
     ) -> Miss:
         held = self._held_back(planner, tracker.origin.controls.read, key)
         if held is not None:
@@ -224,7 +224,7 @@ class Explainer:
         return found
 
 
-def _departed(planner: Planner, departure: Departure, now: float) -> Miss:
+def _departed(planner: Planner, departure: Removed, now: float) -> Miss:
     index = planner.cpu if departure.tier == CPU else planner.lower[departure.tier]
     policy = _policy_of(index) if departure.cause is Cause.EVICTED else ""
     ago_s = max(0.0, now - departure.time_s)

@@ -24,8 +24,8 @@ from offload.requests.miss_reasons import RequestRecord
 
 logger = logging.getLogger(__name__)
 
-WAITING_MOST = 1024
-EARLIER_MOST_BYTES = 16 << 20
+WAITING_MAX = 1024
+EARLIER_MAX_BYTES = 16 << 20
 
 
 class RequestFile:
@@ -39,7 +39,7 @@ class RequestFile:
         self.namespace = namespace
         self._path = Path(path)
         self._most = most
-        self._queue: queue.Queue[RequestRecord | None] = queue.Queue(WAITING_MOST)
+        self._queue: queue.Queue[RequestRecord | None] = queue.Queue(WAITING_MAX)
         self._thread = threading.Thread(target=self._run, name="kvtiers-requests", daemon=True)
         self._thread.start()
 
@@ -104,9 +104,9 @@ def _earlier(path: Path) -> list[str]:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 return []
-            start = max(0, status.st_size - EARLIER_MOST_BYTES)
+            start = max(0, status.st_size - EARLIER_MAX_BYTES)
             file.seek(start)
-            lines = file.read(EARLIER_MOST_BYTES).decode(errors="replace").splitlines(keepends=True)
+            lines = file.read(EARLIER_MAX_BYTES).decode(errors="replace").splitlines(keepends=True)
     except OSError:
         return []
     return [line for line in lines[1 if start else 0 :] if line[:1] == "{" and line[-2:] == "}\n"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.index.chunk_batch import UNKNOWN, Origin
+from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.groups import ModelLayout
-from offload.layout.request_keys import LazyKeys
-from offload.requests.lookup_cache import KnownPrefix
+from offload.layout.request_keys import RequestKeys
+from offload.requests.lookup_cache import PartialLookup
 
 
-class RequestTracker:
+class RequestState:
     """One live request.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]`` need no
@@ -28,7 +28,7 @@ class RequestTracker:
     object for us, ``wrong`` what was wrong in it, and ``pinned_tokens`` how many of its tokens were
     pinned; ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must
     not be stored; ``sources`` are the tokens of the last load by tier and ``loaded`` its chunks by
-    group, in the layout's order; ``mark`` is what `offload.telemetry.removed_chunks.Removals`
+    group, in the layout's order; ``mark`` is what `offload.telemetry.removed_chunks.RemovalLog`
     counted when the request came; ``origin`` is what policies may know of the request.
     """
 
@@ -62,12 +62,12 @@ class RequestTracker:
 
     def __init__(self, request: str, layout: ModelLayout, identity: bytes = b"") -> None:
         self.request = request
-        self.origin: Origin = UNKNOWN
+        self.origin: RequestOrigin = UNKNOWN
         self.keys = [
-            LazyKeys(group.group, group.chunk_tokens // layout.hash_tokens, identity)
+            RequestKeys(group.group, group.chunk_tokens // layout.hash_tokens, identity)
             for group in layout.groups
         ]
-        self.known = KnownPrefix()
+        self.known = PartialLookup()
         self.next_chunk = [0] * len(layout.groups)
         self.ready_at = 0
         self.has_answered = False
@@ -89,7 +89,7 @@ class RequestTracker:
         self.told = False
         self.wrong: Sequence[str] = ()
         self.pinned_tokens = 0
-        self.wait: Any = None  # offload.planner.presence.Wait
+        self.wait: Any = None  # offload.planner.presence.PendingLookup
         self.sources: Mapping[int, int] = {}
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:

@@ -24,8 +24,8 @@ from policies.simulation.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
-WAITING_MOST = 1024
-BLOCKS_MOST = 2_000_000
+WAITING_MAX = 1024
+BLOCKS_MAX = 2_000_000
 """Different blocks in one file; a number for each is kept in memory, about 150 bytes."""
 
 
@@ -48,12 +48,12 @@ class TraceRecorder:
     is whole only after ``close``.
     """
 
-    def __init__(self, path: str, block_tokens: int, *, blocks_most: int = BLOCKS_MOST) -> None:
+    def __init__(self, path: str, block_tokens: int, *, blocks_most: int = BLOCKS_MAX) -> None:
         self.dropped = 0
         self._path = path
         self._block_tokens = block_tokens
         self._blocks_most = blocks_most
-        self._queue: queue.Queue[Seen | None] = queue.Queue(WAITING_MOST)
+        self._queue: queue.Queue[Seen | None] = queue.Queue(WAITING_MAX)
         self._thread = threading.Thread(target=self._run, name="kvtiers-recorder", daemon=True)
         self._thread.start()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from offload.layout.keys import CPU
-from offload.telemetry.removed_chunks import Cause, Departure, Departures
+from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
 """Why chunks leave a tier that they were in; the other causes are of chunks that did not enter."""
@@ -58,7 +58,7 @@ class PlannerStats:
     resets: int = 0
     removed: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
-    departures: Departures = field(default_factory=Departures)
+    departures: RemovalCauses = field(default_factory=RemovalCauses)
     listener: ChunkListener | None = None
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class PlannerStats:
         self.removed[name] = self.removed.get(name, 0) + count
 
     def _gone(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
-        self.departures.note(keys, Departure(cause, tier, self.now))
+        self.departures.note(keys, Removed(cause, tier, self.now))
 
     def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:
         """One load that ended."""

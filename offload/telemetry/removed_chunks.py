@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-KEPT_MOST = 16_384
+KEPT_MAX = 16_384
 """Keys of which is known that they have left; a step evicts a thousand at most."""
 
 
-class Removals:
+class RemovalLog:
     """The last ``most`` keys or so that a tier cannot give any more, though another may. ``count``
     is how many have left ever: a mark, to be given to ``since`` later."""
 
-    def __init__(self, most: int = KEPT_MOST) -> None:
+    def __init__(self, most: int = KEPT_MAX) -> None:
         self.count = 0
         self._most = most
         self._batches: deque[Sequence[bytes]] = deque()
@@ -60,9 +60,9 @@ class Removals:
         return found
 
 
-KEPT_MOST = 65_536
+KEPT_MAX = 65_536
 """Keys that are remembered; about 11 MiB."""
-PART_MOST = 512
+PART_MAX = 512
 """Keys of small batches that share a dict."""
 
 
@@ -80,7 +80,7 @@ class Cause(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Removed:
     """Cause, the tier's number, and when (seconds of the planner's clock)."""
 
     cause: Cause
@@ -88,19 +88,19 @@ class Departure:
     time_s: float
 
 
-class Departures:
+class RemovalCauses:
     """The last ``most`` keys or so, each with its latest departure."""
 
-    def __init__(self, most: int = KEPT_MOST) -> None:
+    def __init__(self, most: int = KEPT_MAX) -> None:
         self._most = most
-        self._part_most = min(PART_MOST, most // 2)
-        self._parts: deque[dict[bytes, Departure]] = deque()  # the youngest first
+        self._part_most = min(PART_MAX, most // 2)
+        self._parts: deque[dict[bytes, Removed]] = deque()  # the youngest first
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def note(self, keys: Iterable[bytes], departure: Departure) -> None:
+    def note(self, keys: Iterable[bytes], departure: Removed) -> None:
         """These keys have gone, or did not come."""
         gone = dict.fromkeys(islice(keys, self._most), departure)
         if not gone:
@@ -114,7 +114,7 @@ class Departures:
         while self._count > self._most:
             self._count -= len(self._parts.pop())
 
-    def find(self, key: bytes) -> Departure | None:
+    def find(self, key: bytes) -> Removed | None:
         """The latest departure of a key, if it is remembered."""
         return next((part[key] for part in self._parts if key in part), None)
 

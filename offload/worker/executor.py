@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.messages.plan import LoadJob, Question, StepPlan, StoreJob
-from offload.messages.report import Answer, JobResult, Observed
+from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
+from offload.messages.report import JobResult, Observed, PresenceReply
 from offload.telemetry.counters import WorkerStats
 from offload.worker.fences import Fences
 from offload.worker.health import Health
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
 from offload.worker.loads import LoadLane, LoadTask
 from offload.worker.pending import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
-from offload.worker.presence_queries import Asker
-from offload.worker.tier_monitor import TierWatch, close_tier
+from offload.worker.presence_queries import PresenceQueries
+from offload.worker.tier_monitor import TierMonitor, close_tier
 from offload.worker.tier_writer import TierWriter
 from tiers.base import Scrubbed, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
@@ -77,7 +77,7 @@ class Executor:
         self._tiers = tuple(tiers)
         self._seen: deque[tuple[int, Observed]] = deque()
         watches = [
-            TierWatch(self.limits.tier_timeout_s, partial(self._see, tier))
+            TierMonitor(self.limits.tier_timeout_s, partial(self._see, tier))
             for tier in range(len(self._tiers))
         ]
         self._lane = LoadLane(
@@ -101,8 +101,8 @@ class Executor:
             IdleScrub(self._tiers[n], watches[n], bounds, partial(self._take_scrubbed, n))
             for n, bounds in (scrubs or {}).items()
         ]
-        self._asker = Asker(self._tiers, self._writers, self._see)
-        self._answers: deque[tuple[int, Answer]] = deque()
+        self._asker = PresenceQueries(self._tiers, self._writers, self._see)
+        self._answers: deque[tuple[int, PresenceReply]] = deque()
         self._results: deque[tuple[int, JobResult]] = deque()
         self._ended: deque[tuple[int, bool]] = deque()
         self._fences = Fences()
@@ -232,7 +232,7 @@ class Executor:
         loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
-        """Start everything in a plan. Order: reset, deletes, stores, demotes, loads."""
+        """Start everything in a plan. Order: reset, deletes, stores, write-throughs, loads."""
         unanswered = Unanswered(plan)
         try:
             self._accept(plan, sources, loads, after, unanswered)
@@ -263,9 +263,9 @@ class Executor:
         for store in plan.stores:
             self._accept_store(store, sources[store.job], after)
             unanswered.jobs.remove(store.job)
-        for demote in plan.demotes:
-            self._writers[demote.tier].write(demote)
-            unanswered.jobs.remove(demote.job)
+        for write_through in plan.write_throughs:
+            self._writers[write_through.tier].write(write_through)
+            unanswered.jobs.remove(write_through.job)
         for tier, writer in enumerate(self._writers):
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
@@ -329,7 +329,7 @@ class Executor:
         source.set_result(None)
         self._answer(job, JobResult(failed=error is not None))
 
-    async def _ask(self, question: Question) -> None:
+    async def _ask(self, question: PresenceQuery) -> None:
         self._answers.append((question.number, await self._asker.ask(question)))
         self._on_result()
 

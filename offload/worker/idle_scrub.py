@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.worker.tier_monitor import TierWatch
+from offload.worker.tier_monitor import TierMonitor
 from tiers.base import Scrubbed, Tier, TierClosedError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class IdleScrub:
     def __init__(
         self,
         tier: Tier,
-        watch: TierWatch,
+        watch: TierMonitor,
         limits: ScrubLimits,
         report: Callable[[Scrubbed], None],
     ) -> None:

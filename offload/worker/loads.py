@@ -17,7 +17,7 @@ from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.pending import ExecutorLimits, OpenLoad
 from offload.worker.staging import Staging, Window
-from offload.worker.tier_monitor import TierWatch
+from offload.worker.tier_monitor import TierMonitor
 from tiers.base import ALIGNMENT, ReadOutcome, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.copy.failures import Tally
@@ -48,7 +48,7 @@ class LoadLane:
         engine: CopyEngine,
         groups: Mapping[int, GroupRegions],
         tiers: Sequence[Tier],
-        watches: Sequence[TierWatch],
+        watches: Sequence[TierMonitor],
         staging: Sequence[int],
         limits: ExecutorLimits,
         stats: WorkerStats,

@@ -147,7 +147,7 @@ class Unanswered:
         self.loads = list(plan.loads)
         self.jobs = [
             *(store.job for store in plan.stores),
-            *(demote.job for demote in plan.demotes),
+            *(write_through.job for write_through in plan.write_throughs),
             *(load.job for load in plan.loads if not load.part),
         ]
 

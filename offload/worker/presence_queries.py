@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from offload.messages.plan import Question
-from offload.messages.report import Answer, Observed
-from offload.worker.tier_monitor import TierWatch
+from offload.messages.plan import PresenceQuery
+from offload.messages.report import Observed, PresenceReply
+from offload.worker.tier_monitor import TierMonitor
 from offload.worker.tier_writer import TierWriter
 from tiers.base import Tier
 
@@ -20,7 +20,7 @@ LATE_S = 1.0
 """A tier that needs so long for an answer fails: no request has waited for it."""
 
 
-class Asker:
+class PresenceQueries:
     """``see(tier, seen)`` takes what was seen of a tier's health."""
 
     def __init__(
@@ -32,21 +32,23 @@ class Asker:
         self._tiers = tiers
         self._writers = writers
         self._watches = [
-            TierWatch(LATE_S, lambda seen, tier=tier: see(tier, seen))  # type: ignore[misc]  # mypy does not infer defaults
+            TierMonitor(LATE_S, lambda seen, tier=tier: see(tier, seen))  # type: ignore[misc]  # mypy does not infer defaults
             for tier in range(len(tiers))
         ]
         self._turns = [asyncio.Semaphore(IN_FLIGHT) for _ in tiers]
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: PresenceQuery) -> PresenceReply:
         """What the tier says; never raises. While it is of an epoch that is over it is not asked:
         it would speak of records of other weights."""
         tier = question.tier
         async with self._turns[tier]:
             try:
                 if not await self._writers[tier].caught_up(LATE_S):
-                    return Answer(None)
+                    return PresenceReply(None)
                 asking = self._tiers[tier].present(question.keys)
-                return Answer(bytes(await self._watches[tier].ask(asking, len(question.keys))))
+                return PresenceReply(
+                    bytes(await self._watches[tier].ask(asking, len(question.keys)))
+                )
             except Exception as error:  # whatever it was, the question must be answered
                 logger.debug("kvtiers: tier %d could not be asked: %r", tier, error)
-                return Answer(None)
+                return PresenceReply(None)

@@ -11,16 +11,16 @@ import torch
 
 from offload.config.schema import OffloadConfig, parse_config
 from offload.errors import ConfigError, Problem, TierUnavailableError
-from offload.index.capacity import ByteSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.recovery import recover
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.layout.kv_cache_config import KvCacheConfig, page_bytes
 from offload.layout.registration import GroupCaches, LayerTensors, Registration
 from offload.planner.planner import Planner
-from offload.planner.presence import KNOWN_MOST, SharedLimits
-from offload.planner.tier_health import GateLimits, Gates
+from offload.planner.presence import KNOWN_MAX, SharedLimits
+from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.worker.loads import io_bytes
 from policies.base import EntryInfo
 from policies.registry import make_admission, make_policy
@@ -30,8 +30,8 @@ from tiers.copy.host_engine import HostCopyEngine
 from tiers.record import KEY_BYTES_MAX
 from tiers.slab.slab import HostSlab
 
-KEY_MOST = KEY_BYTES_MAX - GROUP_BYTES
-SHOWN_MOST = 5
+KEY_MAX = KEY_BYTES_MAX - GROUP_BYTES
+SHOWN_MAX = 5
 """Keys or block ids that one message names."""
 
 
@@ -97,8 +97,8 @@ async def _opened(
     info = await tier.open()
     capacity = info.capacity_bytes
     if info.shared:  # what is known of it; it keeps its capacity itself
-        capacity = KNOWN_MOST * max(group.footprints[number] for group in groups.values())
-    index = TierIndex(info.name, ByteSpace(capacity), make_policy("lru"), low_watermark=0.95)
+        capacity = KNOWN_MAX * max(group.footprints[number] for group in groups.values())
+    index = TierIndex(info.name, ByteCapacity(capacity), make_policy("lru"), low_watermark=0.95)
     if info.shared:
         return index, True
     infos = {
@@ -117,7 +117,7 @@ def wanted_run(
     group: int,
     chunk_blocks: Mapping[int, int],
     num_blocks: int,
-) -> Run:
+) -> ChunkBatch:
     """The chunks that a call is about; ``chunk_blocks`` are the blocks of a chunk by group. Raises
     ``ValueError`` that names everything wrong with the call."""
     if group not in chunk_blocks:
@@ -134,7 +134,7 @@ def wanted_run(
     if problems:
         raise ValueError("; ".join(problems))
     suffix = group_suffix(group)
-    return Run([key + suffix for key in keys], group, blocks, range(1, len(keys) + 1))
+    return ChunkBatch([key + suffix for key in keys], group, blocks, range(1, len(keys) + 1))
 
 
 def _key_problems(keys: Sequence[bytes]) -> list[str]:
@@ -143,11 +143,11 @@ def _key_problems(keys: Sequence[bytes]) -> list[str]:
     problems = []
     others = [key for key in keys if not isinstance(key, bytes)]
     if others:
-        problems.append(f"keys must be bytes, got {others[:SHOWN_MOST]}")
+        problems.append(f"keys must be bytes, got {others[:SHOWN_MAX]}")
         return problems
-    sizes = [len(key) for key in keys if not 0 < len(key) <= KEY_MOST]
+    sizes = [len(key) for key in keys if not 0 < len(key) <= KEY_MAX]
     if sizes:
-        problems.append(f"a key has 1 to {KEY_MOST} bytes, got some of {sizes[:SHOWN_MOST]}")
+        problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_MAX]}")
     if twice := _repeated(keys):
         named = [key.hex()[:16] for key in twice]
         problems.append(f"keys must differ within a call, these are there twice: {named}")
@@ -165,9 +165,9 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
             others.append(block)
     problems = []
     if others:
-        problems.append(f"block ids must be integers, got {others[:SHOWN_MOST]}")
+        problems.append(f"block ids must be integers, got {others[:SHOWN_MAX]}")
     if outside := [b for b in found if not 0 <= b < num_blocks]:
-        problems.append(f"block ids {outside[:SHOWN_MOST]} are not in 0..{num_blocks - 1}")
+        problems.append(f"block ids {outside[:SHOWN_MAX]} are not in 0..{num_blocks - 1}")
     if twice := _repeated(found):
         problems.append(f"block ids must differ within a call, these are there twice: {twice}")
     return tuple(found), problems
@@ -176,7 +176,7 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
 def _repeated(values: Sequence[Any]) -> list[Any]:
     if len(set(values)) == len(values):
         return []
-    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_MOST]
+    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_MAX]
 
 
 def make_planner(
@@ -195,9 +195,9 @@ def make_planner(
         lower,
         max_store_chunks=slots,  # callers wait, which is bound enough, here and below
         step_chunks=1 << 30,
-        gates=Gates(
+        gates=TierHealths(
             [index.name for index in lower],
-            GateLimits(settings.breaker_failures, break_even=False),  # callers decide
+            HealthLimits(settings.breaker_failures, break_even=False),  # callers decide
         ),
         admission=None if admission.name == "all" else make_admission(admission.spec),
         shared=[number for number, (_, is_shared) in enumerate(opened) if is_shared],

@@ -19,11 +19,11 @@ from offload.config.schema import OffloadConfig, TierConfig, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.geometry.folder_source import ForeignStore, find_foreign, open_sources, write_geometry
-from offload.geometry.mooncake_source import StoreView, notice_of, open_store_source
+from offload.geometry.mooncake_source import MooncakeView, notice_of, open_store_source
 from offload.namespaces.cleanup import other_namespaces
 from offload.namespaces.folders import (
+    NamespacePlace,
     OnDamage,
-    Place,
     describe_neighbours,
     make_room,
     open_place,
@@ -33,11 +33,11 @@ from offload.namespaces.folders import (
 )
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.mounts import Spot, spot_of
+from offload.namespaces.mounts import MountPoint, spot_of
 from offload.sizes import MIB, format_size
 from offload.worker.tier_factory import TierSpec, mooncake_settings
-from tiers.adapters.read_only import AskedForeignTier, ForeignTier
-from tiers.adapters.remote_read_only import RemoteForeignTier
+from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
+from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import TierError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ OWN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class TierPlaces:
+class TierFolders:
     """``shares`` is among how many workers of this machine the capacities are divided; records
     carry ``identity``, and are ordered as ``geometry`` says; ``engine`` names this server in
     messages to others. ``ranks`` is among how many of them the capacity of a tier is divided that
@@ -92,18 +92,18 @@ class TierPlaces:
                 raise TierUnavailableError(f"kvtiers: {where}: {error}") from error
         return []
 
-    def _view(self, config: TierConfig) -> StoreView:
+    def _view(self, config: TierConfig) -> MooncakeView:
         """What this rank looks for in a store."""
         assert self.geometry is not None
         settings = mooncake_settings(config, 0)
-        return StoreView(settings, self.namespace, self.geometry, config.geometry)
+        return MooncakeView(settings, self.namespace, self.geometry, config.geometry)
 
     def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
         """A tier over other namespaces, which is only read."""
         assert self.geometry is not None
         if not own.config.path:
             opened_there = open_store_source(self._view(own.config))
-            tier = partial(RemoteForeignTier, opened_there)
+            tier = partial(RemoteReadOnlyTier, opened_there)
             return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
             for store in foreign:
@@ -111,7 +111,7 @@ class TierPlaces:
         key_file = own.config.encryption.key_file if own.config.encryption else ""
         opened = open_sources(foreign, self.geometry, key_file)
         # Those who share a folder go on writing while this server runs.
-        make = partial(AskedForeignTier if own.config.shared else ForeignTier, opened)
+        make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
     def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
@@ -181,7 +181,9 @@ class TierPlaces:
         )
         return replace(spec, renew=partial(self._renew_shared, spec, place, spot))
 
-    def _renew_shared(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
+    def _renew_shared(
+        self, spec: TierSpec, place: NamespacePlace, spot: MountPoint, epoch: int
+    ) -> TierSpec:
         """As ``_renew``. An odd ``epoch`` tells the tier that it has weights of its own."""
         if not spot.is_same_place(spot_of(spec.config.path)):
             raise TierUnavailableError(
@@ -192,7 +194,7 @@ class TierPlaces:
         renew = partial(self._renew_shared, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim_shared(self, config: TierConfig, damage: list[str]) -> Place:
+    def _claim_shared(self, config: TierConfig, damage: list[str]) -> NamespacePlace:
         place = open_shared_place(
             *(config.path, self.namespace),
             rank=self.rank,
@@ -201,7 +203,7 @@ class TierPlaces:
         )
         return self._described(place)
 
-    def _described(self, place: Place) -> Place:
+    def _described(self, place: NamespacePlace) -> NamespacePlace:
         """The place, when it says how the records are ordered that this rank keeps there."""
         try:
             if self.geometry is not None:
@@ -211,7 +213,9 @@ class TierPlaces:
             raise
         return place
 
-    def _renew(self, spec: TierSpec, place: Place, spot: Spot, epoch: int) -> TierSpec:
+    def _renew(
+        self, spec: TierSpec, place: NamespacePlace, spot: MountPoint, epoch: int
+    ) -> TierSpec:
         """The tier's folder, claimed anew after its medium had failed, for what the tier was: its
         capacity, which the scheduler counts on, and its epoch, which the folder of another medium
         does not know. A path that is gone is not made: whoever moved it may bring it back.
@@ -232,7 +236,7 @@ class TierPlaces:
         epoch: int | None = None,
         known: Collection[str] = (),
         damage: list[str] | None = None,
-    ) -> Place:
+    ) -> NamespacePlace:
         """The folder, for a server that starts or one that has come to this ``epoch``. Nothing is
         said of ``known`` namespaces beside it; ``damage`` is told of what was moved aside."""
         path = config.path

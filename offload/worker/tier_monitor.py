@@ -27,7 +27,7 @@ LATE_REPORTS_MAX = 12
 """How often one operation is reported as late."""
 
 
-class TierWatch:
+class TierMonitor:
     """``report`` takes what was seen, on the loop's thread. ``count`` is the number of keys that a
     call is about."""
 

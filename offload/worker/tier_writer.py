@@ -16,11 +16,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from offload.messages.plan import DemoteJob
+from offload.messages.plan import WriteThroughJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.loads import io_bytes
-from offload.worker.tier_monitor import TierWatch
+from offload.worker.tier_monitor import TierMonitor
 from tiers.base import Tier, TierError, WriteOutcome
 from tiers.copy.base import GroupRegions
 from tiers.slab.slab import HostSlab
@@ -38,7 +38,7 @@ class TierWriter:
     def __init__(
         self,
         tier: Tier,
-        watch: TierWatch,
+        watch: TierMonitor,
         slab: HostSlab,
         groups: Mapping[int, GroupRegions],
         stats: WorkerStats,
@@ -60,7 +60,7 @@ class TierWriter:
         self._caught_up = asyncio.Event()
 
     def start(self, answer: Answer) -> None:
-        """Begin to work; ``answer`` takes each demotion's result."""
+        """Begin to work; ``answer`` takes each write-through's result."""
         self._answer = answer
         self._task = asyncio.ensure_future(self._run())
 
@@ -88,8 +88,8 @@ class TierWriter:
         await self._queue.join()
         await self._drain_writes()
 
-    def write(self, job: DemoteJob) -> None:
-        """Queue a demotion."""
+    def write(self, job: WriteThroughJob) -> None:
+        """Queue a write-through."""
         self._queue.put_nowait(lambda: self._start_write(job))
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -138,7 +138,7 @@ class TierWriter:
             self._undeleted.clear()
             self._caught_up.set()
 
-    async def _start_write(self, job: DemoteJob) -> None:
+    async def _start_write(self, job: WriteThroughJob) -> None:
         try:
             await self._begin_epoch()
         except Exception as error:  # the job must be answered whatever the tier does
@@ -160,7 +160,7 @@ class TierWriter:
         if self._writing:
             await asyncio.wait(set(self._writing))
 
-    async def _write(self, job: DemoteJob) -> None:
+    async def _write(self, job: WriteThroughJob) -> None:
         result = JobResult(failed=True)
         nbytes = io_bytes(self._groups[job.group])
         started = time.perf_counter()

@@ -21,14 +21,14 @@ from itertools import chain, islice, repeat
 from typing import Annotated, Any
 
 from policies.adaptive.reuse_table import ReuseTable
-from policies.adaptive.segments import LONG_MOST, SMALL, Segment, run_ends
+from policies.adaptive.segments import LONG_MAX, SMALL, Segment, run_ends
 from policies.adaptive.shadow_caches import Shadows, SpanQueues
 from policies.adaptive.span_kinds import keeps_head, kind_of, label_of, shared_kind
 from policies.adaptive.span_tree import Span, SpanTree, Taken
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
 from policies.options import Range
 
-_LEAD_LEAST = 0.03
+_LEAD_MIN = 0.03
 """By this share of LRU's hits, or of its misses if they are fewer, the density order must be
 ahead to be in charge."""
 _DEAD = 0.2
@@ -37,9 +37,9 @@ _RESCORE_BLOCKS = 512
 _RESCORES = 4
 """Scores are computed afresh so often while as many keys as the tier has are touched, but not
 more often than every ``_RESCORE_BLOCKS``."""
-_WAITING_MOST = 4096
+_WAITING_MAX = 4096
 """From more spans a regular sample is looked at when learning, so that no request waits long."""
-_GHOSTS_LEAST = 256
+_GHOSTS_MIN = 256
 _GHOSTS_PER_SPAN = 4
 
 
@@ -118,7 +118,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _opened(self) -> Segment:
         """Where a few keys are inserted."""
         segment = self._open
-        if segment is None or not segment.live or len(segment.keys) >= LONG_MOST:
+        if segment is None or not segment.live or len(segment.keys) >= LONG_MAX:
             segment = self._open = self._tree.add(self._fresh, [])
         return segment
 
@@ -373,7 +373,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._shadows.scores.refresh()
         shadows = self._shadows
         stake = min(shadows.hits, self._touched - shadows.hits)
-        if shadows.lead <= _LEAD_LEAST * max(0.0, stake) or not self._table.learned:
+        if shadows.lead <= _LEAD_MIN * max(0.0, stake) or not self._table.learned:
             self._queues = None
         elif self._queues is None:
             self._queues = SpanQueues(self._worth)
@@ -381,14 +381,14 @@ class AdaptivePolicy(EvictionPolicy):
                 self._queues.add(span)
 
     def _relearn(self) -> None:
-        limit = max(_GHOSTS_LEAST, _GHOSTS_PER_SPAN * len(self._by_time))
+        limit = max(_GHOSTS_MIN, _GHOSTS_PER_SPAN * len(self._by_time))
         now = self._now
         while len(self._ghosts) > limit:
             _, ghost = self._ghosts.popitem(last=False)
             self._table.record(ghost.kind, now - ghost.time, ghost.size, reused=False)
             self._shadows.forget(ghost, ghost.by_age, ghost.by_score)
         known = chain(self._by_time, self._ghosts.values())
-        step = 1 + (len(self._by_time) + len(self._ghosts)) // _WAITING_MOST
+        step = 1 + (len(self._by_time) + len(self._ghosts)) // _WAITING_MAX
         self._table.relearn(
             (span.kind, now - span.time, step * span.size, False)
             for span in islice(known, None, None, step)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SMALL = 32
 """Shorter segments are joined to their neighbours."""
-LONG_MOST = 4096
+LONG_MAX = 4096
 """Keys of one segment when they are entered. After a restart a tier has millions of a time before
 anybody knew whose they were, and what is done to a segment with holes goes through all of it."""
-_LOOSE_MOST = 256
+_LOOSE_MAX = 256
 """Keys that are taken out of the midst of a segment at a time."""
-_LEFT_MOST = 1024
+_LEFT_MAX = 1024
 """From so many keys on, those that have left are cut off."""
 
 
@@ -83,7 +83,7 @@ class Segments:
             self._cut_off(segment)
 
     def _cut_off(self, segment: Segment) -> None:
-        if segment.start > _LEFT_MOST and 2 * segment.start > len(segment.keys):
+        if segment.start > _LEFT_MAX and 2 * segment.start > len(segment.keys):
             del segment.keys[: segment.start]
             segment.start = 0
 
@@ -187,7 +187,7 @@ class Segments:
 
     def _loose(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
         """Take keys out of the midst of a segment, which has holes from then on."""
-        named = keys[place : place + _LOOSE_MOST]
+        named = keys[place : place + _LOOSE_MAX]
         owners = map(self.of.get, named)
         end = next(compress(count(), map(is_not, owners, repeat(segment))), len(named))
         found = list(dict.fromkeys(named[:end]))

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from policies.adaptive.segments import LONG_MOST, Segment, Segments
+from policies.adaptive.segments import LONG_MAX, Segment, Segments
 from policies.base import Key, free_among
 
 
@@ -76,8 +76,8 @@ class SpanTree:
 
     def add(self, span: Span, keys: Sequence[Key]) -> Segment:
         """Enter keys that are no members in a span, as segments; returns the last."""
-        for first in range(0, len(keys) or 1, LONG_MOST):
-            segment = self.segments.add(list(keys[first : first + LONG_MOST]), span)
+        for first in range(0, len(keys) or 1, LONG_MAX):
+            segment = self.segments.add(list(keys[first : first + LONG_MAX]), span)
             span.segments[segment] = None
         span.live += len(keys)
         return segment

@@ -21,15 +21,15 @@ from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
 
-PART_MOST = 512
+PART_MAX = 512
 FEW = 32
 """Fewer keys join the youngest part, if it was made of few as well."""
 STALE_SHARE = 2
-STALE_LEAST = 4096
+STALE_MIN = 4096
 """So many times the members, and so many more, there may be places that their keys have left."""
 PART_PLACES = 8
 """What a part takes besides its keys counts as so many places."""
-PASSED_MOST = 1024
+PASSED_MAX = 1024
 """Places that their keys have left at the old end, behind one that stays there (it is pinned): more
 of them are taken out, or each search for victims would pass all that were evicted."""
 
@@ -61,7 +61,7 @@ class LruPolicy(EvictionPolicy):
         self._looked = 0  # places that the last search has begun to look at
 
     def insert(self, key: Key, info: EntryInfo) -> None:
-        if not 0 < len(self._open) < PART_MOST or key in self._open:
+        if not 0 < len(self._open) < PART_MAX or key in self._open:
             self._append([key])
             return
         part = self._parts[-1]
@@ -94,8 +94,8 @@ class LruPolicy(EvictionPolicy):
         while len(found) < count and (some := list(islice(order, most))):
             seen += len(some)
             found += free_among(evictable, some)
-            most = max(count, PART_MOST)  # what is pinned may lie there by the thousand
-        if self._looked > 2 * seen + PASSED_MOST:
+            most = max(count, PART_MAX)  # what is pinned may lie there by the thousand
+        if self._looked > 2 * seen + PASSED_MAX:
             self._tidy_oldest(self._looked)
         return found[:count]
 
@@ -119,10 +119,10 @@ class LruPolicy(EvictionPolicy):
 
     def _append(self, keys: list[Key]) -> None:
         """These distinct keys are the youngest now, the last of them above all."""
-        for first in range(0, len(keys), PART_MOST):
-            some = keys[first : first + PART_MOST]
+        for first in range(0, len(keys), PART_MAX):
+            some = keys[first : first + PART_MAX]
             is_few = len(some) < FEW
-            if is_few and 0 < len(self._open) < PART_MOST and self._open.isdisjoint(some):
+            if is_few and 0 < len(self._open) < PART_MAX and self._open.isdisjoint(some):
                 part = self._parts[-1]
                 part += some
             else:
@@ -138,7 +138,7 @@ class LruPolicy(EvictionPolicy):
         """So many keys have got places."""
         self._places += count
         places = self._places + PART_PLACES * len(self._parts)
-        if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_LEAST:
+        if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
             self._sweep(2 * count + FEW)
 
     def _in_order(self) -> Iterator[Key]:
@@ -159,8 +159,8 @@ class LruPolicy(EvictionPolicy):
     def _found_parts(self) -> Iterator[Iterator[Key]]:
         """What a restart brought back and nobody has used since, oldest first."""
         order = self._found_order
-        for first in range(self._gone, len(order), PART_MOST):
-            some = order[first : first + PART_MOST]
+        for first in range(self._gone, len(order), PART_MAX):
+            some = order[first : first + PART_MAX]
             self._looked += len(some)
             yield self._found_members(some)
 
@@ -210,7 +210,7 @@ class LruPolicy(EvictionPolicy):
             most -= len(part) + 1
             self._keep_members(part)
             before = parts[at - 1] if at else None
-            if part and (before is None or len(before) + len(part) > PART_MOST):
+            if part and (before is None or len(before) + len(part) > PART_MAX):
                 self._swept += 1
                 continue
             if before is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from offload.loop import OffloadLoop
+from offload.loop import EventLoopThread
 
 PATIENCE_S = 60.0
 
@@ -20,7 +20,7 @@ async def hang(begun: threading.Event, ended: threading.Event) -> None:
 
 def test_tasks_let_go_when_the_loop_stops() -> None:
     begun, ended = threading.Event(), threading.Event()
-    loop = OffloadLoop()
+    loop = EventLoopThread()
     loop.start(hang(begun, ended))
     assert begun.wait(PATIENCE_S)
     assert loop.stop(PATIENCE_S)
@@ -39,7 +39,7 @@ def test_a_task_that_will_not_end_does_not_keep_the_loop() -> None:
             except asyncio.CancelledError:
                 continue
 
-    loop = OffloadLoop()
+    loop = EventLoopThread()
     loop.start(stubborn())
     assert begun.wait(PATIENCE_S)
     assert loop.stop(PATIENCE_S)

@@ -19,8 +19,8 @@ import torch
 import offload.manager
 from offload.errors import TierUnavailableError
 from offload.manager import OffloadManager
-from offload.planner.circuit_breaker import Circuit
-from offload.planner.tier_health import TierGate
+from offload.planner.circuit_breaker import BreakerState
+from offload.planner.tier_health import TierHealth
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
@@ -86,7 +86,7 @@ class World:
             await self.manager.aclose(0.5)
 
     @property
-    def gate(self) -> TierGate:
+    def gate(self) -> TierHealth:
         return self.manager.planner.gates.tiers[0]
 
     async def store(self, count: int, first: int = 0, wait: bool = True) -> None:
@@ -209,7 +209,7 @@ def test_writes_to_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trou
         async with World(tmp_path, fault).opened() as world:
             world.trouble.now = True
             first = 0
-            while world.gate.writes.state is not Circuit.OPEN:
+            while world.gate.writes.state is not BreakerState.OPEN:
                 await world.store(4, first, wait=False)
                 await world.restore(4, first)  # what waits to be written is pinned until it opens
                 for _ in range(60):  # six seconds: more than an operation may take

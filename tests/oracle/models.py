@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from offload.requests.lookup_cache import LookupRoom
+from offload.requests.lookup_cache import LookupBudget
 from tests.offload.connector.kv_cache_configs import chunked, full, mamba, mla, sliding, sliding_mla
 
 
@@ -117,7 +117,7 @@ def in_short_steps(side: Any, seed: int) -> Any:
     steps."""
     planner = side.planner
     if seed % 2:
-        side.lookups._room = LookupRoom(planner.removals, 3, 1)
+        side.lookups._room = LookupBudget(planner.removals, 3, 1)
         planner._loads._step_chunks = planner._loads._room = 2
         planner.budget.units = planner.budget.left = 4
     return planner

@@ -70,7 +70,7 @@ class Conditions:
 
 
 class PumpedLoop:
-    """``OffloadLoop`` without a thread: it only turns when the world says so."""
+    """``EventLoopThread`` without a thread: it only turns when the world says so."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -226,7 +226,7 @@ class World:
             return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_side, "OffloadLoop", PumpedLoop)
+            patch.setattr(worker_side, "EventLoopThread", PumpedLoop)
             patch.setattr(worker_side, "_make_engine", engine)
             patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
             runner = self._conditions.runner == 2
@@ -460,4 +460,4 @@ class World:
 
     def _stuck(self) -> str:
         states = {name: r.status.name for name, r in self.scheduler.requests.items()}
-        return f"{states}, open jobs {self.planner._ledger.jobs()}"
+        return f"{states}, open jobs {self.planner._job_table.jobs()}"

@@ -270,7 +270,7 @@ def test_no_hook_waits_for_a_file_system(
     # The disks are back, and hear of the reset.
     owed: Any = world.connector._epochs
     world.until(lambda: not owed._owed)
-    assert all(not queue.closed for queue in world.planner._demotions.queues)
+    assert all(not queue.closed for queue in world.planner._write_through_queues.queues)
 
 
 def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:

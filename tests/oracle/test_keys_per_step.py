@@ -10,8 +10,8 @@ import pytest
 
 from bench import hooks
 from bench.hooks import BLOCK, _output
-from offload.connector.scheduler.finished_requests import MAKE_MOST
-from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MOST
+from offload.connector.scheduler.finished_requests import MAKE_MAX
+from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MAX
 from offload.layout import request_keys as lazy_keys
 from offload.layout.keys import chunk_keys
 from offload.layout.request_keys import PAGE
@@ -145,13 +145,13 @@ def test_an_end_makes_the_rest_in_the_steps_that_follow(
     keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]
     assert server.side.pending
     server.rest()
-    assert max(server.steps) <= MAKE_MOST + FIRST
+    assert max(server.steps) <= MAKE_MAX + FIRST
     assert heard.uses == keys
 
 
 def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None:
     """A short answer to a prompt that was in vLLM's own cache and in a tier."""
-    chunks = 2 * LOOK_AT_END_MOST
+    chunks = 2 * LOOK_AT_END_MAX
     server = Counted(made, chunks)
     request = server.came(server.keys)
     request.num_computed_tokens = chunks * BLOCK
@@ -160,7 +160,7 @@ def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None
     assert 0 < server.steps[0] <= STEP_CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
-    assert max(server.steps) <= LOOK_AT_END_MOST + STEP_CHUNKS // 2 + MAKE_MOST
+    assert max(server.steps) <= LOOK_AT_END_MAX + STEP_CHUNKS // 2 + MAKE_MAX
     assert sum(server.steps) == chunks
 
 
@@ -169,7 +169,7 @@ def test_an_end_of_few_keys_is_told_at_once(
 ) -> None:
     server = Counted(made)
     heard = Heard(server, monkeypatch)
-    assert heard.uses == [ended(server, "a", MAKE_MOST // 2)]
+    assert heard.uses == [ended(server, "a", MAKE_MAX // 2)]
     assert not server.side.pending
 
 
@@ -182,6 +182,6 @@ def test_what_was_not_told_before_a_reset_is_not_told_after_it(
     server.side.forget()
     server.side.begin_epochs({})
     assert len(server.steps) < 3
-    for _ in range(CHUNKS // MAKE_MOST + 1):
+    for _ in range(CHUNKS // MAKE_MAX + 1):
         server.side.build_plan(_output())
     assert heard.uses == []

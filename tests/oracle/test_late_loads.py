@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import offload.worker.executor
-from offload.connector.scheduler.open_loads import WAIT_S, UnseenLoads
+from offload.connector.scheduler.open_loads import WAIT_S, UnfinishedLoads
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
 from tests.oracle.test_miss_reasons import PROMPT, stored
@@ -325,7 +325,7 @@ def lose(world: World, name: str) -> None:
 
 
 def test_who_waits_for_whom_after_a_failure() -> None:
-    loads = UnseenLoads()
+    loads = UnfinishedLoads()
     for name in "abc":
         loads.begin(name)
     loads.seen("b")

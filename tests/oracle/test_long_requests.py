@@ -11,15 +11,15 @@ import pytest
 
 from bench import hooks
 from bench.hooks import BLOCK, Bed, _output
-from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MOST
+from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MAX
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult, StepReport
 from offload.planner.loads import STEP_CHUNKS
-from offload.planner.stores import PIECE_LEAST
+from offload.planner.stores import PIECE_MIN
 from offload.requests import lookup as lookups
 from offload.requests.lookup import Lookups
-from offload.requests.lookup_cache import LookupRoom
-from offload.telemetry.removed_chunks import Removals
+from offload.requests.lookup_cache import LookupBudget
+from offload.telemetry.removed_chunks import RemovalLog
 
 ROOM = 64
 CHUNKS = 8 * ROOM
@@ -41,7 +41,9 @@ class Server(Bed):
         """A step; everything that it stores is stored at its end."""
         tables = ((),) if request is None else tables_of(request)
         plan = self.side.build_plan(_output(request, tables, scheduled))
-        done = {store.job for store in plan.stores} | {demote.job for demote in plan.demotes}
+        done = {store.job for store in plan.stores} | {
+            write_through.job for write_through in plan.write_throughs
+        }
         self.side.update(StepReport({job: JobResult() for job in done}), (), ())
         return plan
 
@@ -72,7 +74,7 @@ def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of ``CHUNKS`` takes eight steps."""
-    monkeypatch.setattr(lookups, "LookupRoom", lambda r: LookupRoom(r, ROOM, ROOM // 4))
+    monkeypatch.setattr(lookups, "LookupBudget", lambda r: LookupBudget(r, ROOM, ROOM // 4))
 
 
 @pytest.mark.usefixtures("_little_room")
@@ -90,13 +92,13 @@ def test_a_lookup_goes_on_in_steps_in_which_vllm_does_not_ask() -> None:
 def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(CHUNKS)
     rooms: list[int] = []
-    over = LookupRoom.next_step
+    over = LookupBudget.next_step
 
-    def next_step(room: LookupRoom, times: int) -> int:
+    def next_step(room: LookupBudget, times: int) -> int:
         rooms.append(room.left)
         return over(room, times)
 
-    monkeypatch.setattr(LookupRoom, "next_step", next_step)
+    monkeypatch.setattr(LookupBudget, "next_step", next_step)
     requests = [server.came(server.keys) for _ in range(4)]
     for request in requests:
         assert server.side.lookup(request, 0) is None
@@ -130,7 +132,7 @@ def test_long_steps_ask_for_more(
 
 
 def test_what_was_asked_for_is_told_of_each_step_by_its_own_length() -> None:
-    room = LookupRoom(Removals(), 10)
+    room = LookupBudget(RemovalLog(), 10)
     room.left -= 7
     assert room.next_step(3) == 7
     room.left -= 25
@@ -175,7 +177,7 @@ def test_what_was_loaded_and_then_evicted_is_stored_again(chunks: int) -> None:
     assert stored == chunks - 3
 
 
-@pytest.mark.parametrize("cached", [3 * STEP_CHUNKS, 3 * STEP_CHUNKS + LOOK_AT_END_MOST])
+@pytest.mark.parametrize("cached", [3 * STEP_CHUNKS, 3 * STEP_CHUNKS + LOOK_AT_END_MAX])
 def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored(
     cached: int,
 ) -> None:
@@ -268,4 +270,4 @@ def test_chunks_that_are_there_are_passed_over_in_few_pieces(
     monkeypatch.setattr(server.planner._stores, "room", lambda **_: 1)
     server.step(request, STEP_CHUNKS * BLOCK)
     assert sum(pieces) == STEP_CHUNKS
-    assert len(pieces) <= STEP_CHUNKS // PIECE_LEAST
+    assert len(pieces) <= STEP_CHUNKS // PIECE_MIN

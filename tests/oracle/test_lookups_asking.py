@@ -25,9 +25,9 @@ def test_a_request_does_not_ask_for_ever(
     """An engine computes others meanwhile, each step that long; answers come that many later."""
     world = World(limits=SharedLimits(0.05, remember_s))
     monkeypatch.setattr(time, "monotonic", lambda: world.now)
-    coordinator: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
+    matcher: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
     log: Any = None
-    lookups = Lookups(coordinator, world.planner, log)
+    lookups = Lookups(matcher, world.planner, log)
     tracker: Any = SimpleNamespace(keys=[WANTED], wait=None, origin=UNKNOWN, lookup_start=0)
     request: Any = SimpleNamespace(num_tokens=65)
     asked: list[Any] = []

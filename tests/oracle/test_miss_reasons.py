@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.layout.keys import group_of
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult
-from offload.planner.circuit_breaker import Circuit
+from offload.planner.circuit_breaker import BreakerState
 from offload.requests import miss_reasons as why
 from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
-from offload.telemetry.removed_chunks import Departures
+from offload.telemetry.removed_chunks import RemovalCauses
 from policies.base import AdmissionPolicy, EntryInfo
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
@@ -291,7 +291,7 @@ def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
     gate = world.planner.gates.tiers[0]
     far = time.monotonic() + 1e6
     if which is Reason.BREAKER:
-        gate.reads.state, gate.reads._retry_at = Circuit.OPEN, far
+        gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, far
     else:
         gate.pace.pays, gate.pace._retry_at = False, far
     world.planner.cpu.drop(list(world.planner.cpu.resident))
@@ -350,11 +350,11 @@ def test_a_record_that_fails_costs_no_load(world: World, monkeypatch: pytest.Mon
 
 
 def _departures_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Departures, "note", lambda self, keys, departure: None)
+    patch.setattr(RemovalCauses, "note", lambda self, keys, departure: None)
 
 
 def _one_boundary_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Coordinator, "next_boundary", lambda self, hit: max(4, hit))
+    patch.setattr(PrefixMatcher, "next_boundary", lambda self, hit: max(4, hit))
 
 
 def _gates_not_looked_at(patch: pytest.MonkeyPatch) -> None:

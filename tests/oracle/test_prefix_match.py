@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from offload.connector.model.layout import model_layout
 from offload.layout.groups import FULL, ModelLayout
 from offload.layout.keys import chunk_keys
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from tests.offload.connector.kv_cache_configs import (
     chunked,
     config_of,
@@ -56,7 +56,7 @@ def theirs(
     config, cached: set[bytes], hashes: list[bytes], limit: int, use_eagle: bool, align: int
 ):
     """vLLM's longest hit with these blocks cached, and the positions of the blocks it uses."""
-    coordinator = get_kv_cache_coordinator(
+    matcher = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=100_000,
         max_in_flight_tokens=100_000,
@@ -69,10 +69,10 @@ def theirs(
         hash_block_size=config.hash_block_size,
         allow_partial_hash_hits=False,
     )
-    pool = coordinator.block_pool
+    pool = matcher.block_pool
     for key in cached:
         pool.cached_block_hash_to_block.insert(key, pool.blocks[1])
-    blocks, hit, _ = coordinator.find_longest_cache_hit(hashes, limit)
+    blocks, hit, _ = matcher.find_longest_cache_hit(hashes, limit)
     used = [[i for i, block in enumerate(group) if not block.is_null] for group in blocks]
     return hit, used
 
@@ -187,7 +187,7 @@ def random_presence(rng: random.Random, config, layout, hashes: list[bytes]) -> 
 
 
 def our_hit(case: Case) -> int:
-    return Coordinator(case.layout).longest_hit(case.keys, case.cached, case.start, case.limit)
+    return PrefixMatcher(case.layout).longest_match(case.keys, case.cached, case.start, case.limit)
 
 
 def compare(case: Case, facts: object) -> None:
@@ -203,7 +203,7 @@ def compare(case: Case, facts: object) -> None:
     rounded = expected // align * align
     assert found == max(case.start, rounded), facts
     if found > case.start and expected == rounded:
-        ranges = Coordinator(case.layout).block_ranges(case.start, found)
+        ranges = PrefixMatcher(case.layout).block_ranges(case.start, found)
         sizes = [group.block_tokens for group in case.layout.groups]
         new = [
             [i for i in u if i * size >= case.start] for u, size in zip(used, sizes, strict=True)

@@ -17,11 +17,11 @@ import pytest
 
 from offload.connector.scheduler.block_tables import WantedChunks
 from offload.connector.scheduler.scheduler_side import SchedulerSide
-from offload.connector.startup import Setup
+from offload.connector.startup import ServerSetup
 from offload.layout.groups import WINDOW, GroupLayout
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 from offload.worker.executor import Executor
 from offload.worker.loads import LoadTask
 from tests.oracle.models import MODELS
@@ -123,7 +123,7 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
         store(self, tracker, request, limit + 1, table, **more)
 
     patch.setattr(SchedulerSide, "_store_ready", early)
-    patch.setattr(RequestTracker, "ready_at", property(lambda _: 0, lambda _, ready_at: None))
+    patch.setattr(RequestState, "ready_at", property(lambda _: 0, lambda _, ready_at: None))
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _waits_at_a_late_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Setup, "fence_is_late", False)
+    patch.setattr(ServerSetup, "fence_is_late", False)
 
 
 READS_WRONG = r"seed \d+: \['request r\d+ reads "

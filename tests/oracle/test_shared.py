@@ -16,9 +16,9 @@ from vllm.v1.request import Request
 
 from offload.config.schema import TierConfig
 from offload.connector.scheduler import scheduler_side
-from offload.messages.report import Answer
+from offload.messages.report import PresenceReply
 from offload.namespaces.epochs import TierEpochs
-from offload.worker.presence_queries import Asker
+from offload.worker.presence_queries import PresenceQueries
 from offload.worker.tier_writer import TierWriter
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
@@ -226,9 +226,9 @@ def test_answers_from_before_a_reset_is_through_are_seen(
 def test_an_engine_that_never_asks_restores_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def silent(self: Any, question: Any) -> Answer:
-        return Answer(None)
+    async def silent(self: Any, question: Any) -> PresenceReply:
+        return PresenceReply(None)
 
-    monkeypatch.setattr(Asker, "ask", silent)
+    monkeypatch.setattr(PresenceQueries, "ask", silent)
     with pytest.raises(AssertionError, match="nothing came"):
         test_an_idle_engine_restores_what_another_has_stored(tmp_path)

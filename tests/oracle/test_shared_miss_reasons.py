@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from offload.config.schema import TierConfig
-from offload.messages.report import Answer
-from offload.planner.circuit_breaker import Circuit
+from offload.messages.report import PresenceReply
+from offload.planner.circuit_breaker import BreakerState
 from offload.requests.miss_reasons import Reason
-from offload.worker.presence_queries import Asker
+from offload.worker.presence_queries import PresenceQueries
 from tests.oracle.serving import Conditions
 from tests.oracle.test_shared import PROMPT, request, two
 
@@ -25,19 +25,19 @@ def test_a_shared_tier_does_not_answer(
     """Whether it has the chunk is not known then: that is not as if nobody had stored it."""
     may_say = asyncio.Event()
 
-    async def silent(self: Any, question: Any) -> Answer:
+    async def silent(self: Any, question: Any) -> PresenceReply:
         if how == "late":
             await may_say.wait()
-        return Answer(None)
+        return PresenceReply(None)
 
     monkeypatch.setattr(TierConfig, "shared", True)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(Asker, "ask", silent)
+    monkeypatch.setattr(PresenceQueries, "ask", silent)
     engine, other = two(tmp_path, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
         gate = engine.planner.gates.tiers[0]
         if how == "shut out":
-            gate.reads.state, gate.reads._retry_at = Circuit.OPEN, time.monotonic() + 1e6
+            gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, time.monotonic() + 1e6
         request(engine, PROMPT)
         log = engine.connector._scheduler.log
         while not log.last:

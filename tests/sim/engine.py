@@ -10,10 +10,10 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from offload.index.chunk_batch import Run
+from offload.index.chunk_batch import ChunkBatch
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.requests.lookup_cache import KnownPrefix, LookupRoom
+from offload.requests.lookup_cache import LookupBudget, PartialLookup
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
     CHUNK_BLOCKS,
@@ -49,7 +49,7 @@ class Request:
     failed: bool = False
     stale: bool = False
     decodes: int = 0
-    known: KnownPrefix = field(default_factory=KnownPrefix)
+    known: PartialLookup = field(default_factory=PartialLookup)
 
 
 class Engine(Server):
@@ -79,7 +79,7 @@ class Engine(Server):
     # -- a scheduler step --------------------------------------------------------------------
 
     def _admit(self) -> None:
-        room = LookupRoom(self.planner.removals, LOOKED_AT, FEW)
+        room = LookupBudget(self.planner.removals, LOOKED_AT, FEW)
         while self.waiting:
             request = self.waiting[0]
             if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
@@ -95,7 +95,7 @@ class Engine(Server):
                 request.failed = False
                 self.running.append(request)
 
-    def _lookup(self, request: Request, room: LookupRoom) -> int | None:
+    def _lookup(self, request: Request, room: LookupBudget) -> int | None:
         """Positions that all groups can get from some tier; the last one is always computed.
         ``None``: not all was looked at in this step."""
         present = self.planner.present
@@ -114,7 +114,7 @@ class Engine(Server):
             return 0
         return hit
 
-    def _remembered(self, request: Request, room: LookupRoom) -> int | None:
+    def _remembered(self, request: Request, room: LookupBudget) -> int | None:
         """The same, from what earlier steps have found and what this one may ask for."""
         request.known.begin()
         run_end = request.known.runs_in(None, self.planner.holders, room)
@@ -130,11 +130,11 @@ class Engine(Server):
         self.planner.fence([b for at in request.blocks for bs in at.values() for b in bs])
         request.decodes = self.rng.randrange(4)
 
-    def _wanted(self, request: Request, group: int, start: int, end: int) -> Run:
+    def _wanted(self, request: Request, group: int, start: int, end: int) -> ChunkBatch:
         blocks = [block for at in range(start, end) for block in request.blocks[at][group]]
         keys = [key_of(prefix, group) for prefix in request.chain[start:end]]
         depths = range((start + 1) * CHUNK_TOKENS, (end + 1) * CHUNK_TOKENS, CHUNK_TOKENS)
-        return Run(keys, group, blocks, depths)
+        return ChunkBatch(keys, group, blocks, depths)
 
     def _load(self, request: Request, hit: int) -> None:
         runs = [self._wanted(request, group, 0, hit) for group in GROUPS]

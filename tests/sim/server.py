@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 from offload.planner.planner import Planner
-from offload.planner.tier_health import GateLimits, Gates
-from offload.planner.write_through import DemotionQueue
+from offload.planner.tier_health import HealthLimits, TierHealths
+from offload.planner.write_through import WriteThroughQueue
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.sim.content import (
@@ -123,19 +123,19 @@ class Server:
         ]
         self.free = list(range(1, setup.blocks))
         self.rng.shuffle(self.free)
-        cpu = TierIndex("cpu", SlotSpace(setup.slots, STAGING), LruPolicy())
+        cpu = TierIndex("cpu", SlotCapacity(setup.slots, STAGING), LruPolicy())
         lower = [
             TierIndex(
                 f"disk{t}",
-                ByteSpace(setup.disk_chunks * (t + 1) * SLOT_BYTES),
+                ByteCapacity(setup.disk_chunks * (t + 1) * SLOT_BYTES),
                 LruPolicy(),
                 low_watermark=0.9,
             )
             for t in range(setup.tiers)
         ]
-        gates = Gates([index.name for index in lower], GateLimits(FAILURES))
+        gates = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
         self.queues = [
-            DemotionQueue(t, i, gate=gates.tiers[t], max_waiting=setup.slots * 3 // 4, batch=4)
+            WriteThroughQueue(t, i, gate=gates.tiers[t], max_waiting=setup.slots * 3 // 4, batch=4)
             for t, i in enumerate(lower)
         ]
         self.max_store, self.max_load = setup.slots, 2 * setup.slots
@@ -148,7 +148,7 @@ class Server:
             max_load_chunks=self.max_load,
             max_load_blocks=setup.blocks // 2,
             gates=gates,
-            demotions=self.queues,
+            write_through_queues=self.queues,
             step_chunks=setup.step_chunks,
         )
         for tier in range(setup.tiers):

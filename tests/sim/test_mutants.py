@@ -18,11 +18,11 @@ from offload.errors import InvariantError
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult
-from offload.planner.circuit_breaker import Breaker
-from offload.planner.jobs import Job, Ledger
+from offload.planner.circuit_breaker import CircuitBreaker
+from offload.planner.jobs import Job, JobTable
 from offload.planner.loads import LoadPlanner
 from offload.planner.planner import Planner
-from offload.planner.tier_health import TierGate
+from offload.planner.tier_health import TierHealth
 from offload.worker.executor import Executor
 from offload.worker.fences import Fences
 from offload.worker.loads import LoadLane, LoadTask
@@ -111,14 +111,14 @@ def staging_is_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
-    def answer(self: Ledger, job_id: int, result: JobResult) -> Any:
+    def answer(self: JobTable, job_id: int, result: JobResult) -> Any:
         job = self._jobs.get(job_id)
         if job is None:
             return None
         job.result = result
         return self.close(job_id)
 
-    patch.setattr(Ledger, "answer", answer)
+    patch.setattr(JobTable, "answer", answer)
 
 
 def slots_are_free_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
@@ -170,13 +170,13 @@ def no_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_number_of_probes(patch: pytest.MonkeyPatch) -> None:
-    tick = TierGate.tick
+    tick = TierHealth.tick
 
-    def again(self: TierGate, now: float) -> bool:
+    def again(self: TierHealth, now: float) -> bool:
         self.probe = None
         return tick(self, now)
 
-    patch.setattr(TierGate, "tick", again)
+    patch.setattr(TierHealth, "tick", again)
 
 
 def shut_tiers_are_found(patch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,12 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         Setup(disk_chunks=24, trouble=0.08),
         "stray|no rest",
     ),
-    "a breaker never opens": (skip(Breaker, "observe"), Setup(trouble=0.08), "hangs on rank"),
-    "a breaker never closes": (skip(Breaker, "judge"), Setup(trouble=0.08), "no rest"),
+    "a breaker never opens": (
+        skip(CircuitBreaker, "observe"),
+        Setup(trouble=0.08),
+        "hangs on rank",
+    ),
+    "a breaker never closes": (skip(CircuitBreaker, "judge"), Setup(trouble=0.08), "no rest"),
     "a tier that is shut out is found": (
         shut_tiers_are_found,
         Setup(trouble=0.08),

@@ -168,8 +168,10 @@ class World(Engine):
             if load.request in self.loading:
                 self.loading[load.request].planned_at = self.now()
             self.events["parts"] += load.part > 0
-        for demote in plan.demotes:
-            assert gates[demote.tier].writable, f"{demote} goes to a tier that is shut out"
+        for write_through in plan.write_throughs:
+            assert gates[write_through.tier].writable, (
+                f"{write_through} goes to a tier that is shut out"
+            )
         probes = Counter(load.items[0].tier for load in plan.loads if not load.request)
         assert all(count == 1 for count in probes.values()), f"probes {probes} in one step"
         self.events["probes"] += len(probes)
@@ -192,7 +194,7 @@ class World(Engine):
             assert chunks <= self.max_load, f"{chunks} chunks in flight to requests"
             assert blocks <= self.setup.blocks // 2, f"{blocks} GPU blocks held by loads"
         assert planner._stores.storing <= self.max_store
-        probes = planner._ledger.count(JobKind.PROBE)
+        probes = planner._job_table.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
             assert len(queue) <= self.setup.slots * 3 // 4, f"{len(queue)} chunks wait for a tier"
@@ -245,7 +247,7 @@ class World(Engine):
 
     def _why_busy(self) -> str:
         gates = [(g.reads.state, g.writes.state, g.probe) for g in self.planner.gates.tiers]
-        jobs = self.planner._ledger.jobs()
+        jobs = self.planner._job_table.jobs()
         queues = len(self.waiting), len(self.running), list(self.loading)
         return f"gates {gates}, requests {queues}, jobs {jobs[:5]}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.requests.lookup_cache import LookupRoom
+from offload.requests.lookup_cache import LookupBudget
 
 
 def connector(llm: Any) -> Any:
@@ -25,7 +25,7 @@ def totals(llm: Any) -> dict[str, float]:
 def look_up_in_steps(llm: Any) -> None:
     """Let a step look for three chunks, where it does for a thousand."""
     lookups = connector(llm)._scheduler.lookups
-    lookups._room = LookupRoom(lookups._room.removals, 3, 1)
+    lookups._room = LookupBudget(lookups._room.removals, 3, 1)
     lookups.put_off, ask = 0, lookups.ask
 
     def counted(*about: Any) -> int | None:

@@ -2,8 +2,8 @@
 
 ``open_sources`` finds what is there when the tier is opened; each source knows how to turn a record
 of its own into a payload as this side has it. Nothing is ever written, deleted or touched there:
-what a source loses is a miss here. ``ForeignTier`` lists what it finds at its start and knows of
-nothing that comes later; ``AskedForeignTier`` is for those who go on writing.
+what a source loses is a miss here. ``ReadOnlyTier`` lists what it finds at its start and knows of
+nothing that comes later; ``SharedReadOnlyTier`` is for those who go on writing.
 
 Ownership: the sources belong to one thread of the tier's own, which does all that blocks;
 everything else belongs to the event loop's thread.
@@ -32,7 +32,7 @@ from tiers.io.daemon_threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
-BAD_MOST = 65_536
+BAD_MAX = 65_536
 
 
 class ForeignKey(NamedTuple):
@@ -65,7 +65,7 @@ class Source(Protocol):
         ...
 
 
-class ForeignTier(Tier):
+class ReadOnlyTier(Tier):
     """See the module. Of a key that two sources have, the first is asked."""
 
     def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
@@ -179,10 +179,10 @@ class ForeignTier(Tier):
             raise TierClosedError("the tier is not open")
 
 
-class AskedForeignTier(ForeignTier):
+class SharedReadOnlyTier(ReadOnlyTier):
     """The same where the others go on writing: what they have is asked each time, never listed.
 
-    ``delete`` remembers up to ``BAD_MOST`` damaged records, which would be found there again.
+    ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found there again.
     """
 
     def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
@@ -215,7 +215,7 @@ class AskedForeignTier(ForeignTier):
     async def delete(self, keys: Sequence[Key]) -> None:
         self._check_open()
         self._bad.update(dict.fromkeys(keys))
-        while len(self._bad) > BAD_MOST:
+        while len(self._bad) > BAD_MAX:
             del self._bad[next(iter(self._bad))]
 
     async def reset(self, epoch: int) -> None:

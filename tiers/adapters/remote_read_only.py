@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tiers.adapters.read_only import AskedForeignTier, Source
+from tiers.adapters.read_only import SharedReadOnlyTier, Source
 from tiers.base import Key, TierInfo
 from tiers.io.daemon_threads import DaemonThreads, in_thread
-from tiers.io.timed_calls import Questions
+from tiers.io.timed_calls import TimedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class LookingSource(Source, Protocol):
         ...
 
 
-class RemoteForeignTier(AskedForeignTier):
+class RemoteReadOnlyTier(SharedReadOnlyTier):
     """See the module."""
 
     def __init__(self, open_source: Callable[[], LookingSource]) -> None:
@@ -43,13 +43,13 @@ class RemoteForeignTier(AskedForeignTier):
         super().__init__(self._opened)
         self._open_source = open_source
         self._source: LookingSource | None = None
-        self._asking: Questions | None = None
+        self._asking: TimedCalls | None = None
         self._lookers: DaemonThreads | None = None
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> TierInfo:
         info = await super().open()
-        self._asking = Questions("tier-foreign-ask", 1, "the store of others")
+        self._asking = TimedCalls("tier-foreign-ask", 1, "the store of others")
         self._lookers = DaemonThreads("tier-foreign-look", 1)
         self._looking = asyncio.create_task(self._look_again())
         return info
@@ -92,7 +92,7 @@ class RemoteForeignTier(AskedForeignTier):
                 logger.debug("kvtiers: others could not be looked for: %r", error)
 
 
-def _close(pools: Sequence[DaemonThreads | Questions], sources: Sequence[Source]) -> None:
+def _close(pools: Sequence[DaemonThreads | TimedCalls], sources: Sequence[Source]) -> None:
     for pool in pools:
         pool.stop()
     for source in sources:

@@ -28,7 +28,7 @@ from tiers.io.extents import Runs
 IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
-DEPTH_MOST = 1024
+DEPTH_MAX = 1024
 
 
 def pages_for(byte_count: int) -> int:
@@ -70,7 +70,7 @@ class PayloadFile:
         *,
         direct: bool = True,
         read_only: bool = False,
-        depth: int = DEPTH_MOST,
+        depth: int = DEPTH_MAX,
     ) -> None:
         """Open, or create unless ``read_only``. Falls back to buffered I/O where ``O_DIRECT`` is
         refused. At most ``depth`` reads and ``depth`` writes are with the device at a time;

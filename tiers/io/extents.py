@@ -20,14 +20,14 @@ PROBES = 32
 RUNS_PER_RECORD_MAX = 64
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """Pages ``[start, start + pages)``."""
 
     start: int
     pages: int
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[Extent, ...]
 
 
 def clip(runs: Runs, pages: int) -> tuple[Runs, Runs]:
@@ -39,13 +39,13 @@ def clip(runs: Runs, pages: int) -> tuple[Runs, Runs]:
         part = min(length, pages)
         pages -= part
         if part:
-            kept.append(Run(start, part))
+            kept.append(Extent(start, part))
         if part < length:
-            rest.append(Run(start + part, length - part))
+            rest.append(Extent(start + part, length - part))
     return tuple(kept), tuple(rest)
 
 
-def gaps(pages: int, used: Iterable[Run]) -> list[Run]:
+def gaps(pages: int, used: Iterable[Extent]) -> list[Extent]:
     """The free runs that disjoint ``used`` runs, in any order, leave in ``[0, pages)``."""
     found = []
     end = 0
@@ -53,17 +53,17 @@ def gaps(pages: int, used: Iterable[Run]) -> list[Run]:
         if start < end or start + length > pages:
             raise ValueError(f"pages [{start}, {start + length}) overlap others or lie outside")
         if start > end:
-            found.append(Run(end, start - end))
+            found.append(Extent(end, start - end))
         end = start + length
     if end < pages:
-        found.append(Run(end, pages - end))
+        found.append(Extent(end, pages - end))
     return found
 
 
 class ExtentMap:
     """Which of ``pages`` pages are free."""
 
-    def __init__(self, pages: int, free: Iterable[Run]) -> None:
+    def __init__(self, pages: int, free: Iterable[Extent]) -> None:
         """``free`` are runs inside ``[0, pages)``, in order, no two touching; see ``gaps``."""
         self.pages = pages
         self.free_pages = 0
@@ -80,7 +80,7 @@ class ExtentMap:
     def extend(self, pages: int) -> None:
         """Grow the map at its end by ``pages`` free pages."""
         start, self.pages = self.pages, self.pages + pages
-        self.release((Run(start, pages),))
+        self.release((Extent(start, pages),))
 
     def allocate(self, pages: int) -> Runs | None:
         """Take ``pages`` pages, in one run if there is one. ``None`` if they are not free."""
@@ -116,7 +116,7 @@ class ExtentMap:
                 break
         return tuple(runs)
 
-    def _take(self, start: int, pages: int) -> Run:
+    def _take(self, start: int, pages: int) -> Extent:
         """Cut ``pages`` pages off the front of the free run at ``start``."""
         index = bisect_left(self._starts, start)
         length = self._length.pop(start)
@@ -129,9 +129,9 @@ class ExtentMap:
             self._start_of_end[start + length] = start + pages
         self.free_pages -= pages
         self._cursor = start + pages
-        return Run(start, pages)
+        return Extent(start, pages)
 
-    def release(self, runs: Sequence[Run]) -> None:
+    def release(self, runs: Sequence[Extent]) -> None:
         """Give runs back and join them with their free neighbours."""
         for start, pages in runs:
             self.free_pages += pages
@@ -152,9 +152,9 @@ class ExtentMap:
         del self._starts[bisect_left(self._starts, start)]
         return length
 
-    def free_runs(self) -> list[Run]:
+    def free_runs(self) -> list[Extent]:
         """The free runs in order; no two of them touch."""
-        return [Run(start, self._length[start]) for start in self._starts]
+        return [Extent(start, self._length[start]) for start in self._starts]
 
     def __repr__(self) -> str:
         return f"<ExtentMap {self.free_pages} of {self.pages} pages free in {len(self._starts)}>"

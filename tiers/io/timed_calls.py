@@ -14,13 +14,13 @@ from tiers.base import TierIoError
 from tiers.io.daemon_threads import DaemonThreads
 
 ASK_TIMEOUT_S = 2.0
-ASKING_MOST = 8
+ASKING_MAX = 8
 """Questions under way; with more of them hanging the next one fails at once."""
 
 T = TypeVar("T")
 
 
-class Questions:
+class TimedCalls:
     """``name`` is that of its threads, ``count`` their number; ``store`` stands in messages."""
 
     def __init__(self, name: str, count: int, store: str) -> None:
@@ -31,7 +31,7 @@ class Questions:
     async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
         """What ``function`` answers. Raises what it raises, and ``TierIoError`` if it does not
         answer in time or too many have not."""
-        if self._asking >= ASKING_MOST:
+        if self._asking >= ASKING_MAX:
             raise TierIoError(f"earlier questions to {self._store} were not answered yet")
         asking = self._threads.run(function, *arguments)
         self._asking += 1

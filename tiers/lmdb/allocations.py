@@ -12,15 +12,15 @@ Owned by the event loop's thread; knows nothing of keys.
 
 from __future__ import annotations
 
-from tiers.io.extents import ExtentMap, Run, Runs, clip, gaps
+from tiers.io.extents import Extent, ExtentMap, Runs, clip, gaps
 
-_HEADER = Run(0, 1)
+_HEADER = Extent(0, 1)
 
 
-class Places:
+class Allocations:
     """See the module. A place is known by its first page."""
 
-    def __init__(self, file_pages: int, free: list[Run]) -> None:
+    def __init__(self, file_pages: int, free: list[Extent]) -> None:
         self._map = ExtentMap(file_pages, free)
         self._held: dict[int, Runs] = {}
         self._pins: dict[int, tuple[int, Runs]] = {}

@@ -32,7 +32,7 @@ GATHER_S = 0.1
 LAZY_S = 0.1
 """How long what nobody waits for (deletions, recency) may wait for a write to share its commit."""
 CHANGES_MAX = 8192
-HALVED_LEAST = 512
+HALVED_MIN = 512
 """Smaller batches that do not fit the map are refused whole: deletions need what that leaves."""
 
 
@@ -200,7 +200,7 @@ class CommitThread:
             if not named:
                 raise
             # Not around a clear: what was put before it must not be told as stored.
-            if len(batch) >= HALVED_LEAST and changes.clear_to_epoch is None:
+            if len(batch) >= HALVED_MIN and changes.clear_to_epoch is None:
                 half = len(batch) // 2
                 self._apply(batch[:half])
                 self._apply(batch[half:])

@@ -16,9 +16,9 @@ from tiers.base import Key, WriteOutcome
 from tiers.io.awaiting import settled
 from tiers.io.extents import Runs
 from tiers.io.use_clock import UseClock
-from tiers.lmdb.allocations import Places
+from tiers.lmdb.allocations import Allocations
 from tiers.lmdb.commit_thread import Clear, CommitThread, Put, Refresh, Remove
-from tiers.lmdb.files import LmdbStore
+from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import runs_of
 
 TOUCH_FLUSH_S = 5.0
@@ -31,11 +31,11 @@ class LmdbContents:
 
     committer: CommitThread
 
-    def __init__(self, store: LmdbStore, counts: dict[str, int]) -> None:
+    def __init__(self, store: LmdbFiles, counts: dict[str, int]) -> None:
         found = store.recovered
         self.epoch = store.index.epoch
         self.records = found.records
-        self.places = Places(store.file_pages, found.free)
+        self.places = Allocations(store.file_pages, found.free)
         self.uses = UseClock(found.next_use)
         self.filling: dict[Key, Put] = {}
         self._counts = counts

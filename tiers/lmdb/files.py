@@ -33,8 +33,8 @@ from tiers.record import NO_NAMESPACE, Identity
 
 __all__ = [
     "PAYLOAD_NAME",
+    "LmdbFiles",
     "LmdbOptions",
-    "LmdbStore",
     "Recovery",
     "job_bytes",
     "make_codec",
@@ -105,7 +105,7 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
     return check_capacity(limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
 
 
-class LmdbStore:
+class LmdbFiles:
     """The open files of one tier. ``recovered`` is what the index held, ``found_epoch`` the epoch
     that it was of; ``was_set_aside`` says that it began empty because it could not be used."""
 

@@ -42,7 +42,7 @@ from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
 from tiers.folders.folder import StoreUnusableError
-from tiers.io.extents import Run, Runs
+from tiers.io.extents import Extent, Runs
 from tiers.lmdb.recovery.pages import DamagedError, UnsoundError
 from tiers.lmdb.recovery.record_table import RUN_BYTES, RUNS_AT, USE_BYTES, RecordTable, tables_of
 from tiers.lmdb.recovery.walk import walk
@@ -145,8 +145,10 @@ def payload_bytes_of(value: bytes) -> int:
 def runs_of(value: bytes) -> Runs:
     """Where the record's stored bytes lie."""
     if len(value) == RUNS_AT + RUN_BYTES:  # nearly always
-        return (Run._make(_RUN.unpack_from(value, RUNS_AT)),)
-    return tuple(Run(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES))
+        return (Extent._make(_RUN.unpack_from(value, RUNS_AT)),)
+    return tuple(
+        Extent(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES)
+    )
 
 
 @dataclass(slots=True)

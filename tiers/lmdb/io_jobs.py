@@ -54,7 +54,7 @@ class WriteJob:
 
     def _move(self, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=True)
-        rooms = _Rooms(self.codec, scratch, [] if self.codec.is_plain else self.data)
+        rooms = CodecScratch(self.codec, scratch, [] if self.codec.is_plain else self.data)
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
             room = rooms.take(data.nbytes)
             header, stored = self.codec.encode(put.key, put.epoch, data, room)
@@ -116,7 +116,7 @@ class ReadJob:
     def _move(self, items: Sequence[ReadItem], scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=False)
         coded = [item.into for item in items if flags_of(header_of(item.value))]
-        rooms = _Rooms(self.codec, scratch, coded)
+        rooms = CodecScratch(self.codec, scratch, coded)
         found = []
         for item in items:
             header = header_of(item.value)
@@ -129,7 +129,7 @@ class ReadJob:
                 item.outcome = ReadOutcome.OK
 
 
-class _Rooms:
+class CodecScratch:
     """Memory for what is encoded: one part for each of these payloads."""
 
     def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:

@@ -11,7 +11,7 @@ from tiers.base import Buffer, Key, ReadOutcome
 from tiers.io.awaiting import Call, from_threads, settled
 from tiers.io.io_threads import IoThreads, Together
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbOptions, LmdbStore, job_bytes
+from tiers.lmdb.files import LmdbFiles, LmdbOptions, job_bytes
 from tiers.lmdb.index import payload_bytes_of, runs_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import USE_BYTES
@@ -22,7 +22,7 @@ class LmdbReads:
 
     def __init__(
         self,
-        store: LmdbStore,
+        store: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
         counts: dict[str, int],

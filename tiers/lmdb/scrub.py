@@ -27,7 +27,7 @@ from tiers.io.awaiting import from_threads, settled
 from tiers.io.direct_io import Scratch, pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbStore
+from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import payload_bytes_of, runs_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import USE_BYTES
@@ -79,7 +79,7 @@ class LmdbScrub:
     def __init__(
         self,
         folder: Path,
-        store: LmdbStore,
+        store: LmdbFiles,
         contents: LmdbContents,
         counts: dict[str, int],
         threads: IoThreads,

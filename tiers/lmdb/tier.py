@@ -44,7 +44,7 @@ from tiers.io.direct_io import DiskIo, pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.lmdb.commit_thread import Change, Clear, CommitThread, Put, Remove
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbOptions, LmdbStore
+from tiers.lmdb.files import LmdbFiles, LmdbOptions
 from tiers.lmdb.reads import LmdbReads
 from tiers.lmdb.scrub import LmdbScrub
 from tiers.lmdb.writes import LmdbWrites
@@ -59,7 +59,7 @@ _COUNTERS = (
 )
 
 
-class LmdbTier(FolderTier[LmdbStore]):
+class LmdbTier(FolderTier[LmdbFiles]):
     """See the module. ``path`` is this rank's own folder."""
 
     def __init__(
@@ -84,12 +84,12 @@ class LmdbTier(FolderTier[LmdbStore]):
 
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        store = await self._open_in_thread(LmdbStore, *arguments)
+        store = await self._open_in_thread(LmdbFiles, *arguments)
         capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._contents.records)
         medium, epochs = store.index.manifest.file_id, (self.epoch, store.found_epoch)
         return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
-    def _begin(self, store: LmdbStore, undo: ExitStack) -> None:
+    def _begin(self, store: LmdbFiles, undo: ExitStack) -> None:
         counts = self._counts = dict.fromkeys(_COUNTERS, 0)
         counts["dropped_at_open"] = len(store.recovered.bad)
         counts["quarantined"] = int(store.was_set_aside)

@@ -15,7 +15,7 @@ from tiers.io.direct_io import pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.lmdb.commit_thread import Change, Put
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbOptions, LmdbStore, job_bytes
+from tiers.lmdb.files import LmdbFiles, LmdbOptions, job_bytes
 from tiers.lmdb.io_jobs import WriteJob
 
 
@@ -25,7 +25,7 @@ class LmdbWrites:
 
     def __init__(
         self,
-        store: LmdbStore,
+        store: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
         counts: dict[str, int],

@@ -25,7 +25,7 @@ ROOM_BYTES = 32 << 20
 """Payloads of one call together, or one that is larger."""
 GIVEN_UP_AFTER_S = 10.0
 """Over TCP what has failed sooner has ended."""
-GIVEN_UP_MOST = 1 << 30
+GIVEN_UP_MAX = 1 << 30
 """Bytes that may be set aside because something may still be written there; with more of it nothing
 is read any more."""
 
@@ -39,7 +39,7 @@ class Lent:
     since: float = field(default_factory=time.monotonic)
 
 
-class Rooms:
+class BounceBuffers:
     """``register(address, bytes)`` and ``unregister(address)`` tell the store of memory. A room has
     ``room_bytes``, or more if somebody needs more at once."""
 
@@ -64,7 +64,7 @@ class Rooms:
         if not sizes:
             yield Lent([])
             return
-        if sum(room.nbytes for room in self.given_up) > GIVEN_UP_MOST:
+        if sum(room.nbytes for room in self.given_up) > GIVEN_UP_MAX:
             raise TierIoError("too many transfers were given up; restart the server to go on")
         room = self._room(sum(sizes))
         starts = np.cumsum([0, *sizes])

@@ -2,8 +2,8 @@
 
 A record is one object of the store: our header (``record``), then the payload. The store takes both
 from where they lie and puts them back there (``..._multi_buffers``), so that a payload in a slot is
-not copied when it is written. What is read, and every header, lies in ``Rooms``: a call that
-Mooncake has given up may go on moving bytes.
+not copied when it is written. What is read, and every header, lies in ``BounceBuffers``: a call
+that Mooncake has given up may go on moving bytes.
 
 The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 """
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
-from tiers.mooncake.bounce_buffers import ROOM_BYTES, Rooms, portions
+from tiers.mooncake.bounce_buffers import ROOM_BYTES, BounceBuffers, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
 BATCH = 64
@@ -83,8 +83,8 @@ class MooncakeClient:
         self._memory = memory or range(0)
         self._store = _joined(settings)
         about = (settings.protocol, self._register, self._store.unregister_buffer)
-        self._rooms = Rooms(*about, ROOM_BYTES + HEADERS_BYTES)
-        self._header_rooms = Rooms(*about, HEADERS_BYTES)
+        self._rooms = BounceBuffers(*about, ROOM_BYTES + HEADERS_BYTES)
+        self._header_rooms = BounceBuffers(*about, HEADERS_BYTES)
         try:
             if self._memory:
                 self._register(self._memory.start, len(self._memory))

@@ -36,7 +36,7 @@ from tiers.base import (
 )
 from tiers.io.awaiting import settled
 from tiers.io.daemon_threads import DaemonThreads, in_thread
-from tiers.io.timed_calls import Questions
+from tiers.io.timed_calls import TimedCalls
 from tiers.mooncake.bulletin import POST_TIMEOUT_S, Keeper, Notice
 from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings
 from tiers.record import (
@@ -98,7 +98,7 @@ class MooncakeTier(Tier):
             undo.callback(client.close)
             self._data = DaemonThreads("tier-mooncake", self._count)
             undo.callback(self._data.stop)
-            self._questions = Questions("tier-mooncake-ask", 2, "the Mooncake store")
+            self._questions = TimedCalls("tier-mooncake-ask", 2, "the Mooncake store")
             undo.pop_all()
         self._client = client
         if self._notice is not None:
@@ -163,7 +163,7 @@ class MooncakeTier(Tier):
     async def aclose(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            threads: list[DaemonThreads | Questions] = [self._data, self._questions]
+            threads: list[DaemonThreads | TimedCalls] = [self._data, self._questions]
             if self._keeper is not None:
                 self._keeper.stop()
                 threads.append(self._keeper.threads)
@@ -249,7 +249,7 @@ def _leave(opening: asyncio.Future[MooncakeClient]) -> None:
         in_thread(opening.result().close)
 
 
-def _close(client: MooncakeClient, threads: Sequence[DaemonThreads | Questions]) -> None:
+def _close(client: MooncakeClient, threads: Sequence[DaemonThreads | TimedCalls]) -> None:
     for pool in threads:
         pool.stop()
     client.close()

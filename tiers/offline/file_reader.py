@@ -33,7 +33,7 @@ def is_file_store(folder: Path) -> bool:
 
 
 class FileReader:
-    """See the module. An ``OutsideStore``. A record whose header is damaged has no key: its file's
+    """See the module. An ``OfflineStore``. A record whose header is damaged has no key: its file's
     name stands for it."""
 
     kind = "file"

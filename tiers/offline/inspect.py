@@ -52,7 +52,7 @@ class Health(enum.Enum):
     SEALED = "sealed"
 
 
-class OutsideStore(Protocol):
+class OfflineStore(Protocol):
     """What can be done with a tier's folder from outside. Belongs to one thread; blocks."""
 
     kind: str
@@ -97,7 +97,7 @@ class OutsideStore(Protocol):
 class Checker:
     """Reads and verifies records of one store, with memory of its own."""
 
-    def __init__(self, store: OutsideStore, *, has_key: bool) -> None:
+    def __init__(self, store: OfflineStore, *, has_key: bool) -> None:
         """``has_key``: whether encrypted records can be read."""
         self._store = store
         self._has_key = has_key

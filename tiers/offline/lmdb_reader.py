@@ -52,7 +52,7 @@ BATCH = 2048
 
 
 class LmdbReader:
-    """See the module. An ``OutsideStore``."""
+    """See the module. An ``OfflineStore``."""
 
     kind = "lmdb"
 

@@ -36,10 +36,10 @@ AdapterName = tuple[str, str]
 Loaded = Mapping[AdapterName, tuple[bytes, ...]]
 """A digest for each time that an adapter was loaded, on any rank; empty bytes: nobody can say."""
 
-ASKS_MOST = 4
+ASKS_MAX = 4
 """So often a request is asked to come again for what its adapter holds. Two steps may be under way
 whose workers had not loaded it."""
-ADAPTERS_MOST = 65_536
+ADAPTERS_MAX = 65_536
 
 
 class AdapterWatch:
@@ -113,7 +113,7 @@ class AdapterBook:
         if name is None or name in self._changed or len(self._last.get(name, ())) >= self.ranks:
             return False
         asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
-        return asked <= ASKS_MOST
+        return asked <= ASKS_MAX
 
     def begin(self, request: Request, identity: bytes) -> None:
         """The keys of this request are made with ``identity`` now."""
@@ -145,7 +145,7 @@ class AdapterBook:
                 logger.warning(_CHANGED, *name)
             elif is_new and not first:
                 logger.warning(_UNKNOWN, *name)
-        while len(self._last) > ADAPTERS_MOST:
+        while len(self._last) > ADAPTERS_MAX:
             self._last.pop(next(iter(self._last)))
         return [user for user, (name, _) in self._users.items() if name in self._changed]
 

@@ -26,7 +26,7 @@ from offload.connector.model.cannot_change_kv import OTHER_VARIABLES, fields_of,
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TEXT_MOST = 512
+TEXT_MAX = 512
 """Longer values count by a digest: a manifest has 64 KiB."""
 _SECRET = re.compile(r"secret|password|credential|access_key|api_key|auth_token", re.IGNORECASE)
 _KERNELS = (
@@ -126,7 +126,7 @@ def plain(value: Any) -> Any:
     values by digest, and nothing that looks like a credential."""
     found = _json(value)
     text = json.dumps(found, sort_keys=True)
-    return found if len(text) <= TEXT_MOST else f"sha256 {_digest(text)}"
+    return found if len(text) <= TEXT_MAX else f"sha256 {_digest(text)}"
 
 
 def _json(value: Any) -> Any:
@@ -178,7 +178,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= TEXT_MOST else f"sha256 {_digest(text)}"
+    return text if len(text) <= TEXT_MAX else f"sha256 {_digest(text)}"
 
 
 def _digest(text: str) -> str:

@@ -23,7 +23,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".te
 HEAD_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 12
-WHOLE_MOST = 32 * 1024 * 1024
+WHOLE_MAX = 32 * 1024 * 1024
 """Larger files that are not weights are sampled, too."""
 FILES_SHOWN = 48
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
@@ -146,7 +146,7 @@ def _tensorized(extra: Mapping[str, Any]) -> Path | None:
 
 def _content(file: Path) -> str:
     size = file.stat().st_size
-    if size > WHOLE_MOST:
+    if size > WHOLE_MAX:
         return _digest(file_identity(file))[:32]
     return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 

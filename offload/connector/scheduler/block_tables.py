@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from offload.index.chunk_batch import Run
+from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import FULL, STATE, ModelLayout
-from offload.layout.prefix_match import Coordinator
-from offload.requests.request_state import RequestTracker
+from offload.layout.prefix_match import PrefixMatcher
+from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,19 +61,19 @@ class BlockTables:
 
 
 class WantedChunks:
-    """Makes ``Run`` of trackers and block tables of one model."""
+    """Makes ``ChunkBatch`` of trackers and block tables of one model."""
 
-    def __init__(self, layout: ModelLayout, coordinator: Coordinator) -> None:
+    def __init__(self, layout: ModelLayout, matcher: PrefixMatcher) -> None:
         self._layout = layout
-        self._coordinator = coordinator
+        self._matcher = matcher
 
     def of_range(
-        self, tracker: RequestTracker, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> list[Run]:
+        self, tracker: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[ChunkBatch]:
         """The chunks that hold ``[start, end)``, by group; blocks outside are skipped."""
-        wanted: list[Run] = []
-        chunk_ranges = self._coordinator.load_ranges(start, end)
-        block_ranges = self._coordinator.block_ranges(start, end)
+        wanted: list[ChunkBatch] = []
+        chunk_ranges = self._matcher.load_ranges(start, end)
+        block_ranges = self._matcher.block_ranges(start, end)
         for index, group in enumerate(self._layout.groups):
             chunks, inside = chunk_ranges[index], block_ranges[index]
             size = group.chunk_blocks
@@ -94,12 +94,12 @@ class WantedChunks:
         return wanted
 
     def chunks(
-        self, tracker: RequestTracker, index: int, chunks: range, table: Sequence[int]
-    ) -> Run:
+        self, tracker: RequestState, index: int, chunks: range, table: Sequence[int]
+    ) -> ChunkBatch:
         """Chunks of one group that lie in these blocks."""
         group = self._layout.groups[index]
         size = group.chunk_tokens
-        return Run(
+        return ChunkBatch(
             tracker.keys[index][chunks.start : chunks.stop],
             group.group,
             table,
@@ -108,8 +108,8 @@ class WantedChunks:
         )
 
     def final(
-        self, tracker: RequestTracker, index: int, first: int, end: int, table: Sequence[int]
-    ) -> Run:
+        self, tracker: RequestState, index: int, first: int, end: int, table: Sequence[int]
+    ) -> ChunkBatch:
         """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have gone."""
         group = self._layout.groups[index]
         size = group.chunk_blocks
@@ -118,7 +118,7 @@ class WantedChunks:
         found = self.chunks(tracker, index, range(first, max(first, last)), part)
         if group.kind == FULL and 0 not in part:
             return found
-        reachable = self._coordinator.reachable
+        reachable = self._matcher.reachable
         rows = zip(*[iter(part)] * size, strict=True)
         return found.chosen(
             [0 not in row and reachable(group, chunk) for chunk, row in enumerate(rows, first)]

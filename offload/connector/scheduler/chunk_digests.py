@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from offload.connector.scheduler.block_tables import WantedChunks
-from offload.index.chunk_batch import Run
+from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import STATE, ModelLayout
 from offload.messages.plan import DigestJob
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,7 +37,7 @@ class ChunkDigests:
 
     def completed(
         self,
-        tracker: RequestTracker,
+        tracker: RequestState,
         request: Request,
         limit: int,
         tables: Sequence[Sequence[int]],
@@ -70,7 +70,7 @@ class ChunkDigests:
                 self._add(run, early=ended)
                 first[index] = end
 
-    def state(self, tracker: RequestTracker, index: int, chunk: int, run: Run) -> None:
+    def state(self, tracker: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
         """This step has handed over the recurrent state at the end of this chunk; the one that the
         request was given at its start may be among them, and was not computed."""
         first = self._next.get(tracker.request)
@@ -78,7 +78,7 @@ class ChunkDigests:
             self._add(run, early=False)
             first[index] = chunk + 1
 
-    def _add(self, run: Run, *, early: bool) -> None:
+    def _add(self, run: ChunkBatch, *, early: bool) -> None:
         if run:
             jobs = self._early if early else self._late
             jobs.append(DigestJob(run.group, tuple(run.keys), tuple(run.blocks), early))

@@ -12,20 +12,20 @@ from offload.index.request_options import REPORT
 from offload.index.timed_pins import TimedPins
 from offload.layout.groups import FULL, ModelLayout
 from offload.layout.keys import CPU
-from offload.layout.request_keys import LazyKeys
+from offload.layout.request_keys import RequestKeys
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MAKE_MOST = 1024
+MAKE_MAX = 1024
 """Keys that are made in one step because requests have ended: a tenth of a millisecond. Mostly
 their lookups, loads and stores have made them all."""
 
 
-UNTOLD_MOST = 256
+UNTOLD_MAX = 256
 """Uses that may wait for their keys; policies do not hear of the oldest beyond that."""
 
 
@@ -33,7 +33,7 @@ UNTOLD_MOST = 256
 class _Use:
     """A request that has ended used the first ``count`` of these keys."""
 
-    keys: LazyKeys
+    keys: RequestKeys
     count: int
     hints: Mapping[str, Any]
 
@@ -41,15 +41,15 @@ class _Use:
 NOT_STORED = "what was ignored may have been meant to keep this request from being stored"
 
 
-class Endings:
+class FinishedRequests:
     """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
 
     def __init__(self, layout: ModelLayout, planner: Planner, max_pinned_share: float) -> None:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
         self._layout = layout
         self._planner = planner
-        self._untold: deque[_Use] = deque(maxlen=UNTOLD_MOST)
-        self._room = MAKE_MOST
+        self._untold: deque[_Use] = deque(maxlen=UNTOLD_MAX)
+        self._room = MAKE_MAX
 
     @property
     def are_told(self) -> bool:
@@ -63,7 +63,7 @@ class Endings:
 
     def next_step(self) -> int:
         """A step is over: there is room again. Returns how many keys were made."""
-        made, self._room = MAKE_MOST - self._room, MAKE_MOST
+        made, self._room = MAKE_MAX - self._room, MAKE_MAX
         return made
 
     def go_on(self) -> None:
@@ -76,13 +76,13 @@ class Endings:
                 return
             self._planner.used(use.keys.first(use.count), use.hints)
 
-    def ended(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+    def ended(self, tracker: RequestState, request: Request, tokens: int, now: float) -> None:
         """A request has ended after ``tokens`` were computed and their chunks planned."""
         self._note_use(tracker, tokens)
         if tracker.origin.controls.pin_s:
             self._pin(tracker, request, tokens, now)
 
-    def _note_use(self, tracker: RequestTracker, tokens: int) -> None:
+    def _note_use(self, tracker: RequestState, tokens: int) -> None:
         """One use of the request's chunks, group by group in prefix order. Once per request, at
         its end, so that a policy that counts or times uses sees requests."""
         hints = tracker.origin.hints.ended
@@ -90,7 +90,7 @@ class Endings:
             self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
         self.go_on()
 
-    def _pin(self, tracker: RequestTracker, request: Request, tokens: int, now: float) -> None:
+    def _pin(self, tracker: RequestState, request: Request, tokens: int, now: float) -> None:
         """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""
         pinned = tracker.origin.hints.pinned_tokens
         if pinned:
@@ -103,7 +103,7 @@ class Endings:
                 kept_tokens.append(kept * group.chunk_tokens)
         tracker.pinned_tokens = min(kept_tokens, default=0)
 
-    def report(self, tracker: RequestTracker) -> dict[str, Any]:
+    def report(self, tracker: RequestState) -> dict[str, Any]:
         """What the client is told, as ``kv_transfer_params`` of its answer."""
         report: dict[str, Any] = {"loaded_tokens": self.loaded(tracker)}
         if tracker.origin.controls.pin_s:
@@ -114,7 +114,7 @@ class Endings:
             report["not_stored"] = NOT_STORED
         return {REPORT: report}
 
-    def loaded(self, tracker: RequestTracker) -> dict[str, int]:
+    def loaded(self, tracker: RequestState) -> dict[str, int]:
         """Tokens that were loaded for the request, by the name of the tier: none if its load has
         failed, or was under way when it was given up."""
         if tracker.failures or tracker.loading:

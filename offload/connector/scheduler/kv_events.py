@@ -29,11 +29,11 @@ from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU, GROUP_BYTES, group_of
 from offload.planner.planner import Planner
 
-WAITING_MOST = 1 << 20
+WAITING_MAX = 1 << 20
 """Changes that wait. So many come at once only if a large tier loses everything; their keys take
 less memory than its index has just given back."""
-CHANGES_MOST = 4096
-FOUND_MOST = 1024
+CHANGES_MAX = 4096
+FOUND_MAX = 1024
 """Chunks that the events of one step tell of: changes, and what was there before them. A thousand
 cost a millisecond or more on the scheduler's thread."""
 _INTEGER_BYTES = 8
@@ -82,7 +82,7 @@ class KvEvents:
         """What is to be told in this step."""
         events: list[KVCacheEvent] = [AllBlocksCleared()] if self._is_clear_due else []
         self._is_clear_due = False
-        room = CHANGES_MOST
+        room = CHANGES_MAX
         while room and self._changes:
             batch = self._changes[0]
             keys = batch.next(room)
@@ -91,7 +91,7 @@ class KvEvents:
             events += self._events(batch, keys)
             if not batch.left:
                 self._changes.popleft()
-        room = min(room, FOUND_MOST)
+        room = min(room, FOUND_MAX)
         while room and self._untold:
             batch = self._untold[0]
             keys = batch.next(room)
@@ -118,7 +118,7 @@ class KvEvents:
             return
         self._changes.append(batch)
         self._waiting += len(batch.keys)
-        if self._waiting > WAITING_MOST:
+        if self._waiting > WAITING_MAX:
             self.lost += self._waiting
             self.cleared()
             self._untold = self._all_there()

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.connector.model.adapters import AdapterBook
-from offload.index.chunk_batch import Origin
-from offload.index.request_options import FIELD, WRONG_MOST, parse_controls, parse_hints
+from offload.index.chunk_batch import RequestOrigin
+from offload.index.request_options import FIELD, WRONG_MAX, parse_controls, parse_hints
 from offload.layout.groups import ModelLayout, recorded_group
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 from offload.requests.trace_recorder import Seen, TraceRecorder
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Intake:
+class NewRequests:
     """Makes trackers. With ``require_salt`` requests without a salt stay outside; ``tiers`` are the
     names of the lower tiers. ``wrong_values`` counts what clients got wrong."""
 
@@ -44,14 +44,14 @@ class Intake:
         self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
         self._warned = False
 
-    def admit(self, request: Request) -> RequestTracker | None:
+    def admit(self, request: Request) -> RequestState | None:
         """The tracker of a request that was not seen before; ``None``: ask again in the next step,
         because what its adapter holds may be known by then. Where that stays unknown the request
         stays outside."""
         identity = self._adapters.identity_of(request)
         if identity is None and self._adapters.may_come(request):
             return None
-        tracker = RequestTracker(request.request_id, self._layout, identity or b"")
+        tracker = RequestState(request.request_id, self._layout, identity or b"")
         self._adapters.begin(request, identity or b"")
         has_no_salt = self._require_salt and not request.cache_salt
         tracker.no_load = tracker.no_store = has_no_salt or identity is None
@@ -69,13 +69,13 @@ class Intake:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _listen(self, tracker: RequestTracker, request: Request) -> None:
+    def _listen(self, tracker: RequestState, request: Request) -> None:
         """Take in controls and hints. What is wrong in them is told in the answer's parameters
         and counted; the first is logged for all."""
         params = getattr(request, "kv_transfer_params", None)
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
-        tracker.wrong = [*wrong, *wrong_hints][:WRONG_MOST]
+        tracker.wrong = [*wrong, *wrong_hints][:WRONG_MAX]
         has_ours = isinstance(params, Mapping) and params.get(FIELD) is not None
         tracker.told = has_ours or bool(tracker.wrong)
         tracker.no_load = tracker.no_load or controls.no_load
@@ -91,9 +91,9 @@ class Intake:
             )
         salt = request.cache_salt
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
-        tracker.origin = Origin(digest, hints, controls)
+        tracker.origin = RequestOrigin(digest, hints, controls)
 
-    def _record(self, recorder: TraceRecorder, tracker: RequestTracker, request: Request) -> None:
+    def _record(self, recorder: TraceRecorder, tracker: RequestState, request: Request) -> None:
         tracker.extend(request.block_hashes)
         size = self._layout.groups[self._recorded].chunk_tokens
         keys = tracker.keys[self._recorded].frozen(request.num_prompt_tokens // size)

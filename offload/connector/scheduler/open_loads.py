@@ -6,7 +6,7 @@ WAIT_S = 30.0
 """The longest that a request whose load has failed lets others go first."""
 
 
-class UnseenLoads:
+class UnfinishedLoads:
     """For vLLM's scheduler thread. Loads are numbered as they begin, because a request may load
     again, and its name may be used again."""
 

@@ -44,7 +44,7 @@ class _Attempt:
         return self.epoch is not None or bool(self.error)
 
 
-class OwedEpochs:
+class PendingEpochs:
     """For ``tiers`` tiers. ``begin_one(tier, noted)`` begins a new epoch of a tier durably and
     returns it, or raises; it calls ``noted`` as soon as a server that starts would find it."""
 

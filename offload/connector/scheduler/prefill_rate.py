@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class PrefillClock:
+class PrefillRate:
     """Measures each request from the step that first computes it until its first output token is
     there. ``observe(tokens, seconds)`` takes the tokens that were computed meanwhile."""
 

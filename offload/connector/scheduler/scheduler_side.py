@@ -17,20 +17,20 @@ from offload.connector.guard import Faults
 from offload.connector.model.adapters import AdapterBook, Loaded
 from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.connector.scheduler.chunk_digests import ChunkDigests
-from offload.connector.scheduler.finished_requests import Endings
-from offload.connector.scheduler.new_requests import Intake
-from offload.connector.scheduler.open_loads import UnseenLoads
-from offload.connector.scheduler.prefill_rate import PrefillClock
+from offload.connector.scheduler.finished_requests import FinishedRequests
+from offload.connector.scheduler.new_requests import NewRequests
+from offload.connector.scheduler.open_loads import UnfinishedLoads
+from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.keys import CPU
-from offload.layout.prefix_match import Coordinator, find_gap, present_in
+from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
 from offload.planner.loads import STEP_CHUNKS
 from offload.planner.planner import Planner
 from offload.requests.lookup import Lookups
 from offload.requests.miss_reasons import RequestLog
-from offload.requests.request_state import RequestTracker
+from offload.requests.request_state import RequestState
 from offload.requests.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_MOST = LOOK_AT_END_MOST = 1024
+LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
 """Chunks of an ended request that are looked for once more, and of those that were not before."""
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
@@ -66,32 +66,32 @@ class SchedulerSide:
         self.planner: Planner | None = None
         self.adapters = adapters
         self._faults = faults
-        self.intake = Intake(
+        self.intake = NewRequests(
             layout, adapters, require_salt=require_salt, recorder=recorder, tiers=tiers
         )
         self.log = log or RequestLog()
         self.lookups: Lookups | None = None
         self.unit_bytes: Mapping[str, int] = {}
-        self._endings: Endings | None = None
+        self._endings: FinishedRequests | None = None
         self._max_pinned_share = max_pinned_share
-        self._coordinator = Coordinator(layout)
-        self._wanted = WantedChunks(layout, self._coordinator)
+        self._matcher = PrefixMatcher(layout)
+        self._wanted = WantedChunks(layout, self._matcher)
         self._tables = BlockTables(layout)
         self._digests = ChunkDigests(layout, self._wanted) if verify else None
         paced = [(n, g) for n, g in enumerate(layout.groups) if g.kind != STATE]
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
-        self._trackers: dict[str, RequestTracker] = {}
+        self._trackers: dict[str, RequestState] = {}
         self._requests: dict[str, Request] = {}
-        self._unseen = UnseenLoads()
+        self._unseen = UnfinishedLoads()
         self._moved_at = time.monotonic()
-        self._clock = PrefillClock(self._computed)
+        self._clock = PrefillRate(self._computed)
 
     def attach(self, planner: Planner, foreign: Sequence[str] = ()) -> None:
         """The workers are ready: start to plan. ``foreign``: see
         ``offload.requests.miss_reasons.Explainer``."""
         self.planner = planner
-        self._endings = Endings(self.layout, planner, self._max_pinned_share)
-        self.lookups = Lookups(self._coordinator, planner, self.log, foreign)
+        self._endings = FinishedRequests(self.layout, planner, self._max_pinned_share)
+        self.lookups = Lookups(self._matcher, planner, self.log, foreign)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -159,14 +159,14 @@ class SchedulerSide:
             self._faults.note("explain", error)
 
     def _plan_load(
-        self, tracker: RequestTracker, block_ids: tuple[list[int], ...], external_tokens: int
+        self, tracker: RequestState, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         assert self.planner is not None
         start = tracker.lookup_start
         self.planner.fence(self._tables.beyond(block_ids, start))
         wanted = self._wanted.of_range(tracker, block_ids, start, start + external_tokens)
         tracker.sources = self.planner.plan_load(tracker.request, wanted)
-        tracker.loaded = self._coordinator.load_ranges(start, start + external_tokens)
+        tracker.loaded = self._matcher.load_ranges(start, start + external_tokens)
         tracker.loading = True
         self._moved_at = time.monotonic()
 
@@ -192,7 +192,7 @@ class SchedulerSide:
             self._endings.ended(tracker, request, limit, time.monotonic())
         return self._endings.report(tracker) if tracker.told else None
 
-    def _look_again(self, tracker: RequestTracker) -> None:
+    def _look_again(self, tracker: RequestState) -> None:
         """Chunks may have been evicted while their request ran, which counts as their use only
         now. Store them again from the GPU: what comes behind a hole can never be hit."""
         assert self.planner is not None
@@ -201,7 +201,7 @@ class SchedulerSide:
         present = present_in(*self.planner.holders)
         for index, group in enumerate(self.layout.groups):
             done = tracker.keys[index][: tracker.next_chunk[index]]
-            hole = find_gap(present, done, LOOK_AGAIN_MOST) if group.kind == FULL else None
+            hole = find_gap(present, done, LOOK_AGAIN_MAX) if group.kind == FULL else None
             if hole is not None:
                 tracker.next_chunk[index] = hole
                 tracker.loaded = ()
@@ -240,7 +240,7 @@ class SchedulerSide:
         except Exception as error:  # loads and fences of this step must go out all the same
             self._faults.note("build_connector_meta", error)
             self.planner.distrust_stores()
-            return self.planner.step(idle=idle, demote=False)
+            return self.planner.step(idle=idle, write_through=False)
 
     def _prepare(self, output: SchedulerOutput) -> None:
         assert self.planner is not None
@@ -287,7 +287,7 @@ class SchedulerSide:
             self.planner.computed(tokens, seconds)
 
     def _store_scheduled(
-        self, output: SchedulerOutput, tracker: RequestTracker, request: Request, scheduled: int
+        self, output: SchedulerOutput, tracker: RequestState, request: Request, scheduled: int
     ) -> None:
         # Known tokens only: what is sampled or drafted in this step may still be rejected.
         limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -298,14 +298,14 @@ class SchedulerSide:
                 self._store_ready(tracker, request, limit, table)
         tracker.ready_at = self._ready_at(tracker)
 
-    def _ready_at(self, tracker: RequestTracker) -> int:
+    def _ready_at(self, tracker: RequestState) -> int:
         """Where the first chunk ends that is not stored. States are handed over elsewhere."""
         ends = [(tracker.next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
         return min(ends) if ends else sys.maxsize
 
     def _store_ready(
         self,
-        tracker: RequestTracker,
+        tracker: RequestState,
         request: Request,
         limit: int,
         block_ids: Sequence[Sequence[int]],
@@ -327,11 +327,11 @@ class SchedulerSide:
             self._store_up_to(tracker, index, end, block_ids[group.group], ended=ended)
 
     def _store_up_to(
-        self, tracker: RequestTracker, index: int, end: int, table: Sequence[int], *, ended: bool
+        self, tracker: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool
     ) -> None:
         """As many chunks of one group as one step takes; not what was loaded."""
         assert self.planner is not None
-        most = LOOK_AT_END_MOST if ended else STEP_CHUNKS * self.planner.budget.times
+        most = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self.planner.budget.times
         size = self.layout.groups[index].chunk_tokens
         loaded = tracker.loaded[index] if tracker.loaded else range(0)
         if ended and end - tracker.next_chunk[index] > most:  # what was computed comes first
@@ -373,7 +373,7 @@ class SchedulerSide:
                 group = self.layout.groups[index]
                 chunk, rest = divmod(tokens, group.chunk_tokens)
                 known = rest == 0 and 0 < chunk <= len(tracker.keys[index])
-                if known and self._coordinator.reachable(group, chunk - 1):
+                if known and self._matcher.reachable(group, chunk - 1):
                     last = range(chunk - 1, chunk)
                     run = self._wanted.chunks(tracker, index, last, (block,))
                     if self._digests is not None:
@@ -415,7 +415,7 @@ class SchedulerSide:
             self.planner.complete(report)
         self.lookups.ended(ended, failures)
 
-    def _tracker(self, request: Request) -> RequestTracker:
+    def _tracker(self, request: Request) -> RequestState:
         self.on_new_request(request)
         return self._trackers[request.request_id]
 

@@ -21,7 +21,7 @@ from offload.connector.worker.cpu_affinity import threads_unbound
 from offload.errors import CapacityError, ConfigError, Problem, TierUnavailableError
 from offload.layout.keys import GROUP_BYTES, groups_of, joined
 from offload.layout.registration import Registration
-from offload.loop import OffloadLoop
+from offload.loop import EventLoopThread
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState, RankTier
 from offload.namespaces.manifest import Namespace
@@ -68,7 +68,7 @@ class WorkerSide:
         self._namespace = namespace
         self._fence_is_late = fence_is_late
         self._state: RankState | None = None
-        self._loop: OffloadLoop | None = None
+        self._loop: EventLoopThread | None = None
         self._executor: Executor | None = None
         self._slab: HostSlab | None = None
         self._keep_alive: object = None
@@ -107,7 +107,7 @@ class WorkerSide:
         undo.callback(engine.close)
         memory = _addresses(self._slab)
         tiers = [make_tier(spec, smallest, memory) for spec in specs]
-        self._loop = OffloadLoop()
+        self._loop = EventLoopThread()
         undo.callback(self._stop_loop)
         staging = range(counts.staging)  # the first slots: they are pinned first
         limits = ExecutorLimits(

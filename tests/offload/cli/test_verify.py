@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.admin.verify import Pace, Scrubbed, repair, scrub
-from offload.namespaces.inventory import Store, find_homes
+from offload.namespaces.inventory import RankFolder, find_homes
 from tests.offload.cli.stores import (
     OTHER,
     RECORD_NAMESPACE,
@@ -48,7 +48,7 @@ def names(*numbers: int) -> set[str]:
     return {key_of(number).hex() for number in numbers}
 
 
-def only_store(root: Path) -> Store:
+def only_store(root: Path) -> RankFolder:
     [home] = find_homes(root)
     [store] = home.stores
     return store

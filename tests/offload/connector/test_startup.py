@@ -10,7 +10,7 @@ import torch
 
 from offload.config.schema import parse_config
 from offload.connector.model.layout import model_layout
-from offload.connector.startup import Setup, _form_of
+from offload.connector.startup import ServerSetup, _form_of
 from offload.namespaces.manifest import Namespace
 from tests.offload.connector.kv_cache_configs import config_of, full, groups_of, mamba, vllm_config
 
@@ -65,5 +65,5 @@ def test_the_block_size_in_use_is_said(
     config.kv_transfer_config = SimpleNamespace(kv_load_failure_policy="recompute", engine_id="e")
     layout = model_layout(geometry, config, 1)
     settings = parse_config({"cpu": {"capacity": "1GiB"}})
-    Setup(config, geometry, settings, layout, Namespace.of({}), 0, 1, 0).announce()
+    ServerSetup(config, geometry, settings, layout, Namespace.of({}), 0, 1, 0).announce()
     assert [line for line in caplog.messages if "--block-size" in line] == lines

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.config.schema import parse_config
 from offload.worker.tier_factory import TierSpec, make_tier
-from offload.worker.tier_folders import TierPlaces
+from offload.worker.tier_folders import TierFolders
 from tests.offload.geometry.engines_on_disk import KEYS, geometry_of, namespace_of, payload
 from tests.tiers.mooncake.real_store import Master
 from tiers.base import Tier, WriteOutcome
@@ -29,7 +29,7 @@ def store_specs(
     records = hashlib.blake2b(f"{model}:{ranks}".encode(), digest_size=16).digest()
     geometry = replace(about.pop("geometry", None) or geometry_of(ranks, rank), records=records)
     namespace = namespace_of(ranks, model={"name": model}, **about)
-    return TierPlaces(
+    return TierFolders(
         config, namespace, geometry.records, rank, 0, 1, engine="test", geometry=geometry
     ).specs()
 

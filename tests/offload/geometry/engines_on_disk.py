@@ -14,7 +14,7 @@ from offload.layout.keys import group_suffix
 from offload.namespaces.geometry import HEADS, Geometry, GroupGeometry, LayerGeometry
 from offload.namespaces.manifest import Namespace
 from offload.worker.tier_factory import TierSpec, make_tier
-from offload.worker.tier_folders import TierPlaces
+from offload.worker.tier_folders import TierFolders
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.testing import aligned
 
@@ -48,14 +48,14 @@ def geometry_of(ranks: int, rank: int, split: str = HEADS) -> Geometry:
     return Geometry(bytes([ranks]) * 16, rank, ranks, "LBHNC", (group,))
 
 
-def places(path: Path, ranks: int, rank: int = 0, how: str = "own", **options: Any) -> TierPlaces:
+def places(path: Path, ranks: int, rank: int = 0, how: str = "own", **options: Any) -> TierFolders:
     about = {key: options.pop(key) for key in ("namespace", "geometry") if key in options}
     table = {"type": "lmdb", "path": str(path), "capacity": "64MiB", "reserve": 0}
     tiers = [table | {"geometry": how} | options]
     config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": tiers})
     geometry = about.get("geometry") or geometry_of(ranks, rank)
     namespace = about.get("namespace") or namespace_of(ranks)
-    return TierPlaces(
+    return TierFolders(
         config, namespace, geometry.records, rank, 0, ranks, engine="test", geometry=geometry
     )
 

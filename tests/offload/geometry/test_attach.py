@@ -10,13 +10,13 @@ import pytest
 from offload.config.schema import parse_config, tier_names
 from offload.errors import ConfigError, NamespaceError
 from offload.geometry.folder_source import find_foreign
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import read_epoch, replica_folder
 from offload.namespaces.geometry import OWN
-from offload.planner.write_through import DemotionQueue
+from offload.planner.write_through import WriteThroughQueue
 from policies.base import EntryInfo
 from policies.registry import make_policy
 from tests.offload.geometry.engines_on_disk import (
@@ -147,11 +147,11 @@ def test_nothing_is_written_through_to_what_is_only_read() -> None:
     groups = {0: GroupInfo("full", 32, (4096,))}
     queued = []
     for read_only in (False, True):
-        cpu = TierIndex("cpu", SlotSpace(4), make_policy("lru"))
+        cpu = TierIndex("cpu", SlotCapacity(4), make_policy("lru"))
         cpu.reserve(KEYS[:1], [EntryInfo(0, "full")])
         cpu.commit(KEYS[:1])
-        disk = TierIndex("disk", ByteSpace(1 << 20), make_policy("lru"))
-        queue = DemotionQueue(0, disk, read_only=read_only)
+        disk = TierIndex("disk", ByteCapacity(1 << 20), make_policy("lru"))
+        queue = WriteThroughQueue(0, disk, read_only=read_only)
         queue.offer(KEYS[:1], cpu, groups)
         queued.append(len(queue))
     assert queued == [1, 0]

@@ -19,7 +19,7 @@ from tests.offload.geometry.engines_in_a_store import engine, opened, store_spec
 from tests.offload.geometry.engines_on_disk import KEYS, geometry_of, namespace_of, payload, read
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.adapters import remote_read_only as remote_foreign_tier
-from tiers.adapters.remote_read_only import RemoteForeignTier
+from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bulletin as mooncake_board
 from tiers.mooncake import client as mooncake_client
@@ -218,7 +218,7 @@ def test_no_master_is_said_at_once(tmp_path: Any) -> None:
 
 def look_now(tier: Any) -> None:
     """What the tier does once a minute."""
-    assert isinstance(tier, RemoteForeignTier)
+    assert isinstance(tier, RemoteReadOnlyTier)
     assert tier._source is not None
     tier._source.look()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload.errors import NamespaceError
 from offload.geometry.mooncake_source import board_of
-from offload.geometry.translate import GroupPlan, Obstacle, apply, obstacles, plan_group
+from offload.geometry.translate import GroupPlan, Incompatibility, apply, obstacles, plan_group
 from offload.namespaces.geometry import (
     COPIES,
     HEADS,
@@ -397,7 +397,7 @@ def test_what_cannot_be_proven_is_refused(name: str) -> None:
     case, change, text = REFUSED[name]
     stored, now = case.geometry(0, 0), case.geometry(1, 0)
     assert obstacles(stored, now) == []
-    found: list[Obstacle] = obstacles(stored, change(now))
+    found: list[Incompatibility] = obstacles(stored, change(now))
     assert len(found) == 1
     assert str(found[0]).startswith(text), str(found[0])
 

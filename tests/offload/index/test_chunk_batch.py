@@ -9,10 +9,10 @@ import pytest
 from offload.index.chunk_batch import (
     PAIR_TOKENS,
     UNKNOWN,
-    Entries,
+    ChunkBatch,
     GroupInfo,
-    Origin,
-    Run,
+    LazyEntryInfos,
+    RequestOrigin,
     chosen,
     joined,
     sized,
@@ -21,11 +21,11 @@ from offload.index.chunk_batch import (
 from offload.index.request_options import RequestHints
 from policies.base import EntryInfo, hints_among
 
-HINTED = Origin(b"salt", RequestHints({"session": 3}, {}, 100.0))
-PINNED = Origin(b"salt", RequestHints({}, {}, 100.0))
+HINTED = RequestOrigin(b"salt", RequestHints({"session": 3}, {}, 100.0))
+PINNED = RequestOrigin(b"salt", RequestHints({}, {}, 100.0))
 
 
-def told(info: GroupInfo, origin: Origin, depth: int, size: int) -> EntryInfo:
+def told(info: GroupInfo, origin: RequestOrigin, depth: int, size: int) -> EntryInfo:
     """Of one chunk, the simplest way."""
     slope = info.chunk_tokens / PAIR_TOKENS if info.kind == "full" else 0.0
     cost = info.chunk_tokens + slope * max(depth - info.chunk_tokens / 2, 0.0)
@@ -36,10 +36,10 @@ def told(info: GroupInfo, origin: Origin, depth: int, size: int) -> EntryInfo:
 @pytest.mark.parametrize("count", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", ["full", "window"])
 @pytest.mark.parametrize("origin", [UNKNOWN, HINTED, PINNED])
-def test_by_columns_as_one_by_one(count: int, kind: str, origin: Origin) -> None:
+def test_by_columns_as_one_by_one(count: int, kind: str, origin: RequestOrigin) -> None:
     info = GroupInfo(kind, 16, (300,))
     depths = range(16, 16 * (count + 1), 16)
-    run = Run([b"%d" % n for n in depths], 2, list(depths), depths, origin)
+    run = ChunkBatch([b"%d" % n for n in depths], 2, list(depths), depths, origin)
     found = info.entries(run, 1)
     naive = [told(info, origin, depth, 1) for depth in depths]
     assert list(found) == naive
@@ -54,8 +54,8 @@ def test_by_columns_as_one_by_one(count: int, kind: str, origin: Origin) -> None
     flags = [rng.random() < 0.5 for _ in range(count)]
     assert list(chosen(found, flags)) == chosen(naive, flags)
     parts = [found[:3], found[3:]]
-    assert isinstance(joined(parts), Entries), "nothing is made of them"
+    assert isinstance(joined(parts), LazyEntryInfos), "nothing is made of them"
     assert list(joined(parts)) == naive
-    others = info.entries(Run([b"x"], 2, [0], [99], Origin(b"other")), 1)
+    others = info.entries(ChunkBatch([b"x"], 2, [0], [99], RequestOrigin(b"other")), 1)
     assert list(joined([found, others])) == [*naive, *others]
     assert list(joined([])) == []

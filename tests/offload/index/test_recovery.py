@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from offload.index.capacity import ByteSpace
+from offload.index.capacity import ByteCapacity
 from offload.index.recovery import held_by_all, recover
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
@@ -27,7 +27,7 @@ def column_of(keys: list[bytes]) -> KeyColumn:
 
 
 def index_for(capacity: int) -> TierIndex:
-    return TierIndex("disk", ByteSpace(capacity), LruPolicy())
+    return TierIndex("disk", ByteCapacity(capacity), LruPolicy())
 
 
 def test_every_key_gets_the_size_of_its_group_and_keeps_its_turn() -> None:

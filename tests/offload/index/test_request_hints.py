@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Origin, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.request_options import NO_HINTS, RequestHints, parse_hints
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
@@ -115,26 +115,26 @@ class Spy(LruPolicy):
 def _planner() -> tuple[Planner, Spy, Spy]:
     above, below = Spy(), Spy()
     groups = {GROUP: GroupInfo("full", 16, (100,))}
-    cpu = TierIndex("cpu", SlotSpace(8, 0), above)
-    lower = TierIndex("disk", ByteSpace(1000), below)
+    cpu = TierIndex("cpu", SlotCapacity(8, 0), above)
+    lower = TierIndex("disk", ByteCapacity(1000), below)
     return Planner(groups, cpu, [lower]), above, below
 
 
-def _wanted(count: int, origin: Origin) -> Run:
+def _wanted(count: int, origin: RequestOrigin) -> ChunkBatch:
     depths = range(16, 16 * (count + 1), 16)
-    return Run(KEYS[:count], GROUP, list(range(count)), depths, origin)
+    return ChunkBatch(KEYS[:count], GROUP, list(range(count)), depths, origin)
 
 
 def _answer(planner: Planner) -> None:
     """Every job of the next step ends well."""
     step = planner.step()
-    jobs = [*step.stores, *step.demotes]
+    jobs = [*step.stores, *step.write_throughs]
     planner.complete(StepReport({job.job: JobResult() for job in jobs}))
 
 
 def test_policies_are_told_all_that_is_known_of_a_chunk_in_every_tier() -> None:
     planner, above, below = _planner()
-    origin = Origin(b"salt", read(session="s", pinned=16)[0])
+    origin = RequestOrigin(b"salt", read(session="s", pinned=16)[0])
     planner.plan_store(_wanted(2, origin))
     _answer(planner)
     _answer(planner)
@@ -152,7 +152,7 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
     """Its last chunks are still being stored when it ends."""
     planner, above, below = _planner()
     end = {names.SESSION_END: True}
-    planner.plan_store(_wanted(2, Origin()))
+    planner.plan_store(_wanted(2, RequestOrigin()))
     planner.used(KEYS[:2], end)
     assert above.told == []
     _answer(planner)
@@ -163,7 +163,7 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
 
 def test_a_use_is_noted_also_where_the_store_is_cancelled() -> None:
     planner, above, _ = _planner()
-    planner.plan_store(_wanted(2, Origin()))
+    planner.plan_store(_wanted(2, RequestOrigin()))
     planner.used(KEYS[:2])
     planner.fence([0])
     assert above.told == [("touch", KEYS[:2])]

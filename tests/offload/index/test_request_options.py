@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from offload.index import request_options as controls_module
 from offload.index import request_options as hints_module
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import UNKNOWN, GroupInfo, Origin, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.request_options import (
     CONTROL_NAMES,
-    NAMES_MOST,
+    NAMES_MAX,
     NO_CONTROLS,
-    WRONG_MOST,
+    WRONG_MAX,
     Controls,
     parse_controls,
     parse_hints,
@@ -26,7 +26,7 @@ from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
-from offload.planner.write_through import DemotionQueue
+from offload.planner.write_through import WriteThroughQueue
 from policies.admission import SecondUse, WriteBudget
 from policies.eviction.lru import LruPolicy
 
@@ -164,7 +164,7 @@ def test_many_names_of_a_client_are_looked_at_briefly(monkeypatch: pytest.Monkey
     many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}
     assert parse_controls({**many, "kvtiers": many}, TIERS)[0].doubted
     parse_hints({"kvtiers": many})
-    assert len(asked) <= NAMES_MOST + WRONG_MOST
+    assert len(asked) <= NAMES_MAX + WRONG_MAX
 
 
 @pytest.mark.parametrize(
@@ -224,21 +224,21 @@ def test_no_json_raises_and_what_is_described_is_short(told: Any) -> None:
     controls, wrong = parse_controls({"kvtiers": told}, TIERS)
     _, more = parse_hints({"kvtiers": told})
     assert all(len(text) < 250 for text in (*wrong, *more))
-    assert len(more) <= WRONG_MOST
+    assert len(more) <= WRONG_MAX
     assert 0 <= controls.pin_s <= 86_400
 
 
 def test_thousands_of_names_are_described_briefly() -> None:
     _, wrong = parse_hints({"kvtiers": {f"n{number}": 1 for number in range(10_000)}})
-    assert len(wrong) == WRONG_MOST
+    assert len(wrong) == WRONG_MAX
 
 
 # -- obeyed by the planner -----------------------------------------------------------------------
 
 
-def run(numbers: range, origin: Origin = UNKNOWN) -> Run:
+def run(numbers: range, origin: RequestOrigin = UNKNOWN) -> ChunkBatch:
     depths = [16 * (n + 1) for n in numbers]
-    return Run([KEYS[n] for n in numbers], GROUP, list(numbers), depths, origin)
+    return ChunkBatch([KEYS[n] for n in numbers], GROUP, list(numbers), depths, origin)
 
 
 class Bed:
@@ -251,15 +251,15 @@ class Bed:
         admission: Any = None,
         cpu_admission: Any = None,
     ) -> None:
-        cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-        self.disk = TierIndex("lmdb", ByteSpace(disk_chunks * 10), LruPolicy())
-        self.queue = DemotionQueue(0, self.disk, admissions=admission or ())
+        cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        self.disk = TierIndex("lmdb", ByteCapacity(disk_chunks * 10), LruPolicy())
+        self.queue = WriteThroughQueue(0, self.disk, admissions=admission or ())
         groups = {GROUP: GroupInfo("full", 16, (10,))}
         self.planner = Planner(
             groups,
             cpu,
             [self.disk],
-            demotions=[self.queue],
+            write_through_queues=[self.queue],
             max_load_chunks=4,
             max_load_blocks=4,
             admission=cpu_admission,
@@ -271,14 +271,14 @@ class Bed:
         self.finish()
 
     @staticmethod
-    def origin(**told: Any) -> Origin:
+    def origin(**told: Any) -> RequestOrigin:
         params = {"kvtiers": told}
-        return Origin(b"", parse_hints(params)[0], parse_controls(params, TIERS)[0])
+        return RequestOrigin(b"", parse_hints(params)[0], parse_controls(params, TIERS)[0])
 
     def finish(self) -> None:
         for _ in range(3):
             plan = self.planner.step()
-            jobs = [*plan.stores, *plan.demotes, *plan.loads]
+            jobs = [*plan.stores, *plan.write_throughs, *plan.loads]
             self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
         self.planner.check()
 

@@ -11,7 +11,7 @@ import pytest
 from offload.index import request_options as controls
 from offload.index.timed_pins import TimedPins, _Kept
 from offload.planner.loads import LoadPlanner
-from offload.planner.write_through import DemotionQueue
+from offload.planner.write_through import WriteThroughQueue
 from tests.offload.index import test_request_options as served
 from tests.offload.index import test_timed_pins as pins
 
@@ -79,7 +79,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
         served.test_a_prompt_can_be_kept_off_the_disk,
     ),
     "low priority displaces": (
-        instead(DemotionQueue, "_may_displace", True),
+        instead(WriteThroughQueue, "_may_displace", True),
         served.test_low_priority_does_not_displace_on_the_disk,
     ),
     "low priority has the whole load budget": (

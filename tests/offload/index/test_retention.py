@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.index.capacity import SlotSpace
+from offload.index.capacity import SlotCapacity
 from offload.index.tier_index import TierIndex
 from policies.base import EntryInfo
 from policies.registry import make_policy
@@ -16,7 +16,7 @@ OTHERS = [b"b%03d" % number for number in range(CHUNKS)]
 
 def full_index(policy: str) -> TierIndex:
     """Two prompts, the older one ``PREFIX``, fill the tier."""
-    index = TierIndex("cpu", SlotSpace(2 * CHUNKS), make_policy(policy))
+    index = TierIndex("cpu", SlotCapacity(2 * CHUNKS), make_policy(policy))
     for keys in (PREFIX, OTHERS):
         index.reserve(keys, [EntryInfo()] * CHUNKS)
         index.commit(keys)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from offload.errors import InvariantError
 from offload.index import tier_index as index_module
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState
 from offload.index.tier_index import TierIndex
 from policies.base import EntryInfo
@@ -88,7 +88,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = TierIndex("cpu", SlotSpace(SLOTS), LruPolicy())
+        self.index = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
         self.model = NaiveIndex()
         self.jobs: list[bytes] = []  # keys that some job is filling
         self.pinned: list[bytes] = []
@@ -216,7 +216,7 @@ def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.M
 
 def in_state(state: ChunkState) -> TierIndex:
     """An index whose chunk ``KEYS[0]`` is in the given state."""
-    index, key = TierIndex("cpu", SlotSpace(2), LruPolicy()), [KEYS[0]]
+    index, key = TierIndex("cpu", SlotCapacity(2), LruPolicy()), [KEYS[0]]
     if state is not ChunkState.ABSENT:
         index.reserve(key, [EntryInfo()])
     if state in (ChunkState.RESIDENT, ChunkState.PINNED, ChunkState.DOOMED):
@@ -264,7 +264,7 @@ def test_every_event_in_every_state_is_as_the_table_says(
 
 
 def test_a_pinned_chunk_is_not_evicted() -> None:
-    index = TierIndex("cpu", SlotSpace(2), LruPolicy())
+    index = TierIndex("cpu", SlotCapacity(2), LruPolicy())
     for key in KEYS[:2]:
         index.reserve([key], [EntryInfo()])
         index.commit([key])
@@ -279,7 +279,7 @@ class _Evil(LruPolicy):
 
 
 def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> None:
-    index = TierIndex("cpu", SlotSpace(1), _Evil())
+    index = TierIndex("cpu", SlotCapacity(1), _Evil())
     index.reserve([KEYS[0]], [EntryInfo()])
     index.commit([KEYS[0]])
     index.pin([KEYS[0]])
@@ -292,7 +292,7 @@ def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> Non
 
 
 def test_evicting_a_pinned_key_is_an_invariant_error_behind_the_guard_too() -> None:
-    index = TierIndex("cpu", SlotSpace(1), LruPolicy())
+    index = TierIndex("cpu", SlotCapacity(1), LruPolicy())
     index.policy = _Evil()
     index.reserve([KEYS[0]], [EntryInfo()])
     index.commit([KEYS[0]])
@@ -302,7 +302,7 @@ def test_evicting_a_pinned_key_is_an_invariant_error_behind_the_guard_too() -> N
 
 
 def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
-    index = TierIndex("lmdb", ByteSpace(1000), LruPolicy(), low_watermark=0.8)
+    index = TierIndex("lmdb", ByteCapacity(1000), LruPolicy(), low_watermark=0.8)
     info = EntryInfo(size_bytes=100)
     index.reserve(KEYS[:10], [info] * 10)
     index.commit(KEYS[:10])
@@ -314,7 +314,7 @@ def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
 
 
 def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
-    index = TierIndex("lmdb", ByteSpace(250), LruPolicy())
+    index = TierIndex("lmdb", ByteCapacity(250), LruPolicy())
     info = EntryInfo(size_bytes=100)
     assert index.recover(KEYS[:3], [info] * 3) == [KEYS[2]]
     assert index.reserve([KEYS[5]], [info]).evicted == (KEYS[0],)
@@ -324,7 +324,7 @@ def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1, 1, 2]]])
 def test_recovery_at_once_is_recovery_one_by_one(policy: str, parts: list[list[int]]) -> None:
     """An empty index takes everything at once, unless a key comes twice."""
-    index = TierIndex("lmdb", ByteSpace(350), make_policy(policy))
+    index = TierIndex("lmdb", ByteCapacity(350), make_policy(policy))
     resident = index.resident
     info = EntryInfo(size_bytes=100)
     rejected: list[bytes] = []

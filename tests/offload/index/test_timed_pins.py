@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
-from offload.index.timed_pins import EXPIRED_MOST, TimedPins
+from offload.index.timed_pins import EXPIRED_MAX, TimedPins
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -18,8 +18,8 @@ def key(number: int) -> bytes:
 
 class Bed:
     def __init__(self, slots: int = 8, disk: int = 40, share: float = 0.5) -> None:
-        self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-        self.disk = TierIndex("disk", ByteSpace(disk * 10), LruPolicy())
+        self.cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        self.disk = TierIndex("disk", ByteCapacity(disk * 10), LruPolicy())
         groups = {0: GroupInfo("full", 16, (10,))}
         self.pins = TimedPins(self.cpu, [self.disk], groups, share)
 
@@ -97,11 +97,11 @@ def test_a_longer_time_wins_and_a_shorter_does_not() -> None:
 
 
 def test_many_that_end_at_once_are_let_go_in_portions() -> None:
-    bed = Bed(slots=3 * EXPIRED_MOST, share=1.0)
-    bed.put(bed.cpu, *range(2 * EXPIRED_MOST))
-    bed.pins.keep([key(n) for n in range(2 * EXPIRED_MOST)], 1.0, now=0.0)
+    bed = Bed(slots=3 * EXPIRED_MAX, share=1.0)
+    bed.put(bed.cpu, *range(2 * EXPIRED_MAX))
+    bed.pins.keep([key(n) for n in range(2 * EXPIRED_MAX)], 1.0, now=0.0)
     bed.pins.tick(10.0)
-    assert bed.pins.used()["cpu"] == EXPIRED_MOST
+    assert bed.pins.used()["cpu"] == EXPIRED_MAX
     bed.pins.tick(10.0)
     assert bed.pins.used()["cpu"] == 0
 

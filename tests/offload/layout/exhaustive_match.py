@@ -1,4 +1,5 @@
-"""The promise of ``Coordinator.longest_hit`` read literally: try every boundary, token by token."""
+"""The promise of ``PrefixMatcher.longest_match`` read literally: try every boundary, token by
+token."""
 
 from offload.layout.groups import ModelLayout
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from offload.layout.groups import FULL, STATE, WINDOW, GroupLayout, ModelLayout
-from offload.layout.prefix_match import Coordinator, present_in
+from offload.layout.prefix_match import PrefixMatcher, present_in
 from tests.offload.layout.exhaustive_match import brute_force
 
 
@@ -54,7 +54,7 @@ def test_equals_brute_force(seed):
         start = rng.choice([0, 0, rng.randint(0, 5) * layout.alignment_tokens])
         limit = rng.choice([tokens, max(0, tokens - 1)])
         wanted = brute_force(layout, keys, present, start, limit)
-        found = Coordinator(layout).longest_hit(keys, present, start, limit)
+        found = PrefixMatcher(layout).longest_match(keys, present, start, limit)
         assert found == max(start, wanted), (seed, case, layout, sorted(present), start, limit)
 
 
@@ -65,11 +65,11 @@ def test_load_ranges_hold_what_each_kind_needs():
         make_group(2, STATE, 4),
         make_group(3, WINDOW, 4, span_tokens=16),
     )
-    coordinator = Coordinator(layout)
-    assert coordinator.load_ranges(0, 24) == (range(6), range(4, 6), range(5, 6), range(4, 6))
-    assert coordinator.load_ranges(20, 24)[:3] == (range(5, 6), range(5, 6), range(5, 6))
-    assert coordinator.load_ranges(0, 16)[3] == range(4, 4)
-    assert coordinator.load_ranges(24, 24) == (range(0),) * 4
+    matcher = PrefixMatcher(layout)
+    assert matcher.load_ranges(0, 24) == (range(6), range(4, 6), range(5, 6), range(4, 6))
+    assert matcher.load_ranges(20, 24)[:3] == (range(5, 6), range(5, 6), range(5, 6))
+    assert matcher.load_ranges(0, 16)[3] == range(4, 4)
+    assert matcher.load_ranges(24, 24) == (range(0),) * 4
 
 
 def test_block_ranges_leave_out_what_is_not_wanted_of_a_chunk():
@@ -77,9 +77,9 @@ def test_block_ranges_leave_out_what_is_not_wanted_of_a_chunk():
         make_group(0, FULL, 2, chunk_blocks=4),
         make_group(1, WINDOW, 2, chunk_blocks=4, window_tokens=3),
     )
-    coordinator = Coordinator(layout)
-    assert coordinator.load_ranges(4, 16) == (range(2), range(1, 2))
-    assert coordinator.block_ranges(4, 16) == (range(2, 8), range(6, 8))
+    matcher = PrefixMatcher(layout)
+    assert matcher.load_ranges(4, 16) == (range(2), range(1, 2))
+    assert matcher.block_ranges(4, 16) == (range(2, 8), range(6, 8))
 
 
 def test_draft_group_drops_its_last_chunk_once():
@@ -87,20 +87,20 @@ def test_draft_group_drops_its_last_chunk_once():
     layout = make_layout(make_group(0, FULL, 4), make_group(1, FULL, 4, draft=True))
     keys = keys_of(layout, 20)
     present = {key for group in keys for key in group}
-    coordinator = Coordinator(layout)
-    assert coordinator.longest_hit(keys, present, 0, 20) == 16
-    assert coordinator.longest_hit(keys, present, 0, 19) == 16
-    assert coordinator.load_ranges(0, 16) == (range(4), range(4))
+    matcher = PrefixMatcher(layout)
+    assert matcher.longest_match(keys, present, 0, 20) == 16
+    assert matcher.longest_match(keys, present, 0, 19) == 16
+    assert matcher.load_ranges(0, 16) == (range(4), range(4))
 
 
 def test_start_is_the_answer_when_nothing_is_longer():
     layout = make_layout(make_group(0, FULL, 4))
     keys = keys_of(layout, 32)
-    coordinator = Coordinator(layout)
-    assert coordinator.longest_hit(keys, set(), 8, 32) == 8
-    assert coordinator.longest_hit([[]], set(), 0, 3) == 0
-    assert coordinator.longest_hit(keys, set(keys[0]), 8, 32) == 32
-    assert coordinator.longest_hit(keys, set(keys[0][2:]), 8, 32) == 32, "before start: on GPU"
+    matcher = PrefixMatcher(layout)
+    assert matcher.longest_match(keys, set(), 8, 32) == 8
+    assert matcher.longest_match([[]], set(), 0, 3) == 0
+    assert matcher.longest_match(keys, set(keys[0]), 8, 32) == 32
+    assert matcher.longest_match(keys, set(keys[0][2:]), 8, 32) == 32, "before start: on GPU"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -112,15 +112,15 @@ def test_unreachable_chunks_serve_no_hit(seed):
         tokens = layout.alignment_tokens * rng.randint(1, 6) + rng.randint(0, 9)
         keys = keys_of(layout, tokens)
         present = {key for group in keys for key in group if rng.random() < 0.95}
-        coordinator = Coordinator(layout)
+        matcher = PrefixMatcher(layout)
         reachable = {
             key
             for group, group_keys in zip(layout.groups, keys, strict=True)
             for i, key in enumerate(group_keys)
-            if key in present and coordinator.reachable(group, i)
+            if key in present and matcher.reachable(group, i)
         }
-        full = coordinator.longest_hit(keys, present, 0, tokens)
-        assert coordinator.longest_hit(keys, reachable, 0, tokens) == full, (seed, layout)
+        full = matcher.longest_match(keys, present, 0, tokens)
+        assert matcher.longest_match(keys, reachable, 0, tokens) == full, (seed, layout)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -132,7 +132,7 @@ def test_reachable_chunks_are_those_that_some_boundary_needs(seed):
         for group in layout.groups:
             needed = set().union(*(needed_at(group, 0, b) for b in range(step, 7 * step, step)))
             chunks = range(6 * step // group.chunk_tokens)
-            reachable = {i for i in chunks if Coordinator(layout).reachable(group, i)}
+            reachable = {i for i in chunks if PrefixMatcher(layout).reachable(group, i)}
             assert reachable == needed & set(chunks), (seed, group)
 
 
@@ -152,7 +152,7 @@ def test_everything_that_a_hit_could_need_is_wanted(seed):
         keys = keys_of(layout, 8 * step)
         start, limit = sorted(rng.sample(range(7 * step), 2))
         start -= start % step
-        wanted = set(Coordinator(layout).wanted(keys, start, limit))
+        wanted = set(PrefixMatcher(layout).wanted(keys, start, limit))
         for boundary in range(start + step, limit + 1, step):
             for group, mine in zip(layout.groups, keys, strict=True):
                 needed = {mine[chunk] for chunk in needed_at(group, start, boundary)}
@@ -167,15 +167,15 @@ def test_what_the_next_boundary_lacks_is_named(seed):
         step = layout.alignment_tokens
         keys = keys_of(layout, 8 * step)
         present = {key for group in keys for key in group if rng.random() < 0.8}
-        coordinator = Coordinator(layout)
-        hit = coordinator.longest_hit(keys, present, 0, 6 * step)
+        matcher = PrefixMatcher(layout)
+        hit = matcher.longest_match(keys, present, 0, 6 * step)
         lacks = {
             (at, chunk)
             for at, group in enumerate(layout.groups)
-            for chunk in needed_at(group, 0, coordinator.next_boundary(hit))
+            for chunk in needed_at(group, 0, matcher.next_boundary(hit))
             if keys[at][chunk] not in present
         }
-        found = coordinator.first_missing(keys, present_in(present), 0, hit)
+        found = matcher.first_missing(keys, present_in(present), 0, hit)
         assert found in lacks if lacks else found is None, (seed, layout, hit)
         named += len(lacks) > 0
     assert named
@@ -200,18 +200,18 @@ def test_lookup_of_8192_chunks_in_two_groups(capsys):
         calls.append(len(batch))
         return bytes(map(present.__contains__, batch))
 
-    coordinator = Coordinator(layout)
-    assert coordinator.longest_hit(keys, counted, 0, tokens) == tokens
+    matcher = PrefixMatcher(layout)
+    assert matcher.longest_match(keys, counted, 0, tokens) == tokens
     assert sum(calls) <= 8192 + 4096 // 16 + 512
     assert len(calls) <= 8192 // 512 + 2
-    best = min(_timed(coordinator, keys, present, tokens) for _ in range(20))
+    best = min(_timed(matcher, keys, present, tokens) for _ in range(20))
     with capsys.disabled():
         print(f"[8,192 chunks, 2 groups: {best * 1e3:.3f} ms]", end=" ")
 
 
-def _timed(coordinator, keys, present, tokens) -> float:
+def _timed(matcher, keys, present, tokens) -> float:
     begin = time.perf_counter()
-    coordinator.longest_hit(keys, present, 0, tokens)
+    matcher.longest_match(keys, present, 0, tokens)
     return time.perf_counter() - begin
 
 
@@ -225,5 +225,5 @@ def test_worst_case_asks_each_chunk_once():
         calls.append(len(batch))
         return bytes([key[-1] == 0 for key in batch])
 
-    assert Coordinator(layout).longest_hit(keys, counted, 0, 8192 * 16) == 0
+    assert PrefixMatcher(layout).longest_match(keys, counted, 0, 8192 * 16) == 0
     assert sum(calls) == 2 * 8192

@@ -10,7 +10,7 @@ import pytest
 
 from offload.layout import request_keys as lazy_keys
 from offload.layout.keys import chunk_keys
-from offload.layout.request_keys import LazyKeys
+from offload.layout.request_keys import RequestKeys
 
 PAGE = 4
 
@@ -42,7 +42,7 @@ class Pair:
         self.group, self.per_chunk = self.random.randrange(300), self.random.choice([1, 2, 5])
         self.identity = self.random.choice([b"", b"adapter"])
         self.live: list[bytes] = []
-        self.lazy = LazyKeys(self.group, self.per_chunk, self.identity)
+        self.lazy = RequestKeys(self.group, self.per_chunk, self.identity)
         self.eager: list[bytes] = []
         self.asked = 0  # chunks before this may have been asked for
 
@@ -102,7 +102,7 @@ def test_they_are_the_same_keys(seed: int) -> None:
 
 
 def test_out_of_range_is_an_error() -> None:
-    keys = LazyKeys(0, 2)
+    keys = RequestKeys(0, 2)
     keys.grow(hashes(7))
     for at in (3, -4):
         with pytest.raises(IndexError):
@@ -110,7 +110,7 @@ def test_out_of_range_is_an_error() -> None:
 
 
 def test_only_what_is_asked_for_is_made_and_only_once(made: list[int]) -> None:
-    keys = LazyKeys(0, 1)
+    keys = RequestKeys(0, 1)
     keys.grow(hashes(1000))
     assert keys[0:3] == keys[0:3]
     assert sum(made) == 3
@@ -122,7 +122,7 @@ def test_only_what_is_asked_for_is_made_and_only_once(made: list[int]) -> None:
 
 
 def test_keys_are_made_ahead_in_parts(made: list[int]) -> None:
-    keys = LazyKeys(0, 1)
+    keys = RequestKeys(0, 1)
     keys.grow(hashes(50))
     keys[20:22]
     parts = [keys.make(45, 15) for _ in range(4)]

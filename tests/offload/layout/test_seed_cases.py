@@ -13,7 +13,7 @@ from offload.errors import AlignmentError, UnsupportedSpecError
 from offload.geometry.translate import expand_blocks
 from offload.layout.checks import GroupInput, LayoutInput, build_layout
 from offload.layout.groups import FULL, STATE, WINDOW
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from offload.layout.registration import GroupCaches, register_kv_caches
 from tests.texts import same_text
 
@@ -91,21 +91,21 @@ def keys_of(layout, chunks: int) -> list[list[bytes]]:
 
 def test_case_3_pr_42828_longest_hit_over_groups():
     layout = case_3_layout()
-    coordinator = Coordinator(layout)
+    matcher = PrefixMatcher(layout)
     keys = keys_of(layout, 10)
     everything = {key for group in keys for key in group}
-    assert coordinator.longest_hit(keys, everything, 0, 159) == 144
-    assert coordinator.longest_hit(keys, everything - {keys[1][6]}, 0, 159) == 96, "full"
-    assert coordinator.longest_hit(keys, everything - {keys[2][2]}, 0, 159) == 144, "before window"
-    assert coordinator.longest_hit(keys, everything - {keys[2][7]}, 0, 159) == 112, "in window"
-    assert coordinator.longest_hit(keys, everything - {keys[3][8]}, 0, 159) == 128, "last state"
-    assert coordinator.longest_hit(keys, everything - {keys[3][2]}, 0, 159) == 144, "other state"
-    assert coordinator.longest_hit(keys, everything - {keys[4][9]}, 0, 159) == 128, "draft's last"
+    assert matcher.longest_match(keys, everything, 0, 159) == 144
+    assert matcher.longest_match(keys, everything - {keys[1][6]}, 0, 159) == 96, "full"
+    assert matcher.longest_match(keys, everything - {keys[2][2]}, 0, 159) == 144, "before window"
+    assert matcher.longest_match(keys, everything - {keys[2][7]}, 0, 159) == 112, "in window"
+    assert matcher.longest_match(keys, everything - {keys[3][8]}, 0, 159) == 128, "last state"
+    assert matcher.longest_match(keys, everything - {keys[3][2]}, 0, 159) == 144, "other state"
+    assert matcher.longest_match(keys, everything - {keys[4][9]}, 0, 159) == 128, "draft's last"
 
 
 def test_case_3_load_mask_after_the_draft_dropped_its_block_once():
     layout = case_3_layout()
-    ranges = Coordinator(layout).load_ranges(0, 144)
+    ranges = PrefixMatcher(layout).load_ranges(0, 144)
     assert ranges == (range(9), range(9), range(6, 9), range(8, 9), range(9))
     mask = [[i in r for i in range(9)] for r in ranges]
     assert [sum(row) for row in mask] == [9, 9, 3, 1, 9]
@@ -113,13 +113,13 @@ def test_case_3_load_mask_after_the_draft_dropped_its_block_once():
 
 def test_case_3_a_mask_that_leaves_nothing():
     """Nothing to load and nothing to store are plain empty answers."""
-    coordinator = Coordinator(case_3_layout())
-    assert coordinator.load_ranges(64, 64) == (range(0),) * 5
-    assert coordinator.longest_hit([[]] * 5, set(), 0, 15) == 0
+    matcher = PrefixMatcher(case_3_layout())
+    assert matcher.load_ranges(64, 64) == (range(0),) * 5
+    assert matcher.longest_match([[]] * 5, set(), 0, 15) == 0
     groups = make_group(0, FULL, 64), make_group(1, WINDOW, 16, window_tokens=15)
     layout = build_layout(make_input(*groups, hash_tokens=16))
-    coordinator = Coordinator(layout)
-    assert [coordinator.reachable(layout.groups[1], i) for i in range(3)] == [False] * 3
+    matcher = PrefixMatcher(layout)
+    assert [matcher.reachable(layout.groups[1], i) for i in range(3)] == [False] * 3
 
 
 def test_case_3_offenders_are_listed_in_one_message():

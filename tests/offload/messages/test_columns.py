@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.messages.columns import NO_CHUNKS, Columns
-from offload.messages.plan import DemoteJob, Keys, LoadItem, LoadJob, StoreJob
+from offload.messages.plan import Keys, LoadItem, LoadJob, StoreJob, WriteThroughJob
 
 NUMBER = st.integers(-1, 2**40)
 
@@ -78,8 +78,8 @@ def test_keys_travel_in_one_piece(keys: tuple[bytes, ...]) -> None:
     assert found[:1] == keys[:1]
 
 
-def test_a_demotion_is_unpacked_by_whoever_reads_it() -> None:
-    found = pickle.loads(pickle.dumps(DemoteJob(7, 1, 2, (b"key", b"yek"), (8, 9))))
+def test_a_write_through_is_unpacked_by_whoever_reads_it() -> None:
+    found = pickle.loads(pickle.dumps(WriteThroughJob(7, 1, 2, (b"key", b"yek"), (8, 9))))
     assert isinstance(found.keys._keys, bytes)
     again = pickle.loads(pickle.dumps(found))
     for job in (found, again):

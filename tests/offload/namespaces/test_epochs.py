@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from offload.connector.scheduler.pending_epochs import BeginOne, OwedEpochs
+from offload.connector.scheduler.pending_epochs import BeginOne, PendingEpochs
 from offload.errors import TierUnavailableError
 from offload.namespaces import epochs as tier_epochs
 from offload.namespaces.epochs import TierEpochs, draw_epoch
 from offload.namespaces.folders import open_place, read_epoch, replica_folder
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.mounts import Spot
+from offload.namespaces.mounts import MountPoint
 
 NAMESPACE = Namespace.of({"model": "a"})
 PATIENCE_S = 20.0
@@ -35,12 +35,12 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def owed(paths: list[str]) -> Iterator[OwedEpochs]:
+def owed(paths: list[str]) -> Iterator[PendingEpochs]:
     yield from served(paths, TierEpochs(paths, NAMESPACE, 0).begin)
 
 
-def served(paths: list[str], begin_one: BeginOne) -> Iterator[OwedEpochs]:
-    epochs = OwedEpochs(len(paths), begin_one, retry_s=0.01)
+def served(paths: list[str], begin_one: BeginOne) -> Iterator[PendingEpochs]:
+    epochs = PendingEpochs(len(paths), begin_one, retry_s=0.01)
     yield epochs
     epochs.close()
     for thread in threading.enumerate():
@@ -53,7 +53,7 @@ def epoch_at(path: str) -> int:
     return read_epoch(replica_folder(path, NAMESPACE))
 
 
-def taken(owed: OwedEpochs) -> dict[int, int]:
+def taken(owed: PendingEpochs) -> dict[int, int]:
     end = time.monotonic() + PATIENCE_S
     while not (found := owed.take()):
         assert time.monotonic() < end, "the disk is back and was not told"
@@ -63,7 +63,7 @@ def taken(owed: OwedEpochs) -> dict[int, int]:
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
 def test_a_disk_that_is_away_is_told_when_it_is_back(
-    paths: list[str], owed: OwedEpochs, comes_back: str
+    paths: list[str], owed: PendingEpochs, comes_back: str
 ) -> None:
     far, elsewhere = Path(paths[1]), Path(paths[1] + "-elsewhere")
     assert owed.reset(PATIENCE_S)
@@ -134,13 +134,13 @@ def test_a_disk_that_hangs_keeps_no_reset(paths: list[str], where: str) -> None:
 
 CHILD = """
 import os, signal, sys, threading, time
-from offload.connector.scheduler.pending_epochs import BeginOne, OwedEpochs
+from offload.connector.scheduler.pending_epochs import BeginOne, PendingEpochs
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.epochs import TierEpochs
 def hangs(fd):
     threading.Event().wait()
 os.fsync = hangs
-owed = OwedEpochs(1, TierEpochs([sys.argv[1]], Namespace.of({"model": "a"}), 0).begin)
+owed = PendingEpochs(1, TierEpochs([sys.argv[1]], Namespace.of({"model": "a"}), 0).begin)
 while not owed.reset(0.01):
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_a_mount_point_without_its_disk_gets_no_folders(
     epochs = TierEpochs(paths, NAMESPACE, 0)
     shutil.rmtree(paths[1])
     Path(paths[1]).mkdir(mode=0o700)
-    monkeypatch.setattr(tier_epochs, "spot_of", lambda _: Spot(-1, "/elsewhere"))
+    monkeypatch.setattr(tier_epochs, "spot_of", lambda _: MountPoint(-1, "/elsewhere"))
     with pytest.raises(TierUnavailableError, match="another file system"):
         epochs.begin(1)
     assert list(Path(paths[1]).iterdir()) == []

@@ -24,8 +24,8 @@ from offload.namespaces.cleanup import (
 )
 from offload.namespaces.folders import (
     EPOCH_NAME,
+    NamespacePlace,
     OnDamage,
-    Place,
     bump_epoch,
     open_namespace,
     open_place,
@@ -109,7 +109,7 @@ def test_epochs_only_grow_and_survive(tmp_path: Path) -> None:
 def test_a_server_that_starts_does_not_take_records_of_changed_weights(tmp_path: Path) -> None:
     """A running server was given other weights; the next start has those of the files again."""
 
-    def start(rank: int = 0) -> Place:
+    def start(rank: int = 0) -> NamespacePlace:
         return open_place(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
 
     with start() as place:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
-from offload.messages.plan import IN_SLAB, STAGED, DemoteJob, LoadJob, StoreJob
+from offload.messages.plan import IN_SLAB, STAGED, LoadJob, StoreJob, WriteThroughJob
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
 from policies.eviction.lru import LruPolicy
@@ -28,9 +28,9 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(8, "big") + GROUP.to_bytes(4, "big")
 
 
-def _run(numbers: list[int], first_block: int) -> Run:
+def _run(numbers: list[int], first_block: int) -> ChunkBatch:
     blocks = list(range(first_block, first_block + len(numbers)))
-    return Run([key_of(n) for n in numbers], GROUP, blocks, [16 * (n + 1) for n in numbers])
+    return ChunkBatch([key_of(n) for n in numbers], GROUP, blocks, [16 * (n + 1) for n in numbers])
 
 
 @dataclass
@@ -50,8 +50,8 @@ class World:
         self.random = random.Random(seed)
         self.seed = seed
         groups = {GROUP: GroupInfo("full", 16, (100,))}
-        cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-        disk = TierIndex("disk", ByteSpace(disk_chunks * 100), LruPolicy(), low_watermark=0.8)
+        cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy(), low_watermark=0.8)
         self.planner = Planner(groups, cpu, [disk], ranks=ranks)
         self.ranks = [Rank() for _ in range(ranks)]
         self.blocks: dict[int, Content] = {}
@@ -108,7 +108,7 @@ class World:
             for keys in plan.deletes.values():
                 for key in keys:
                     rank.todo.append(("delete", key))
-            rank.todo += [*plan.stores, *plan.demotes, *plan.loads]
+            rank.todo += [*plan.stores, *plan.write_throughs, *plan.loads]
 
     # -- what workers do ---------------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class World:
         if not rank.todo:
             return
         job = self.random.choice(rank.todo)
-        if isinstance(job, DemoteJob | tuple):
-            job = next(j for j in rank.todo if isinstance(j, DemoteJob | tuple))
+        if isinstance(job, WriteThroughJob | tuple):
+            job = next(j for j in rank.todo if isinstance(j, WriteThroughJob | tuple))
         elif isinstance(job, LoadJob) and self._waits_for_other(rank, job):
             return
         rank.todo.remove(job)
@@ -150,8 +150,8 @@ class World:
             rank.disk.pop(job[1], None)
         elif isinstance(job, StoreJob):
             self._store(rank, job)
-        elif isinstance(job, DemoteJob):
-            self._demote(rank, job)
+        elif isinstance(job, WriteThroughJob):
+            self._write_through(rank, job)
         elif isinstance(job, LoadJob):
             self._load(rank, job)
 
@@ -168,7 +168,7 @@ class World:
             rank.promises.pop(slot, None)
         self._answer(job.job, JobResult(failed=failed))
 
-    def _demote(self, rank: Rank, job: DemoteJob) -> None:
+    def _write_through(self, rank: Rank, job: WriteThroughJob) -> None:
         bad = set()
         for key, slot in zip(job.keys, job.slots, strict=True):
             if self._fault():
@@ -228,7 +228,7 @@ class World:
     def _reset(self, rank: Rank) -> None:
         """Writes before a reset belong to the old epoch; loads under way are failed."""
         for job in list(rank.todo):
-            if isinstance(job, DemoteJob | tuple):
+            if isinstance(job, WriteThroughJob | tuple):
                 rank.todo.remove(job)
                 self._do(rank, job)
             elif isinstance(job, LoadJob):

@@ -15,7 +15,7 @@ from offload.planner.load_or_recompute import (
     SAMPLES_MIN,
     STOP_BELOW,
     TOKENS_MIN,
-    BreakEven,
+    LoadOrRecompute,
     Rate,
 )
 
@@ -30,12 +30,12 @@ def prefill_of(rate: float) -> Rate:
     return prefill
 
 
-def load_at(pace: BreakEven, rate: float, now: float = 0.0, times: int = SAMPLES_MIN) -> None:
+def load_at(pace: LoadOrRecompute, rate: float, now: float = 0.0, times: int = SAMPLES_MIN) -> None:
     for _ in range(times):
         pace.observe_load(TOKENS, TOKENS / rate, now)
 
 
-def probe_at(pace: BreakEven, rate: float, now: float) -> None:
+def probe_at(pace: LoadOrRecompute, rate: float, now: float) -> None:
     pace.observe_probe(TOKENS, TOKENS / rate, now)
 
 
@@ -60,39 +60,39 @@ def test_short_work_and_no_time_do_not_count() -> None:
 
 
 def test_it_pays_until_the_opposite_is_known() -> None:
-    assert BreakEven(Rate()).pays
-    pace = BreakEven(Rate())
+    assert LoadOrRecompute(Rate()).pays
+    pace = LoadOrRecompute(Rate())
     load_at(pace, 1.0)
     assert pace.pays, "nobody has measured computing"
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 1.0, times=SAMPLES_MIN - 1)
     assert pace.pays, "too few loads"
 
 
 def test_it_stops_below_and_stays_above_the_threshold() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 1000 * STOP_BELOW * 1.01)
     assert pace.pays
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 1000 * STOP_BELOW * 0.99)
     assert not pace.pays
 
 
 def test_switched_off_it_always_pays() -> None:
-    pace = BreakEven(prefill_of(1000), enabled=False)
+    pace = LoadOrRecompute(prefill_of(1000), enabled=False)
     load_at(pace, 1.0)
     assert pace.pays
 
 
 def test_one_slow_load_among_good_ones_changes_nothing() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 2000.0)
     load_at(pace, 1.0, times=1)
     assert pace.pays
 
 
 def test_a_probe_must_be_clearly_faster() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 500.0, now=10.0)
     assert not pace.probe_due(10.0 + RETRY_S - 0.1)
     assert pace.probe_due(10.0 + RETRY_S)
@@ -104,7 +104,7 @@ def test_a_probe_must_be_clearly_faster() -> None:
 
 
 def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 500.0, now=0.0)
     now, waits = 0.0, []
     for _ in range(6):
@@ -118,7 +118,7 @@ def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
 
 def test_a_probe_that_brought_nothing_is_a_slow_probe() -> None:
     for prefill in (Rate(), prefill_of(1000)):
-        pace = BreakEven(prefill)
+        pace = LoadOrRecompute(prefill)
         pace.pays = False
         pace.observe_probe(0, 0.001, now=100.0)
         assert not pace.pays
@@ -127,7 +127,7 @@ def test_a_probe_that_brought_nothing_is_a_slow_probe() -> None:
 
 def test_a_tier_that_pays_only_when_nobody_uses_it_is_tried_ever_less_often() -> None:
     """Probes meet no traffic. 600 s in which probes are fast and loads slow."""
-    pace, now, resumed = BreakEven(prefill_of(1000)), 0.0, []
+    pace, now, resumed = LoadOrRecompute(prefill_of(1000)), 0.0, []
     while now < 600.0:
         if pace.pays:
             load_at(pace, 100.0, now, times=1)
@@ -141,7 +141,7 @@ def test_a_tier_that_pays_only_when_nobody_uses_it_is_tried_ever_less_often() ->
 
 
 def test_loads_that_pay_make_the_next_wait_short_again() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 500.0, now=0.0)
     for now in (5.0, 15.0, 35.0):
         probe_at(pace, 500.0, now)
@@ -154,23 +154,25 @@ def test_loads_that_pay_make_the_next_wait_short_again() -> None:
 
 def test_between_the_thresholds_it_stays_as_it_is() -> None:
     """Loads exactly as fast as computing, probes too: no change in either state."""
-    paying = BreakEven(prefill_of(1000))
+    paying = LoadOrRecompute(prefill_of(1000))
     load_at(paying, 1000.0, times=50)
     assert paying.pays
-    stopped = BreakEven(prefill_of(1000))
+    stopped = LoadOrRecompute(prefill_of(1000))
     stopped.pays = False
     for now in range(0, 1000, 10):
         probe_at(stopped, 1000.0, now)
     assert not stopped.pays
 
 
-def short_loads(pace: BreakEven, seconds: float, now: float, times: int = SAMPLES_MIN) -> None:
+def short_loads(
+    pace: LoadOrRecompute, seconds: float, now: float, times: int = SAMPLES_MIN
+) -> None:
     for _ in range(times):
         pace.observe_load(TOKENS_MIN - 1, seconds, now)
 
 
 def test_the_least_load_is_what_is_computed_while_a_short_one_lasts() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
     assert pace.least_tokens == 0, "too few loads"
     short_loads(pace, 0.2, 0.0, 1)
@@ -178,19 +180,19 @@ def test_the_least_load_is_what_is_computed_while_a_short_one_lasts() -> None:
 
 
 def test_without_a_rate_of_computing_or_switched_off_every_load_is_worth_it() -> None:
-    for pace in (BreakEven(Rate()), BreakEven(prefill_of(1000), enabled=False)):
+    for pace in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
         short_loads(pace, 9.0, 0.0)
         assert pace.least_tokens == 0
 
 
 def test_long_loads_say_nothing_of_the_least_one() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 2000)
     assert pace.least_tokens == 0
 
 
 def test_what_short_loads_took_is_forgotten_so_that_they_are_tried_again() -> None:
-    pace = BreakEven(prefill_of(1000))
+    pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, now=10.0)
     pace.tick(10.0 + FORGET_S)
     assert pace.least_tokens > 0

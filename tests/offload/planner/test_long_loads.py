@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
-from offload.index.retention import HeldChunks
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
+from offload.index.retention import LoadHolds
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
@@ -24,8 +24,8 @@ class Bed:
     """A planner that plans four chunks of loads in a step, fewer if they need slots."""
 
     def __init__(self, slots: int = 24, disk_chunks: int = 24, ranks: int = 1) -> None:
-        self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-        self.disk = TierIndex("disk", ByteSpace(disk_chunks * 100), LruPolicy())
+        self.cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        self.disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy())
         groups = {GROUP: GroupInfo("full", 16, (100,))}
         self.planner = Planner(groups, self.cpu, [self.disk], ranks=ranks, step_chunks=4)
         self.planner.tick(0.0)
@@ -42,7 +42,7 @@ class Bed:
             self.answer_all(self.step())
 
     def answer_all(self, plan: StepPlan) -> None:
-        jobs = [job.job for job in (*plan.stores, *plan.demotes)]
+        jobs = [job.job for job in (*plan.stores, *plan.write_throughs)]
         jobs += [load.job for load in plan.loads if load.is_last]
         self.planner.complete(StepReport({job: JobResult() for job in jobs}))
 
@@ -79,8 +79,10 @@ class Bed:
             assert not index.filling_count
 
 
-def run(numbers: range) -> Run:
-    return Run([key_of(n) for n in numbers], GROUP, list(numbers), [16 * (n + 1) for n in numbers])
+def run(numbers: range) -> ChunkBatch:
+    return ChunkBatch(
+        [key_of(n) for n in numbers], GROUP, list(numbers), [16 * (n + 1) for n in numbers]
+    )
 
 
 def keys_in(parts: list[LoadJob]) -> list[bytes]:
@@ -121,7 +123,7 @@ def test_a_key_may_be_there_twice() -> None:
     bed.store(LONG)
     twice = [*LONG, 3, 4]
     keys = [key_of(n) for n in twice]
-    bed.planner.plan_load("r", [Run(keys, GROUP, list(range(12)), range(1, 13))])
+    bed.planner.plan_load("r", [ChunkBatch(keys, GROUP, list(range(12)), range(1, 13))])
     parts = bed.parts()
     assert keys_in(parts) == keys
     bed.end(parts[0].job)
@@ -171,7 +173,7 @@ def test_what_a_load_waits_for_is_not_evicted(tier: str) -> None:
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_chunks_that_are_not_held_are_missed(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault."""
-    monkeypatch.setattr(HeldChunks, "hold", lambda self, owner, keys: None)
+    monkeypatch.setattr(LoadHolds, "hold", lambda self, owner, keys: None)
     with pytest.raises(AssertionError):
         keeps_its_chunks(tier)
 
@@ -306,7 +308,7 @@ def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest()
 
 def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> None:
     many = range(300)
-    cpu = TierIndex("cpu", SlotSpace(400), LruPolicy())
+    cpu = TierIndex("cpu", SlotCapacity(400), LruPolicy())
     planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=53)
     assert planner.plan_store(run(many)) == 100, "five eighths of the budget"
     assert planner.plan_store(run(range(100, 300))) == 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from offload.planner.pending_deletes import DELETIONS_MOST
+from offload.planner.pending_deletes import DELETIONS_MAX
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import answer, holding, make, see, step, wanted
 
 
 def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
     """Nothing is written meanwhile: a chunk could be deleted that was written again."""
-    many = 3 * DELETIONS_MOST
+    many = 3 * DELETIONS_MAX
     planner = make()
     planner.lower[0].space.capacity = 100 * many
     holding(planner, *range(many))
@@ -20,9 +20,9 @@ def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
     deleted = list(plan.deletes[0])
     while len(deleted) < many:
         plan = step(planner, 0.0)
-        assert len(plan.deletes[0]) <= 2 * DELETIONS_MOST
+        assert len(plan.deletes[0]) <= 2 * DELETIONS_MAX
         deleted += plan.deletes[0]
-        assert not plan.demotes or len(deleted) == many
+        assert not plan.write_throughs or len(deleted) == many
     assert sorted(deleted) == sorted(key_of(n) for n in range(many))
-    demotes = plan.demotes or step(planner, 0.0).demotes
-    assert [job.keys for job in demotes] == [(key_of(0),)]
+    write_throughs = plan.write_throughs or step(planner, 0.0).write_throughs
+    assert [job.keys for job in write_throughs] == [(key_of(0),)]

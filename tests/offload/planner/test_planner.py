@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offload.index import tier_index as index
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
@@ -95,15 +95,15 @@ def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPat
 
 def make(slots: int = 4, disk_chunks: int = 8) -> Planner:
     groups = {GROUP: GroupInfo("full", 16, (100,))}
-    cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-    disk = TierIndex("disk", ByteSpace(disk_chunks * 100), LruPolicy())
+    cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+    disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy())
     return Planner(groups, cpu, [disk])
 
 
-def wanted(*numbers: int, block: int = 1) -> Run:
+def wanted(*numbers: int, block: int = 1) -> ChunkBatch:
     count = len(numbers)
     keys = [key_of(n) for n in numbers]
-    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
+    return ChunkBatch(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
 def finish(planner: Planner, *jobs: int) -> None:
@@ -115,7 +115,7 @@ def stored(planner: Planner, *numbers: int) -> None:
     planner.plan_store(wanted(*numbers))
     while planner.busy:
         plan = planner.step()
-        finish(planner, *(job.job for job in (*plan.stores, *plan.demotes)))
+        finish(planner, *(job.job for job in (*plan.stores, *plan.write_throughs)))
 
 
 def test_a_chunk_is_stored_once() -> None:
@@ -137,7 +137,7 @@ def test_a_store_that_finds_no_slot_can_be_asked_again() -> None:
 
 def test_no_more_is_stored_at_a_time_than_may_be() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
-    cpu = TierIndex("cpu", SlotSpace(8), LruPolicy())
+    cpu = TierIndex("cpu", SlotCapacity(8), LruPolicy())
     planner = Planner(groups, cpu, max_store_chunks=3)
     assert planner.plan_store(wanted(1, 2)) == 2
     assert planner.plan_store(wanted(3, 4, 5, block=3)) == 1
@@ -198,9 +198,9 @@ def test_a_chunk_that_is_forgotten_while_it_is_written_is_deleted() -> None:
     planner = make()
     planner.plan_store(wanted(1))
     finish(planner, planner.step().stores[0].job)
-    (demote,) = planner.step().demotes
+    (write_through,) = planner.step().write_throughs
     planner.forget([key_of(1)])
-    finish(planner, demote.job)
+    finish(planner, write_through.job)
     assert key_of(1) not in planner.lower[0]
     assert planner.step().deletes == {0: (key_of(1),)}, "the ranks have written it"
 
@@ -246,11 +246,11 @@ def test_after_a_reset_nothing_is_written_before_the_new_epoch() -> None:
     planner.plan_store(wanted(1))
     finish(planner, planner.step().stores[0].job)
     assert key_of(1) in planner.cpu
-    assert planner.step().demotes == ()
+    assert planner.step().write_throughs == ()
     planner.begin_epochs({0: 2})
     planner.plan_store(wanted(2))
     finish(planner, planner.step().stores[0].job)
-    assert [demote.keys for demote in planner.step().demotes] == [(key_of(2),)]
+    assert [write_through.keys for write_through in planner.step().write_throughs] == [(key_of(2),)]
 
 
 def test_after_a_reset_late_stores_are_not_found() -> None:
@@ -263,13 +263,13 @@ def test_after_a_reset_late_stores_are_not_found() -> None:
     plan = planner.step()
     assert plan.reset
     assert plan.epochs == {0: 1}
-    assert plan.demotes == ()
+    assert plan.write_throughs == ()
     planner.check()
 
 
 def test_a_job_needs_every_rank_and_one_failed_rank_fails_it() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
-    planner = Planner(groups, TierIndex("cpu", SlotSpace(2), LruPolicy()), ranks=2)
+    planner = Planner(groups, TierIndex("cpu", SlotCapacity(2), LruPolicy()), ranks=2)
     planner.plan_store(wanted(1, 2))
     job = planner.step().stores[0].job
     finish(planner, job)

@@ -6,16 +6,16 @@ import pickle
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
-from offload.messages.plan import DemoteJob, StepPlan
-from offload.messages.report import Answer, JobResult, Observed, StepReport
-from offload.planner.circuit_breaker import Circuit
+from offload.messages.plan import StepPlan, WriteThroughJob
+from offload.messages.report import JobResult, Observed, PresenceReply, StepReport
+from offload.planner.circuit_breaker import BreakerState
 from offload.planner.planner import Planner
-from offload.planner.presence import ANSWER_MOST_S, PROBE_KEY, STEPS_LEAST, SharedLimits, Wait
-from offload.planner.tier_health import Gates
+from offload.planner.presence import ANSWER_MAX_S, PROBE_KEY, STEPS_MIN, PendingLookup, SharedLimits
+from offload.planner.tier_health import TierHealths
 from policies.eviction.lru import LruPolicy
 
 KEYS = [bytes([n]) * 32 + group_suffix(0) for n in range(20)]
@@ -28,10 +28,10 @@ class World:
     def __init__(
         self, ranks: int = 1, known_most: int = 100, limits: SharedLimits = LIMITS
     ) -> None:
-        self.cpu = TierIndex("cpu", SlotSpace(16), LruPolicy())
-        self.disk = TierIndex("disk", ByteSpace(100), LruPolicy())
-        self.store = TierIndex("store", ByteSpace(known_most), LruPolicy())
-        self.gates = Gates(["disk", "store"])
+        self.cpu = TierIndex("cpu", SlotCapacity(16), LruPolicy())
+        self.disk = TierIndex("disk", ByteCapacity(100), LruPolicy())
+        self.store = TierIndex("store", ByteCapacity(known_most), LruPolicy())
+        self.gates = TierHealths(["disk", "store"])
         self.planner = Planner(
             {0: GroupInfo("full", 16, (1, 1))},
             self.cpu,
@@ -45,7 +45,7 @@ class World:
         self.ranks = ranks
         self.now = 0.0
 
-    def ask(self, keys: list[bytes]) -> Wait:
+    def ask(self, keys: list[bytes]) -> PendingLookup:
         return self.shared.ask(keys, None, self.now)
 
     def at(self, now: float) -> None:
@@ -59,7 +59,7 @@ class World:
         """Every rank answers every question of a plan."""
         for question in plan.questions:
             flags = None if there is None else bytes(key in there for key in question.keys)
-            report = StepReport(answers={question.number: Answer(flags, self.ranks)})
+            report = StepReport(answers={question.number: PresenceReply(flags, self.ranks)})
             self.planner.complete(report)
 
     def learn(self, there: list[bytes], asked: list[bytes] = KEYS[:8]) -> None:
@@ -67,7 +67,7 @@ class World:
         self.answer(self.step(), there)
 
     def load(self, keys: list[bytes], result: JobResult) -> None:
-        self.planner.plan_load("r", [Run(keys, 0, list(range(len(keys))), range(len(keys)))])
+        self.planner.plan_load("r", [ChunkBatch(keys, 0, list(range(len(keys))), range(len(keys)))])
         [job] = self.step().loads
         self.planner.complete(StepReport({job.job: result}))
 
@@ -116,7 +116,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
 def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
     world = World()
     world.learn(KEYS[:3])
-    world.planner.plan_load("r", [Run(KEYS[:1], 0, [1], [1])])
+    world.planner.plan_load("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
     world.at(6.0)
     assert [world.planner.lower[1].is_pinned(k) for k in KEYS[:3]] == [True, False, False]
     assert KEYS[0] in world.store
@@ -131,7 +131,7 @@ def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
 def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() -> None:
     world = World()
     wait = world.ask(KEYS[:2])
-    for _ in range(STEPS_LEAST - 1):
+    for _ in range(STEPS_MIN - 1):
         world.step()
     assert world.shared.is_waiting(wait, 10.0), "the engine has been busy"
     world.step()
@@ -146,7 +146,7 @@ def test_a_late_answer_is_remembered() -> None:
     world = World()
     world.ask(KEYS[:2])
     plan = world.step()
-    world.at(ANSWER_MOST_S - 1)
+    world.at(ANSWER_MAX_S - 1)
     world.answer(plan, KEYS[:2])
     assert world.planner.present(KEYS[0])
 
@@ -156,7 +156,7 @@ def test_a_question_without_an_answer_ends() -> None:
     world.ask(KEYS[:2])
     plan = world.step()
     assert world.planner.busy
-    world.at(ANSWER_MOST_S)
+    world.at(ANSWER_MAX_S)
     assert not world.planner.busy
     world.answer(plan, KEYS[:2])
     assert not world.planner.present(KEYS[0]), "nobody knows any more what it was about"
@@ -167,20 +167,20 @@ def test_one_rank_without_its_part_is_a_miss() -> None:
     world = World(ranks=2)
     wait = world.ask(KEYS[:3])
     [question] = world.step().questions
-    world.planner.complete(StepReport(answers={question.number: Answer(b"\1\1\0")}))
+    world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\1\0")}))
     assert world.shared.is_waiting(wait, 0.0)
     assert not world.planner.present(KEYS[0])
-    world.planner.complete(StepReport(answers={question.number: Answer(b"\1\0\1")}))
+    world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\0\1")}))
     assert [world.planner.present(key) for key in KEYS[:3]] == [True, False, False]
 
 
 def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
-    one = StepReport(answers={1: Answer(b"\1\1\0"), 2: Answer(b"\1")})
-    other = StepReport(answers={1: Answer(b"\0\1\1"), 3: Answer(None)})
+    one = StepReport(answers={1: PresenceReply(b"\1\1\0"), 2: PresenceReply(b"\1")})
+    other = StepReport(answers={1: PresenceReply(b"\0\1\1"), 3: PresenceReply(None)})
     merged = one.merge(other)
-    assert merged.answers[1] == Answer(b"\0\1\0", 2)
-    assert merged.answers[2] == Answer(b"\1", 1)
-    assert Answer(b"\1").merge(Answer(None)) == Answer(None, 2)
+    assert merged.answers[1] == PresenceReply(b"\0\1\0", 2)
+    assert merged.answers[2] == PresenceReply(b"\1", 1)
+    assert PresenceReply(b"\1").merge(PresenceReply(None)) == PresenceReply(None, 2)
     assert not merged.empty
 
 
@@ -222,11 +222,13 @@ def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> N
 
 def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
     world = World()
-    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
+    world.planner.plan_store(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult()}))
-    demotes: dict[int, DemoteJob] = {job.tier: job for job in world.step().demotes}
-    world.planner.complete(StepReport({demotes[1].job: JobResult()}))
+    write_throughs: dict[int, WriteThroughJob] = {
+        job.tier: job for job in world.step().write_throughs
+    }
+    world.planner.complete(StepReport({write_throughs[1].job: JobResult()}))
     assert KEYS[0] in world.store
     assert not world.ask([KEYS[0]]).numbers
     world.at(5.1)
@@ -236,11 +238,13 @@ def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
 
 def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
     world = World(ranks=2)
-    world.planner.plan_store(Run(KEYS[:1], 0, [1], [16]))
+    world.planner.plan_store(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult(ranks=2)}))
-    demotes = {job.tier: job for job in world.step().demotes}
-    world.planner.complete(StepReport({demotes[1].job: JobResult(2, bad=frozenset(KEYS[:1]))}))
+    write_throughs = {job.tier: job for job in world.step().write_throughs}
+    world.planner.complete(
+        StepReport({write_throughs[1].job: JobResult(2, bad=frozenset(KEYS[:1]))})
+    )
     assert 1 not in world.step().deletes
 
 
@@ -273,13 +277,13 @@ def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None
     world = World()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     gate = world.gates.tiers[1]
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
     assert not world.ask(KEYS[:2]).numbers
     world.at(6.0)
     plan = world.step()
     assert [q.keys for q in plan.questions] == [(PROBE_KEY,)]
     world.answer(plan, None)
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
     world.at(30.0)
     world.answer(world.step(), [])
     assert gate.reads.closed, "it answers, though it holds nothing"
@@ -305,7 +309,7 @@ def test_a_plan_with_questions_travels(keys: list[bytes]) -> None:
 
 
 def test_no_shared_tier_costs_nothing() -> None:
-    cpu = TierIndex("cpu", SlotSpace(4), LruPolicy())
+    cpu = TierIndex("cpu", SlotCapacity(4), LruPolicy())
     planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
     assert not planner.shared.ask(KEYS, None, 0.0).numbers
     assert not planner.step().questions

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from offload.index.capacity import ByteSpace
+from offload.index.capacity import ByteCapacity
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.planner import recency as uses
-from offload.planner.recency import Uses
+from offload.planner.recency import RequestUses
 from policies.base import EntryInfo, EvictionPolicy, Key
 from policies.eviction.lru import LruPolicy
 
@@ -37,7 +37,7 @@ class Told(LruPolicy):
 
 
 def index_of(policy: EvictionPolicy) -> TierIndex:
-    index = TierIndex("cpu", ByteSpace(1000), policy)
+    index = TierIndex("cpu", ByteCapacity(1000), policy)
     index.recover(KEYS, [EntryInfo()] * len(KEYS))
     return index
 
@@ -61,7 +61,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_are_as_one_use(count: int) -> None:
     at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
     at_once.touch(KEYS[:count])
-    noted = Uses(by_parts, (), into(by_parts))
+    noted = RequestUses(by_parts, (), into(by_parts))
     noted.ended(KEYS[:count], {})
     steps = 0
     while order(by_parts) != order(at_once):
@@ -74,7 +74,7 @@ def test_parts_are_as_one_use(count: int) -> None:
 def test_a_step_notes_one_part_and_hints_come_last() -> None:
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), into(index))
+    noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:7], {"session_end": True})
     assert policy.told == ["touch 3"]
     noted.step()
@@ -88,7 +88,7 @@ def test_a_step_notes_one_part_and_hints_come_last() -> None:
 @pytest.mark.parametrize("make", [WholeRequests])
 def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruPolicy]) -> None:
     at_once, index = index_of(LruPolicy()), index_of(make())
-    noted = Uses(index, (), into(index))
+    noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:20], {})
     assert noted.is_long
     assert order(index) == KEYS, "the hook does not wait for that"
@@ -103,7 +103,7 @@ def test_each_tier_is_told_as_its_policy_takes_it() -> None:
 
     policies = Whole(), Told()
     cpu, disk = map(index_of, policies)
-    noted = Uses(cpu, [disk], into(cpu, disk))
+    noted = RequestUses(cpu, [disk], into(cpu, disk))
     noted.ended(KEYS[:7], {"session_end": True})
     assert not policies[0].told
     while noted.step():
@@ -115,10 +115,10 @@ def test_each_tier_is_told_as_its_policy_takes_it() -> None:
 
 
 def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "BEHIND_MOST", 4)
+    monkeypatch.setattr(uses, "BEHIND_MAX", 4)
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), into(index))
+    noted = RequestUses(index, (), into(index))
     for _ in range(10):
         noted.ended(KEYS, {})
     parts = 14 * 10
@@ -128,7 +128,7 @@ def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reset_forgets_what_was_put_off() -> None:
     policy = Told()
     index = index_of(policy)
-    noted = Uses(index, (), into(index))
+    noted = RequestUses(index, (), into(index))
     noted.ended(KEYS, {})
     noted.clear()
     noted.step()

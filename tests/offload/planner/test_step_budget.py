@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 from offload.messages.plan import StepPlan
@@ -20,8 +20,8 @@ from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.step_budget import StepBudget
 from offload.planner.stores import StorePlanner
-from offload.planner.tier_health import Gates
-from offload.planner.write_through import DemotionQueue, queues_of
+from offload.planner.tier_health import TierHealths
+from offload.planner.write_through import WriteThroughQueue, queues_of
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -48,14 +48,15 @@ class Bed:
         disk_chunks: int = 100_000,
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        self.cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
+        self.cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         self.lower = [
-            TierIndex(f"disk{n}", ByteSpace(disk_chunks * SIZE), LruPolicy()) for n in range(tiers)
+            TierIndex(f"disk{n}", ByteCapacity(disk_chunks * SIZE), LruPolicy())
+            for n in range(tiers)
         ]
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
-        queues = queues_of(self.cpu, self.lower, Gates([index.name for index in self.lower]))
+        queues = queues_of(self.cpu, self.lower, TierHealths([index.name for index in self.lower]))
         self.planner = Planner(
-            groups, self.cpu, self.lower, demotions=queues, step_chunks=step_chunks
+            groups, self.cpu, self.lower, write_through_queues=queues, step_chunks=step_chunks
         )
         self.now = self.step_s = 0.0
         self.computed = self.stored = 0
@@ -71,14 +72,14 @@ class Bed:
         for first in range(0, chunks, length):
             some = numbers[first : first + length]
             depths = range(16, 16 * (len(some) + 1), 16)
-            run = Run([key_of(n) for n in some], 0, list(some), depths)
+            run = ChunkBatch([key_of(n) for n in some], 0, list(some), depths)
             self.planner.plan_store(run)
         spend = self.planner.budget
         plan = self._watched(spend)
         if loading:
             spend.end_step(0.0, half=True)
         self.stored += sum(len(store.slots) for store in plan.stores)
-        jobs = [*plan.stores, *plan.demotes]
+        jobs = [*plan.stores, *plan.write_throughs]
         self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
         behind = sum(cost for cost, _ in self.planner._backlog._pieces)
         self.behind_most = max(self.behind_most, behind)
@@ -147,7 +148,7 @@ def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
         bed.step(0)
     assert not bed.planner.busy
     assert all(key_of(n) in index for index in bed.lower for n in range(bed.computed))
-    assert not any(queue.skipped for queue in bed.planner._demotions.queues)
+    assert not any(queue.skipped for queue in bed.planner._write_through_queues.queues)
     bed.planner.check()
 
 
@@ -165,7 +166,7 @@ def test_prefills_of_8192_tokens_are_stored_as_a_whole_where_they_take_long() ->
             bed.step(512)
             bed.use(range(bed.computed - 512, bed.computed))
         stored[step_s] = bed.stored / bed.computed
-        assert not any(queue.skipped for queue in bed.planner._demotions.queues)
+        assert not any(queue.skipped for queue in bed.planner._write_through_queues.queues)
     assert stored[0.2] == 1.0
     assert stored[0.02] < 0.5
 
@@ -186,14 +187,14 @@ def test_the_head_of_a_long_request_is_evicted_last_from_every_tier() -> None:
 
 
 def some_fail() -> None:
-    """Of several demotions that are taken in together."""
+    """Of several write-throughs that are taken in together."""
     bed = Bed(1)
     bed.step(200)
     plan = bed.planner.step()
-    assert len(plan.demotes) >= 3
-    first, second, third = plan.demotes[:3]
+    assert len(plan.write_throughs) >= 3
+    first, second, third = plan.write_throughs[:3]
     bad = frozenset(second.keys[3:5])
-    report = {job.job: JobResult() for job in plan.demotes}
+    report = {job.job: JobResult() for job in plan.write_throughs}
     report |= {second.job: JobResult(bad=bad), third.job: JobResult(failed=True)}
     bed.planner.complete(StepReport(report))
     deleted = list(bed.planner.step().deletes.get(0, ()))
@@ -207,14 +208,14 @@ def some_fail() -> None:
     bed.planner.check()
 
 
-def test_demotions_that_fail_among_others() -> None:
+def test_write_throughs_that_fail_among_others() -> None:
     some_fail()
 
 
 def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
     """Others are evicted for a large chunk, which finds too little room all the same."""
-    cpu = TierIndex("cpu", SlotSpace(100), LruPolicy())
-    disk = TierIndex("disk", ByteSpace(10 * SIZE), LruPolicy())
+    cpu = TierIndex("cpu", SlotCapacity(100), LruPolicy())
+    disk = TierIndex("disk", ByteCapacity(10 * SIZE), LruPolicy())
     large = 1
     groups = {0: GroupInfo("full", 16, (SIZE,)), large: GroupInfo("window", 16, (9 * SIZE,))}
     planner = Planner(groups, cpu, [disk])
@@ -224,15 +225,15 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
         while planner.busy:
             plan = planner.step()
             deleted.extend(plan.deletes.get(0, ()))
-            jobs = [*plan.stores, *plan.demotes]
+            jobs = [*plan.stores, *plan.write_throughs]
             planner.complete(StepReport({job.job: JobResult() for job in jobs}))
 
     small = [key_of(n) for n in range(10)]
-    planner.plan_store(Run(small, 0, list(range(10)), range(16, 176, 16)))
+    planner.plan_store(ChunkBatch(small, 0, list(range(10)), range(16, 176, 16)))
     finish()
     disk.pin(small[:5])
     key = small[0][:32] + large.to_bytes(4, "big")
-    planner.plan_store(Run([key], large, [99], [16]))
+    planner.plan_store(ChunkBatch([key], large, [99], [16]))
     finish()
     assert key not in disk
     assert set(deleted) == {key for key in small if key not in disk} == set(small[5:])
@@ -241,7 +242,7 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
 def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
     """Thousands that wait for a tier all of whose chunks must stay."""
     bed = Bed(1, disk_chunks=50)
-    (disk,), (queue,) = bed.lower, bed.planner._demotions.queues
+    (disk,), (queue,) = bed.lower, bed.planner._write_through_queues.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
     disk.pin(JUNK[:50])
     bed.cpu.recover(JUNK[50:], [EntryInfo()] * len(JUNK[50:]))
@@ -295,7 +296,7 @@ def done_in(step_s: float, steps: int = 60) -> tuple[int, int]:
     depths = range(16, 16 * (len(JUNK) + 1), 16)
     for _ in range(6):
         bed.step(0)
-    bed.planner.plan_load("r", [Run(JUNK, 0, list(range(len(JUNK))), depths)])
+    bed.planner.plan_load("r", [ChunkBatch(JUNK, 0, list(range(len(JUNK))), depths)])
     parts = [part for _ in range(4) for part in bed.step(0).loads]
     return stored, sum(len(part.items) for part in parts)
 
@@ -332,14 +333,14 @@ def _no_least_share(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pins_stay(patch: pytest.MonkeyPatch) -> None:
-    ended = DemotionQueue.ended
+    ended = WriteThroughQueue.ended
 
-    def forgetful(self: DemotionQueue, jobs: list[Job], cpu: TierIndex, now: float) -> object:
+    def forgetful(self: WriteThroughQueue, jobs: list[Job], cpu: TierIndex, now: float) -> object:
         for job in jobs:
             job.pins = ()
         return ended(self, jobs, cpu, now)
 
-    patch.setattr(DemotionQueue, "ended", forgetful)
+    patch.setattr(WriteThroughQueue, "ended", forgetful)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Gates as the planner uses them: reading, break-even and the log."""
+"""TierHealths as the planner uses them: reading, break-even and the log."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
+from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult
-from offload.planner.circuit_breaker import Circuit
+from offload.planner.circuit_breaker import BreakerState
 from offload.planner.load_or_recompute import SAMPLES_MIN
 from offload.planner.planner import Planner
 from policies.base import EntryInfo
@@ -91,7 +91,7 @@ def test_a_failed_probe_makes_the_next_wait_longer() -> None:
     gate = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
     assert step(planner, 2 * WAIT_S).loads == ()
     assert probe_of(step(planner, 3 * WAIT_S)).job != probe.job
 
@@ -105,7 +105,7 @@ def test_a_probe_needs_every_rank() -> None:
     answer(planner, probe.job)
     assert not gate.reads.closed
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
 
 
 def test_a_probe_that_hangs_reopens_it_and_is_not_followed_by_another() -> None:
@@ -114,7 +114,7 @@ def test_a_probe_that_hangs_reopens_it_and_is_not_followed_by_another() -> None:
     gate = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     see(planner, reads_failed=1)  # it is late
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
     for now in (100.0, 200.0, 300.0):
         assert step(planner, now).loads == ()
         assert not found(planner, 1)
@@ -128,7 +128,7 @@ def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
     for now in (WAIT_S, 2 * WAIT_S, 1000.0):
         assert step(planner, now).loads == ()
         assert not planner.busy
-    assert gate.reads.state is Circuit.HALF_OPEN
+    assert gate.reads.state is BreakerState.HALF_OPEN
     holding(planner, 1)
     answer(planner, probe_of(step(planner, 1001.0)).job)
     assert found(planner, 1)
@@ -152,7 +152,7 @@ def test_a_probe_that_brings_nothing_is_bad() -> None:
     gate = break_reads(planner)
     bad = frozenset({key_of(1)})
     answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=bad))
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
 
 
 def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
@@ -162,7 +162,7 @@ def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
     probe = probe_of(step(planner, WAIT_S))
     planner.reset({0: 1})
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is Circuit.HALF_OPEN
+    assert gate.reads.state is BreakerState.HALF_OPEN
     holding(planner, 2)
     answer(planner, probe_of(step(planner, WAIT_S)).job)
     assert found(planner, 2)
@@ -175,7 +175,7 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     probe = probe_of(step(planner, WAIT_S))
     planner.plan_store(wanted(*range(100, 110)))
     answer(planner, step(planner, WAIT_S).stores[0].job)
-    assert step(planner, WAIT_S).demotes == (), "the tier is full of pinned chunks"
+    assert step(planner, WAIT_S).write_throughs == (), "the tier is full of pinned chunks"
     answer(planner, probe.job)
     assert found(planner, 63)
     store(planner, 200)
@@ -372,10 +372,10 @@ def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> No
 def test_a_probe_counts_tokens_as_a_load_does() -> None:
     """Chunks of several groups hold the same tokens."""
     groups = {n: GroupInfo("full", TOKENS, (100,)) for n in range(4)}
-    lower = TierIndex("disk", ByteSpace(6400), LruPolicy())
-    planner = Planner(groups, TierIndex("cpu", SlotSpace(8), LruPolicy()), [lower])
+    lower = TierIndex("disk", ByteCapacity(6400), LruPolicy())
+    planner = Planner(groups, TierIndex("cpu", SlotCapacity(8), LruPolicy()), [lower])
     keys = [b"chunk" + group_suffix(n) for n in range(4)]
     lower.recover(keys, [EntryInfo(n, size_bytes=100) for n in range(4)])
     job = planner._loads.plan_probe(0)
-    (opened,) = planner._ledger.jobs()
+    (opened,) = planner._job_table.jobs()
     assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})

@@ -1,12 +1,12 @@
-"""Gates as the planner uses them: writing to a tier in trouble."""
+"""TierHealths as the planner uses them: writing to a tier in trouble."""
 
 from __future__ import annotations
 
 from offload.index.chunk_batch import GroupInfo
 from offload.messages.report import JobResult
-from offload.planner.circuit_breaker import Circuit
-from offload.planner.jobs import Ledger
-from offload.planner.write_through import DemotionQueue
+from offload.planner.circuit_breaker import BreakerState
+from offload.planner.jobs import JobTable
+from offload.planner.write_through import WriteThroughQueue
 from policies.admission import WriteBudget
 from policies.base import EntryInfo
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -27,8 +27,8 @@ from tests.offload.planner.troubled_tiers import (
 def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
     planner = make(slots=4)
     gate = break_writes(planner)
-    assert store(planner, 1, 2, 3, 4).demotes == ()
-    assert store(planner, 5, 6, 7, 8).demotes == (), "the CPU tier evicts freely"
+    assert store(planner, 1, 2, 3, 4).write_throughs == ()
+    assert store(planner, 5, 6, 7, 8).write_throughs == (), "the CPU tier evicts freely"
     assert not gate.writable
     assert gate.readable, "reading may go on"
     assert not planner.busy
@@ -39,33 +39,33 @@ def test_what_waited_when_it_opened_is_let_go() -> None:
     planner.plan_store(wanted(1, 2, 3, 4))
     answer(planner, step(planner, 0.0).stores[0].job)
     break_writes(planner)
-    assert step(planner, 0.0).demotes == ()
+    assert step(planner, 0.0).write_throughs == ()
     assert planner.plan_store(wanted(5, 6, 7, 8)) == 4
 
 
 def test_the_first_write_after_the_wait_decides() -> None:
     planner = make(slots=200)
     gate = break_writes(planner)
-    (demote,) = store(planner, *range(50), now=WAIT_S).demotes
-    assert gate.writes.state is Circuit.HALF_OPEN
-    assert store(planner, *range(50, 100), now=WAIT_S).demotes == (), "one at a time"
-    bad = frozenset(demote.keys)
-    answer(planner, demote.job, JobResult(bad=bad))
-    assert gate.writes.state is Circuit.OPEN
-    (demote,) = store(planner, *range(100, 110), now=4 * WAIT_S).demotes
-    answer(planner, demote.job, JobResult(bad=frozenset(demote.keys[1:])))
+    (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
+    assert gate.writes.state is BreakerState.HALF_OPEN
+    assert store(planner, *range(50, 100), now=WAIT_S).write_throughs == (), "one at a time"
+    bad = frozenset(write_through.keys)
+    answer(planner, write_through.job, JobResult(bad=bad))
+    assert gate.writes.state is BreakerState.OPEN
+    (write_through,) = store(planner, *range(100, 110), now=4 * WAIT_S).write_throughs
+    answer(planner, write_through.job, JobResult(bad=frozenset(write_through.keys[1:])))
     assert gate.writes.closed
-    assert store(planner, *range(110, 115), now=4 * WAIT_S).demotes
+    assert store(planner, *range(110, 115), now=4 * WAIT_S).write_throughs
 
 
 def test_a_hung_first_write_pins_no_more_than_itself() -> None:
     planner = make(slots=200)
     break_writes(planner)
-    (demote,) = store(planner, *range(50), now=WAIT_S).demotes
+    (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
     for start in range(50, 200, 10):
         store(planner, *range(start, start + 10), now=WAIT_S)
     assert planner.plan_store(wanted(*range(200, 360))) == 160
-    assert len(demote.keys) == 32
+    assert len(write_through.keys) == 32
 
 
 def test_the_first_write_is_one_job_also_with_two_groups() -> None:
@@ -76,9 +76,9 @@ def test_the_first_write_is_one_job_also_with_two_groups() -> None:
     keys = [key_of(1), (1).to_bytes(12, "big")]
     groups = {GROUP: GroupInfo("full", TOKENS, (100,)), 1: GroupInfo("full", TOKENS, (100,))}
     assert planner.cpu.recover(keys, [info] * 2) == []
-    queue = DemotionQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
+    queue = WriteThroughQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
     queue.offer(keys, planner.cpu, groups)
-    jobs, _evicted = queue.due(planner.cpu, Ledger(1))
+    jobs, _evicted = queue.due(planner.cpu, JobTable(1))
     assert len(jobs) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_deletion_is_delivered_before_the_key_is_written_again() -> None:
     break_writes(planner)
     planner.delete(0, [key_of(1)])
     plan = store(planner, 1, now=0.0)
-    assert (plan.deletes, plan.demotes) == ({}, ())
+    assert (plan.deletes, plan.write_throughs) == ({}, ())
     planner.plan_store(wanted(2))
     answer(planner, step(planner, 0.0).stores[0].job)
     planner.tick(WAIT_S)
@@ -134,14 +134,14 @@ def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     store(planner, 3, now=0.0)
     store(planner, 4, now=0.0)
     hung = store(planner, 5, now=WAIT_S)
-    demotes = hung.demotes or step(planner, WAIT_S).demotes
-    assert demotes, "the write that finds out"
+    write_throughs = hung.write_throughs or step(planner, WAIT_S).write_throughs
+    assert write_throughs, "the write that finds out"
     for _ in range(50):
         planner.touch([key_of(2)])
         planner.delete(0, [key_of(1)])
         plan = step(planner, WAIT_S)
         assert (plan.touches, plan.deletes) == ({}, {})
-    answer(planner, demotes[0].job)
+    answer(planner, write_throughs[0].job)
     plan = step(planner, WAIT_S)
     assert set(plan.deletes[0]) == {key_of(1)}
 
@@ -157,14 +157,14 @@ def test_the_weights_change_while_a_disk_is_away() -> None:
     plan = step(planner, 0.0)
     assert plan.epochs == {1: 7}
     answer(planner, plan.stores[0].job)
-    assert {job.tier for job in step(planner, 0.0).demotes} == {1}
+    assert {job.tier for job in step(planner, 0.0).write_throughs} == {1}
     planner.begin_epochs({0: 3})
     assert planner.busy
     planner.plan_store(wanted(3))
     plan = step(planner, 0.0)
     assert (plan.epochs, plan.reset) == ({0: 3}, False)
     answer(planner, plan.stores[0].job)
-    assert {job.tier for job in step(planner, 0.0).demotes} == {0, 1}
+    assert {job.tier for job in step(planner, 0.0).write_throughs} == {0, 1}
 
 
 def test_a_chunk_that_finds_no_room_spends_no_budget() -> None:
@@ -174,7 +174,7 @@ def test_a_chunk_that_finds_no_room_spends_no_budget() -> None:
     keys = [key_of(n) for n in range(3)]
     cpu.recover(keys, [info] * 3)
     budget = WriteBudget(1.0, burst_bytes=250)
-    queue = DemotionQueue(0, planner.lower[0], admissions=[budget], max_waiting=1)
+    queue = WriteThroughQueue(0, planner.lower[0], admissions=[budget], max_waiting=1)
     queue.offer(keys[:2], cpu, planner.groups)
     assert (len(queue), queue.skipped, queue.refused) == (1, 1, 0)
     queue.clear(cpu)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
-from offload.planner.circuit_breaker import Circuit
+from offload.planner.circuit_breaker import BreakerState
 from offload.planner.planner import Planner
-from offload.planner.tier_health import GateLimits, Gates, TierGate
+from offload.planner.tier_health import HealthLimits, TierHealth, TierHealths
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -24,9 +24,9 @@ TOKENS = 512
 
 def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Planner:
     groups = {GROUP: GroupInfo("full", TOKENS, (100,) * tiers)}
-    cpu = TierIndex("cpu", SlotSpace(slots), LruPolicy())
-    lower = [TierIndex(f"disk{n}", ByteSpace(6400), LruPolicy()) for n in range(tiers)]
-    gates = Gates([index.name for index in lower], GateLimits(FAILURES))
+    cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+    lower = [TierIndex(f"disk{n}", ByteCapacity(6400), LruPolicy()) for n in range(tiers)]
+    gates = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
     return Planner(groups, cpu, lower, ranks=ranks, gates=gates, **limits)
 
 
@@ -37,10 +37,10 @@ def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
     assert planner.lower[tier].recover(keys, [info] * len(keys)) == []
 
 
-def wanted(*numbers: int, block: int = 1) -> Run:
+def wanted(*numbers: int, block: int = 1) -> ChunkBatch:
     count = len(numbers)
     keys = [key_of(n) for n in numbers]
-    return Run(keys, GROUP, list(range(block, block + count)), [16] * count)
+    return ChunkBatch(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
 def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
@@ -66,17 +66,17 @@ def probe_of(plan: StepPlan) -> LoadJob:
     return probe
 
 
-def break_reads(planner: Planner, tier: int = 0) -> TierGate:
+def break_reads(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, reads_failed=FAILURES)
     gate = planner.gates.tiers[tier]
-    assert gate.reads.state is Circuit.OPEN
+    assert gate.reads.state is BreakerState.OPEN
     return gate
 
 
-def break_writes(planner: Planner, tier: int = 0) -> TierGate:
+def break_writes(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, writes_failed=FAILURES)
     gate = planner.gates.tiers[tier]
-    assert gate.writes.state is Circuit.OPEN
+    assert gate.writes.state is BreakerState.OPEN
     return gate
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import UNKNOWN, GroupInfo, Origin, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.request_options import Controls
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from offload.planner.load_or_recompute import SAMPLES_MIN, STOP_BELOW
 from offload.planner.planner import Planner
-from offload.planner.tier_health import Gates
+from offload.planner.tier_health import TierHealths
 from offload.requests.lookup import tokens_to_load
-from offload.requests.lookup_cache import KnownPrefix, LookupRoom
+from offload.requests.lookup_cache import LookupBudget, PartialLookup
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -30,14 +30,14 @@ KEYS = [bytes([n]) + group_suffix(0) for n in range(CHUNKS)]
 def planner_with(cpu: int, *below: int) -> Planner:
     """The first ``cpu`` chunks are in the CPU tier, the next ``below[0]`` in the first lower tier,
     and so on. Short loads from a lower tier take what computing 10 chunks takes."""
-    holds = TierIndex("cpu", SlotSpace(CHUNKS), LruPolicy())
-    lower = [TierIndex(f"disk{n}", ByteSpace(10**6), LruPolicy()) for n in range(len(below))]
+    holds = TierIndex("cpu", SlotCapacity(CHUNKS), LruPolicy())
+    lower = [TierIndex(f"disk{n}", ByteCapacity(10**6), LruPolicy()) for n in range(len(below))]
     first = 0
     for index, count in zip((holds, *lower), (cpu, *below), strict=True):
         keys = KEYS[first : first + count]
         index.recover(keys, [EntryInfo(0, size_bytes=1)] * count)
         first += count
-    gates = Gates([index.name for index in lower])
+    gates = TierHealths([index.name for index in lower])
     planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, gates=gates)
     for _ in range(SAMPLES_MIN):
         planner.computed(1000, 1000 / RATE)
@@ -50,10 +50,10 @@ def slow(planner: Planner, tier: int) -> None:
         planner.gates.tiers[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
-def chunks_to_load(planner: Planner, start: int = 0, origin: Origin = UNKNOWN) -> int:
-    first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupRoom(planner.removals)
+def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
+    first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupBudget(planner.removals)
     found = tokens_to_load(
-        Coordinator(LAYOUT), planner, [KEYS], first, limit, room, KnownPrefix(), origin
+        PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, room, PartialLookup(), origin
     )
     assert found is not None
     return found // CHUNK
@@ -87,7 +87,7 @@ def test_what_the_gpu_holds_already_does_not_count() -> None:
 @pytest.mark.parametrize(("tokens", "loaded"), [(0, 2), (CHUNK - 1, 2), (3 * CHUNK, 5), (900, 9)])
 def test_a_client_bounds_what_is_loaded(tokens: int, loaded: int) -> None:
     planner = planner_with(9)
-    origin = Origin(controls=Controls(max_load_tokens=tokens))
+    origin = RequestOrigin(controls=Controls(max_load_tokens=tokens))
     assert chunks_to_load(planner, start=2, origin=origin) == loaded
 
 
@@ -108,5 +108,5 @@ def test_each_of_two_tiers_is_weighed_by_itself() -> None:
 def test_a_read_under_way_is_joined_whatever_its_tier() -> None:
     planner = planner_with(0, 9)
     slow(planner, 0)
-    planner.plan_load("r", [Run(KEYS[:9], 0, list(range(9)), range(1, 10))])
+    planner.plan_load("r", [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))])
     assert chunks_to_load(planner) == 9

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from offload.index.capacity import ByteSpace, SlotSpace
-from offload.index.chunk_batch import GroupInfo, Run
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, WINDOW, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
-from offload.layout.prefix_match import Coordinator
+from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
 from offload.requests import lookup_cache as known_prefix
 from offload.requests.lookup import tokens_to_load
-from offload.requests.lookup_cache import KnownPrefix, LookupRoom
-from offload.telemetry.removed_chunks import Removals
+from offload.requests.lookup_cache import LookupBudget, PartialLookup
+from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -45,19 +45,19 @@ class World:
     def __init__(self, seed: int, groups: tuple[GroupLayout, ...] = ALONE) -> None:
         self.random = random.Random(seed)
         layout = ModelLayout(1024, CHUNK, max(g.chunk_tokens for g in groups), groups)
-        self.coordinator = Coordinator(layout)
+        self.matcher = PrefixMatcher(layout)
         self.keys = [
             [bytes([n]) + group_suffix(g.group) for n in range(CHUNKS // g.chunk_blocks)]
             for g in groups
         ]
         self.every = [key for keys in self.keys for key in keys]
-        self.cpu = TierIndex("cpu", SlotSpace(len(self.every)), LruPolicy())
-        self.disk = TierIndex("disk", ByteSpace(10**6), LruPolicy())
-        self.other = TierIndex("other", ByteSpace(10**6), LruPolicy())
+        self.cpu = TierIndex("cpu", SlotCapacity(len(self.every)), LruPolicy())
+        self.disk = TierIndex("disk", ByteCapacity(10**6), LruPolicy())
+        self.other = TierIndex("other", ByteCapacity(10**6), LruPolicy())
         infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
         self.planner = Planner(infos, self.cpu, [self.disk, self.other])
-        self.room = LookupRoom(self.planner.removals, STEP, FEW)
-        self.known = KnownPrefix()
+        self.room = LookupBudget(self.planner.removals, STEP, FEW)
+        self.known = PartialLookup()
         self.limit = CHUNKS * CHUNK
         self.loads: list[int] = []
 
@@ -65,16 +65,14 @@ class World:
         new = [key for key in keys if index.is_absent(key)]
         index.recover(new, [EntryInfo(int(key[-1]), size_bytes=1) for key in new])
 
-    def ask(self, start: int = 0, known: KnownPrefix | None = None) -> int | None:
-        room = self.room if known is None else LookupRoom(self.planner.removals, 10**6)
+    def ask(self, start: int = 0, known: PartialLookup | None = None) -> int | None:
+        room = self.room if known is None else LookupBudget(self.planner.removals, 10**6)
         known = self.known if known is None else known
-        return tokens_to_load(
-            self.coordinator, self.planner, self.keys, start, self.limit, room, known
-        )
+        return tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, room, known)
 
     def truth(self, start: int = 0) -> int | None:
         """What a lookup says that remembers nothing and may ask for everything."""
-        return self.ask(start, KnownPrefix())
+        return self.ask(start, PartialLookup())
 
     def change(self) -> None:
         """Something comes or goes, in one of the ways that there are."""
@@ -104,7 +102,7 @@ class World:
         if keys:
             name = f"r{self.random.random()}"
             blocks, depths = list(range(1, len(keys) + 1)), range(1, len(keys) + 1)
-            self.planner.plan_load(name, [Run(keys, 0, blocks, depths)])
+            self.planner.plan_load(name, [ChunkBatch(keys, 0, blocks, depths)])
             self.loads += [load.job for load in self.planner.step().loads]
 
     def end_load(self) -> None:
@@ -143,26 +141,26 @@ def test_what_is_remembered_is_what_there_is(seed: int, groups: tuple[GroupLayou
 
 
 def _forget_to_note(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Removals, "note", lambda self, keys: None)
+    patch.setattr(RemovalLog, "note", lambda self, keys: None)
 
 
 def _forget_to_note_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Removals, "note_all", lambda self: None)
+    patch.setattr(RemovalLog, "note_all", lambda self: None)
 
 
 def _do_not_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(known_prefix._Run, "cut", lambda self, keys, gone: None)
+    patch.setattr(known_prefix.KnownRange, "cut", lambda self, keys, gone: None)
 
 
 def _any_holders(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(known_prefix._Run, "is_of", lambda self, first, holders: True)
+    patch.setattr(known_prefix.KnownRange, "is_of", lambda self, first, holders: True)
 
 
 def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
     """One disk is shut out and another is not any more: other holders, but as many."""
-    is_of = known_prefix._Run.is_of
+    is_of = known_prefix.KnownRange.is_of
     patch.setattr(
-        known_prefix._Run,
+        known_prefix.KnownRange,
         "is_of",
         lambda self, first, holders: (
             is_of(self, first, self.holders) and len(holders) == len(self.holders)
@@ -171,9 +169,9 @@ def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
 
 
 def _trust_the_gap(patch: pytest.MonkeyPatch) -> None:
-    extend = known_prefix._Run.extend
+    extend = known_prefix.KnownRange.extend
     patch.setattr(
-        known_prefix._Run, "extend", lambda self, *a: 0 if self.has_gap else extend(self, *a)
+        known_prefix.KnownRange, "extend", lambda self, *a: 0 if self.has_gap else extend(self, *a)
     )
 
 
@@ -214,7 +212,7 @@ def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> No
     world = World(0)
     keys = world.keys[0][:8]
     world.put(world.disk, keys)
-    world.planner.plan_load("back", [Run(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
+    world.planner.plan_load("back", [ChunkBatch(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
     world.loads += [load.job for load in world.planner.step().loads]
     world.load()
     world.disk.drop(keys)
@@ -248,7 +246,7 @@ def test_several_long_prompts_share_a_step() -> None:
     world.put(world.disk, world.every)
     assert world.ask() is None
     left = world.room.left
-    world.known = KnownPrefix()
+    world.known = PartialLookup()
     assert world.ask() is None, "another request"
     assert left - world.room.left == FEW, "it may ask for a few all the same"
 
@@ -270,7 +268,7 @@ def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
 
 
 def test_removals_are_known_for_a_while() -> None:
-    removals = Removals(4)
+    removals = RemovalLog(4)
     removals.note([b"a", b"b"])
     mark = removals.count
     assert removals.since(mark) == []

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
 from offload.requests.request_log import RequestFile
-from offload.telemetry.removed_chunks import Cause, Departure, Departures
+from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 
 @pytest.mark.parametrize("text", [None, "no json\n", '{"request": 3}\n', "[]\n"])
@@ -34,25 +34,25 @@ def test_memory_is_bounded() -> None:
     for number in range(10):
         log.add(RequestRecord(str(number), 0.0, 0, 0))
     assert [record.request for record in log.last] == ["7", "8", "9"]
-    departures = Departures(most=100)
+    departures = RemovalCauses(most=100)
     for number in range(1000):
-        departures.note([b"%d" % number], Departure(Cause.EVICTED, 0, float(number)))
+        departures.note([b"%d" % number], Removed(Cause.EVICTED, 0, float(number)))
         assert len(departures) <= 101
     assert departures.find(b"999")
     assert departures.find(b"950")
     assert departures.find(b"1") is None
-    departures.note((b"x%d" % number for number in range(10**6)), Departure(Cause.LOST, 0, 0.0))
+    departures.note((b"x%d" % number for number in range(10**6)), Removed(Cause.LOST, 0, 0.0))
     assert len(departures) <= 101
 
 
 @pytest.mark.parametrize("most", [24, 10_000])
 def test_the_latest_departure_counts(most: int) -> None:
     """Whether they share a part or not."""
-    departures = Departures(most)
+    departures = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_ROOM, Cause.EVICTED, Cause.CORRUPT)):
-        departures.note([b"k", b"%d" % number], Departure(cause, 0, float(number)))
-        departures.note([b"%d of %d" % (n, number) for n in range(5)], Departure(cause, 0, 0.0))
-    assert departures.find(b"k") == Departure(Cause.CORRUPT, 0, 2.0)
+        departures.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))
+        departures.note([b"%d of %d" % (n, number) for n in range(5)], Removed(cause, 0, 0.0))
+    assert departures.find(b"k") == Removed(Cause.CORRUPT, 0, 2.0)
 
 
 def _record(number: int) -> RequestRecord:

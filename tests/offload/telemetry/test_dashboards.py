@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from offload.planner.circuit_breaker import Breaker, Circuit
+from offload.planner.circuit_breaker import BreakerState, CircuitBreaker
 from offload.requests.miss_reasons import Reason
 from offload.telemetry.metrics import METRICS
 from tests.dashboards import alert_rules, dashboard, queries
@@ -113,20 +113,20 @@ def test_a_tier_whose_disk_hangs_keeps_its_alert() -> None:
     """A probe that hangs for 5 s shows another state meanwhile. One look at that would begin the
     alert's five minutes anew."""
     [rule] = [rule for rule in alert_rules() if rule["alert"] == "KvtiersTierShutOut"]
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.observe(0, 3, 0.0)
     states, asked_at = set(), None
     for second in range(900):
         breaker.tick(second)
-        if breaker.state is Circuit.HALF_OPEN:
+        if breaker.state is BreakerState.HALF_OPEN:
             asked_at = second if asked_at is None else asked_at
             if second - asked_at >= 5:
                 asked_at = None
                 breaker.judge(second, good=False)
         states.add(breaker.state)
         assert firing(breaker.state.value, rule["expr"]), second
-    assert states == {Circuit.OPEN, Circuit.HALF_OPEN}
-    assert not firing(Circuit.CLOSED.value, rule["expr"])
+    assert states == {BreakerState.OPEN, BreakerState.HALF_OPEN}
+    assert not firing(BreakerState.CLOSED.value, rule["expr"])
 
 
 def test_a_gauge_of_the_last_second_alerts_only_while_there_are_seconds() -> None:

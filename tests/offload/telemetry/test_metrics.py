@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from offload.messages.report import Observed
-from offload.planner.tier_health import Gates
+from offload.planner.tier_health import TierHealths
 from offload.requests.miss_reasons import Reason, RequestLog
 from offload.telemetry.counters import PlannerStats, WorkerStats
 from offload.telemetry.metrics import METRICS, SECTIONS, reference
-from offload.telemetry.removed_chunks import Cause, Departure
+from offload.telemetry.removed_chunks import Cause, Removed
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 MARK = "<!-- generated: everything below -->\n\n"
@@ -50,7 +50,7 @@ def test_what_is_counted_has_a_place() -> None:
     worker.read(0, 1, 1.0)
     worker.wrote(0, 1, 1.0)
     worker.corrupt(0)
-    gates = Gates(["lmdb"])
+    gates = TierHealths(["lmdb"])
     gates.tiers[0].observe(0, Observed(reads_failed=9), 0.0)
     counted = stats.totals() | worker.totals() | gates.totals() | RequestLog().totals()
     for flat in counted:
@@ -69,17 +69,17 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
     assert stats.removed == {"cpu:evicted": 2, "lmdb:corrupt": 1, "lmdb:lost": 2}
     found = {key: stats.departures.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
     assert found == {
-        b"a": Departure(Cause.EVICTED, -1, 7.0),
-        b"c": Departure(Cause.LOST, 0, 7.0),
-        b"d": Departure(Cause.CORRUPT, 0, 7.0),
-        b"f": Departure(Cause.NO_ROOM, -1, 7.0),
-        b"h": Departure(Cause.FAILED, 0, 7.0),
+        b"a": Removed(Cause.EVICTED, -1, 7.0),
+        b"c": Removed(Cause.LOST, 0, 7.0),
+        b"d": Removed(Cause.CORRUPT, 0, 7.0),
+        b"f": Removed(Cause.NO_ROOM, -1, 7.0),
+        b"h": Removed(Cause.FAILED, 0, 7.0),
     }
     assert stats.departures.find(b"g") is None
     stats.reset([b"a"], {-1: 3, 0: 0})
     assert stats.removed["cpu:reset"] == 3
     assert stats.departures.find(b"c") is None, "a reset forgets everything"
-    assert stats.departures.find(b"a") == Departure(Cause.RESET, -1, 7.0)
+    assert stats.departures.find(b"a") == Removed(Cause.RESET, -1, 7.0)
 
 
 def test_hits_and_misses_of_tiers_add_up_to_what_was_wanted() -> None:

@@ -17,7 +17,7 @@ from offload.config.schema import parse_config
 from offload.namespaces.folders import bump_epoch, replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.worker.tier_factory import make_tier
-from offload.worker.tier_folders import TierPlaces
+from offload.worker.tier_folders import TierFolders
 from tiers.adapters import reopening
 from tiers.base import Tier, TierIoError, WriteOutcome
 from tiers.testing import key_of, put
@@ -28,11 +28,11 @@ NEW = [key_of(n) for n in range(10, 14)]
 SIZE = 8192
 
 
-def places(path: str | Path, **options: object) -> TierPlaces:
+def places(path: str | Path, **options: object) -> TierFolders:
     """Where a server with one tier at ``path`` keeps its records."""
     table = {"type": "lmdb", "path": str(path), "capacity": 64 << 20, "reserve": 0} | options
     config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table]})
-    return TierPlaces(config, NAMESPACE, b"i" * 16, rank=0, replica=0, shares=1, engine="test")
+    return TierFolders(config, NAMESPACE, b"i" * 16, rank=0, replica=0, shares=1, engine="test")
 
 
 def tier_at(path: str | Path, **options: object) -> Tier:

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
-from offload.messages.plan import IN_SLAB, STAGED, DemoteJob, LoadItem, LoadJob, StepPlan, StoreJob
+from offload.messages.plan import (
+    IN_SLAB,
+    STAGED,
+    LoadItem,
+    LoadJob,
+    StepPlan,
+    StoreJob,
+    WriteThroughJob,
+)
 from offload.worker.executor import Executor
 from offload.worker.pending import Drained, ExecutorLimits
 from offload.worker.staging import Staging
@@ -107,14 +115,14 @@ def load(job: int, slots: list[int], blocks: list[int], tier: int = IN_SLAB) -> 
     return LoadJob(job, f"r{job}", items)
 
 
-async def test_store_demote_load_each_answered_once() -> None:
+async def test_store_write_load_each_answered_once() -> None:
     async with rank_with() as rank:
         compute(rank.caches, keys(3), [1, 2, 3])
         rank.executor.post(StepPlan(stores=(store(1, [1, 2, 3], [0, 1, 2]),)))
         done = await rank.turn()
         assert done.report.results.keys() == {1}
-        demote = DemoteJob(2, 0, 0, tuple(KEYS[:3]), (0, 1, 2))
-        rank.executor.post(StepPlan(demotes=(demote,)))
+        write_through = WriteThroughJob(2, 0, 0, tuple(KEYS[:3]), (0, 1, 2))
+        rank.executor.post(StepPlan(write_throughs=(write_through,)))
         assert (await rank.turn()).report.results[2].bad == frozenset()
         rank.slab.slot(0)[:] = 0
         rank.executor.post(StepPlan(loads=(load(3, [4, STAGED, STAGED], [10, 11, 12], tier=0),)))
@@ -222,7 +230,7 @@ async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
     inner = MemoryTier(1 << 20)
     tier = HoldingTier(inner, methods={"read"})
     async with rank_with(tier) as rank:
-        rank.executor.post(StepPlan(demotes=(DemoteJob(1, 0, 0, (KEYS[0],), (0,)),)))
+        rank.executor.post(StepPlan(write_throughs=(WriteThroughJob(1, 0, 0, (KEYS[0],), (0,)),)))
         rank.executor.post(StepPlan(loads=(load(2, [1], [9], tier=0),)))
         await tier.waiting()
         rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
@@ -240,8 +248,12 @@ async def test_copies_that_are_refused_fail_and_the_rest_of_the_plan_is_carried_
         compute(rank.caches, keys(2), [1, 2])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
         await rank.turn()
-        demote = DemoteJob(3, 0, 0, (KEYS[0],), (0,))
-        plan = StepPlan(stores=(store(2, [2], [1]),), demotes=(demote,), loads=(load(4, [0], [9]),))
+        write_through = WriteThroughJob(3, 0, 0, (KEYS[0],), (0,))
+        plan = StepPlan(
+            stores=(store(2, [2], [1]),),
+            write_throughs=(write_through,),
+            loads=(load(4, [0], [9]),),
+        )
         rank.executor.post(plan, refused="for a reason")
         done = await rank.turn()
         assert (done.finished, done.failed) == ({"r4"}, {"r4"})
@@ -258,7 +270,7 @@ async def test_a_plan_that_cannot_be_carried_out_is_answered_as_failed() -> None
     async with rank_with() as rank:
         broken: Any = StepPlan(
             stores=(store(1, [1], [0]),),
-            demotes=(DemoteJob(2, 7, 0, (KEYS[0],), (0,)),),  # there is no tier 7
+            write_throughs=(WriteThroughJob(2, 7, 0, (KEYS[0],), (0,)),),  # there is no tier 7
             loads=(load(3, [0], [9]),),
         )
         rank.executor.post(broken)

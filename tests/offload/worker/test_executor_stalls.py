@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload.worker.executor
-from offload.messages.plan import DemoteJob, LoadItem, LoadJob, StepPlan
+from offload.messages.plan import LoadItem, LoadJob, StepPlan, WriteThroughJob
 from offload.planner.loads import NOBODY
 from offload.worker.executor import Executor
 from offload.worker.health import PAUSE_S
@@ -311,8 +311,8 @@ async def test_answers_of_the_driver_are_no_sign_of_life(clock: Clock) -> None:
 
 async def test_stores_go_on_some_time_after_a_fault(clock: Clock) -> None:
     async with rank_with() as rank:
-        demote = DemoteJob(1, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
-        rank.executor.post(StepPlan(demotes=(demote,)))
+        write_through = WriteThroughJob(1, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
+        rank.executor.post(StepPlan(write_throughs=(write_through,)))
         assert (await rank.turn()).report.results[1].failed
         assert rank.executor.degraded
         rank.executor.post(StepPlan(stores=(store(2, [1], [0]),)))
@@ -359,10 +359,10 @@ async def test_a_store_that_is_poisoned_is_not_waited_for_again() -> None:
 async def test_a_store_that_does_not_begin_is_not_waited_for(clock: Clock) -> None:
     """The loop has refused it, and the step that fences it comes before its answer is seen."""
     async with rank_with(fence_timeout_s=3600.0) as rank:
-        broken = DemoteJob(2, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
+        broken = WriteThroughJob(2, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
         unread: Any = StepPlan(deletes=7, stores=(store(1, [1], [0]),))
         rank.executor.post(unread)
-        rank.executor.post(StepPlan(demotes=(broken,)))
+        rank.executor.post(StepPlan(write_throughs=(broken,)))
         rank.executor.post(StepPlan(stores=(store(3, [2], [1]),)))
         for _ in range(20):
             rank.engine.run_all()

@@ -20,7 +20,7 @@ from offload.worker.idle_scrub import (
     IdleScrub,
     ScrubLimits,
 )
-from offload.worker.tier_monitor import TierWatch
+from offload.worker.tier_monitor import TierMonitor
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import holding, make, see, step
 from tests.sim.virtual_time import run_virtually
@@ -59,7 +59,7 @@ def scrubbing(
     tier = Scrubbing(answer)
 
     async def main() -> None:
-        watch = TierWatch(5.0, lambda _seen: None)
+        watch = TierMonitor(5.0, lambda _seen: None)
         scrub = IdleScrub(tier, watch, LIMITS, found.append)
         scrub.start()
         asked = asyncio.ensure_future(beside(watch))
@@ -74,7 +74,7 @@ def scrubbing(
     return tier, found
 
 
-async def nothing(_watch: TierWatch) -> None:
+async def nothing(_watch: TierMonitor) -> None:
     """Nobody asks for anything."""
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_read_while_requests_read_or_have_just_read(seed: int) -> Non
     """Whatever they ask, and however long it takes; in between it goes on."""
     busy: list[tuple[float, float]] = []
 
-    async def ask(watch: TierWatch) -> None:
+    async def ask(watch: TierMonitor) -> None:
         rng, loop = random.Random(seed), asyncio.get_running_loop()
 
         async def operation(seconds: float) -> list[Any]:

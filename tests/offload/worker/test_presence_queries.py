@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from offload.messages.plan import Question
-from offload.messages.report import Answer, Observed
-from offload.worker.presence_queries import IN_FLIGHT, LATE_S, Asker
+from offload.messages.plan import PresenceQuery
+from offload.messages.report import Observed, PresenceReply
+from offload.worker.presence_queries import IN_FLIGHT, LATE_S, PresenceQueries
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Tier
 from tiers.testing import key_of, put
@@ -15,7 +15,7 @@ from tiers.testing.faults import FailingTier, HoldingTier
 from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 KEYS = [key_of(n) for n in range(4)]
-QUESTION = Question(1, 0, KEYS)
+QUESTION = PresenceQuery(1, 0, KEYS)
 
 
 class Writer:
@@ -35,20 +35,20 @@ async def held() -> SharedMemoryTier:
     return tier
 
 
-def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> Asker:
-    return Asker(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
+def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> PresenceQueries:
+    return PresenceQueries(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
 
 
 async def test_what_the_tier_says_is_the_answer() -> None:
     seen: list[Observed] = []
     asked = asker_of([await held()], [Writer()], seen)
-    assert await asked.ask(QUESTION) == Answer(b"\1\0\1\0")
+    assert await asked.ask(QUESTION) == PresenceReply(b"\1\0\1\0")
     assert seen == []
 
 
 async def test_a_tier_of_an_epoch_that_is_over_is_not_asked() -> None:
     asked = asker_of([await held()], [Writer(is_behind=True)], [])
-    assert await asked.ask(QUESTION) == Answer(None)
+    assert await asked.ask(QUESTION) == PresenceReply(None)
 
 
 def test_failures_and_lateness_are_seen_and_answered() -> None:
@@ -61,11 +61,13 @@ async def fail_and_be_late() -> None:
     slow = HoldingTier(await held(), methods={"present"})
     tiers = [failing, slow]
     asked = asker_of(tiers, [Writer(), Writer()], seen)
-    assert await asked.ask(QUESTION) == Answer(None)
+    assert await asked.ask(QUESTION) == PresenceReply(None)
     assert seen == [Observed(reads_failed=1)]
-    asking = [asyncio.create_task(asked.ask(Question(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)]
+    asking = [
+        asyncio.create_task(asked.ask(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
+    ]
     await asyncio.sleep(1.5 * LATE_S)
     assert seen == [Observed(reads_failed=1)] * (1 + IN_FLIGHT)
     assert slow.met == IN_FLIGHT, "the others wait for their turn"
     slow.release()
-    assert set(await asyncio.gather(*asking)) == {Answer(b"\1\0\1\0")}
+    assert set(await asyncio.gather(*asking)) == {PresenceReply(b"\1\0\1\0")}

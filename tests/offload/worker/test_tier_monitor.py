@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload.messages.report import Observed
-from offload.worker.tier_monitor import LATE_REPORTS_MAX, TierWatch
+from offload.worker.tier_monitor import LATE_REPORTS_MAX, TierMonitor
 from tests.sim.virtual_time import run_virtually
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 
@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.seen: list[Observed] = []
-        self.watch = TierWatch(1.0, self.seen.append)
+        self.watch = TierMonitor(1.0, self.seen.append)
 
     @property
     def total(self) -> Observed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.messages.plan import DemoteJob, StepPlan
+from offload.messages.plan import StepPlan, WriteThroughJob
 from tests.offload.small_model import compute, keys
 from tests.offload.worker.test_executor import KEYS, Rank, load, rank_with, store
 from tiers.testing.faults import FailingTier, HoldingTier, nth
@@ -19,10 +19,10 @@ async def fill(rank: Rank, first: int, job: int, slots: list[int]) -> None:
     assert not (await rank.turn()).report.results[job].failed
 
 
-async def demote(rank: Rank, job: int, numbers: list[int], slots: list[int]) -> bool:
+async def write_through(rank: Rank, job: int, numbers: list[int], slots: list[int]) -> bool:
     """Write chunks; whether they were taken."""
-    plan = DemoteJob(job, 0, 0, tuple(KEYS[n] for n in numbers), tuple(slots))
-    rank.executor.post(StepPlan(demotes=(plan,)))
+    plan = WriteThroughJob(job, 0, 0, tuple(KEYS[n] for n in numbers), tuple(slots))
+    rank.executor.post(StepPlan(write_throughs=(plan,)))
     result = (await rank.turn()).report.results[job]
     return not (result.failed or result.bad)
 
@@ -33,13 +33,13 @@ async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -
     tier = FailingTier(medium, lambda call: call <= 2, methods={"reset"})
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0])
-        assert await demote(rank, 2, [0], [0])
+        assert await write_through(rank, 2, [0], [0])
         rank.executor.post(StepPlan(reset=True, epochs={0: 1}))
         await rank.turn()
         await fill(rank, 5, 3, [0])  # what the new weights make of the first key
-        assert not await demote(rank, 4, [0], [0]), "the second try fails too"
+        assert not await write_through(rank, 4, [0], [0]), "the second try fails too"
         assert medium.epoch == 0
-        assert await demote(rank, 5, [0], [0])
+        assert await write_through(rank, 5, [0], [0])
         assert tier.met == 2
         assert medium.epoch == 1
         rank.executor.post(StepPlan(loads=(load(6, [3], [20], tier=0),)))
@@ -52,8 +52,8 @@ async def test_what_a_full_tier_did_not_take_is_told() -> None:
     medium = MemoryTier(RECORD)  # room for one record
     async with rank_with(medium) as rank:
         await fill(rank, 0, 1, [0, 1])
-        plan = DemoteJob(2, 0, 0, (KEYS[0], KEYS[1]), (0, 1))
-        rank.executor.post(StepPlan(demotes=(plan,)))
+        plan = WriteThroughJob(2, 0, 0, (KEYS[0], KEYS[1]), (0, 1))
+        rank.executor.post(StepPlan(write_throughs=(plan,)))
         result = (await rank.turn()).report.results[2]
         assert not result.failed
         assert set(KEYS[:2]) - result.bad == set(medium.records)
@@ -66,8 +66,8 @@ async def test_a_reset_waits_for_the_writes_before_it() -> None:
     tier = HoldingTier(medium, methods={"write"})
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0])
-        plan = DemoteJob(2, 0, 0, (KEYS[0],), (0,))
-        rank.executor.post(StepPlan(demotes=(plan,)))
+        plan = WriteThroughJob(2, 0, 0, (KEYS[0],), (0,))
+        rank.executor.post(StepPlan(write_throughs=(plan,)))
         await tier.waiting()
         rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
         await rank.turn()
@@ -83,12 +83,12 @@ async def test_a_deletion_that_failed_is_done_before_the_next_write() -> None:
     tier = FailingTier(medium, nth(1), methods={"delete"})
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0, 1])
-        assert await demote(rank, 2, [0], [0])
+        assert await write_through(rank, 2, [0], [0])
         rank.executor.post(StepPlan(deletes={0: (KEYS[0],)}))
         await rank.turn()
         assert tier.met == 1
         assert KEYS[0] in medium.records
-        assert await demote(rank, 3, [1], [1]), "its place is free"
+        assert await write_through(rank, 3, [1], [1]), "its place is free"
         assert list(medium.records) == [KEYS[1]]
 
 
@@ -97,10 +97,10 @@ async def test_a_key_that_is_written_again_is_not_deleted_later() -> None:
     tier = FailingTier(medium, lambda call: call <= 2, methods={"delete"})
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0, 1])
-        assert await demote(rank, 2, [0], [0])
+        assert await write_through(rank, 2, [0], [0])
         rank.executor.post(StepPlan(deletes={0: (KEYS[0],)}))
         await rank.turn()
-        assert await demote(rank, 3, [0], [0])
-        assert await demote(rank, 4, [1], [1])
+        assert await write_through(rank, 3, [0], [0])
+        assert await write_through(rank, 4, [1], [1])
         assert tier.met == 2
         assert sorted(medium.records) == sorted(KEYS[:2])

@@ -189,8 +189,8 @@ def test_segments_are_what_single_keys_are(
     seed: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SMALL", small)
-    monkeypatch.setattr(segments, "_LOOSE_MOST", 3)
-    monkeypatch.setattr(segments, "_LEFT_MOST", 2)
+    monkeypatch.setattr(segments, "_LOOSE_MAX", 3)
+    monkeypatch.setattr(segments, "_LEFT_MAX", 2)
     world = _World(seed)
     for _ in range(150):
         world.arrive()

@@ -48,8 +48,8 @@ class _Pins:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"PART_MOST": 5, "FEW": 3, "STALE_SHARE": 1, "STALE_LEAST": 4}
-    for name, value in {**small, "PART_PLACES": 1, "PASSED_MOST": 3}.items():
+    small = {"PART_MAX": 5, "FEW": 3, "STALE_SHARE": 1, "STALE_MIN": 4}
+    for name, value in {**small, "PART_PLACES": 1, "PASSED_MAX": 3}.items():
         monkeypatch.setattr(lru, name, value)
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from tiers.adapters.read_only import AskedForeignTier, ForeignKey, ForeignTier
+from tiers.adapters.read_only import ForeignKey, ReadOnlyTier, SharedReadOnlyTier
 from tiers.base import Buffer, ReadOutcome, TierIoError
 from tiers.testing import aligned, all_keys, fetch
 
@@ -58,8 +58,8 @@ class Shelf:
 
 
 @asynccontextmanager
-async def over(*shelves: Shelf, asked: bool = False) -> AsyncIterator[ForeignTier]:
-    tier = (AskedForeignTier if asked else ForeignTier)(lambda: shelves)
+async def over(*shelves: Shelf, asked: bool = False) -> AsyncIterator[ReadOnlyTier]:
+    tier = (SharedReadOnlyTier if asked else ReadOnlyTier)(lambda: shelves)
     try:
         await tier.open()
         yield tier

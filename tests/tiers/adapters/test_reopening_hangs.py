@@ -82,7 +82,7 @@ async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
 ENDING = """
 import asyncio, os, sys, threading
 from pathlib import Path
-from offload.loop import OffloadLoop
+from offload.loop import EventLoopThread
 from tiers.lmdb import tier as lmdb_tier
 from tiers.adapters import reopening
 from tiers.lmdb.tier import LmdbTier
@@ -104,12 +104,12 @@ async def main(path, hangs):
     await put(tier, [key_of(1)], 8192)
     path.rename(path.with_name("away"))
     await put(tier, [key_of(2)], 8192)
-    lmdb_tier.LmdbStore = hang
+    lmdb_tier.LmdbFiles = hang
     while not reached.is_set():
         await asyncio.wait([asyncio.ensure_future(tier.touch([key_of(1)]))], timeout=0.1)
     print("ends", flush=True)
 
-OffloadLoop().call(main(Path(sys.argv[1]), sys.argv[2]), 30.0)
+EventLoopThread().call(main(Path(sys.argv[1]), sys.argv[2]), 30.0)
 """
 
 

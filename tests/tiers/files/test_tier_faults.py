@@ -87,7 +87,7 @@ async def test_a_mount_that_hangs_does_not_stop_the_loop(
 HUNG_END = """
 import asyncio, os, sys, threading
 from pathlib import Path
-from offload.loop import OffloadLoop
+from offload.loop import EventLoopThread
 from tiers.files.tier import FileTier
 from tiers.testing import key_of, put
 
@@ -105,7 +105,7 @@ async def main(path):
         await asyncio.wait(tasks, timeout=0.01)
     print("ends", flush=True)
 
-OffloadLoop().call(main(Path(sys.argv[1])), 30.0)
+EventLoopThread().call(main(Path(sys.argv[1])), 30.0)
 """
 
 

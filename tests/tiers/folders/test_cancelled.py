@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.tiers.folders.test_open_failures import MAKERS, Source, held
-from tiers.adapters.read_only import AskedForeignTier, ForeignTier
-from tiers.adapters.remote_read_only import RemoteForeignTier
+from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
+from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.adapters.reopening import ReopeningTier
 from tiers.base import Tier
 from tiers.mooncake import tier as mooncake_tier
@@ -46,9 +46,9 @@ def opened_again(path: Path) -> Tier:
 
 ALL: dict[str, Callable[[Path], Tier]] = MAKERS | {
     "opened again": opened_again,
-    "foreign": lambda _path: ForeignTier(sources),
-    "asked": lambda _path: AskedForeignTier(sources),
-    "remote": lambda _path: RemoteForeignTier(Listed),
+    "foreign": lambda _path: ReadOnlyTier(sources),
+    "asked": lambda _path: SharedReadOnlyTier(sources),
+    "remote": lambda _path: RemoteReadOnlyTier(Listed),
     "mooncake": lambda _path: MooncakeTier(MooncakeSettings("localhost:1", "P2PHANDSHAKE")),
 }
 MOMENTS = [0, 1, 2, 3, 5, 8]

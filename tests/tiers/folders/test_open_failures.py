@@ -16,7 +16,7 @@ import pytest
 
 from tests.tiers.adapters.unplugged import KEYS, SIZE, opened
 from tiers.adapters import reopening
-from tiers.adapters.remote_read_only import RemoteForeignTier
+from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import Tier, TierInfo, TierIoError, WriteOutcome
 from tiers.files.shared_tier import SharedFileTier
 from tiers.files.tier import FileTier
@@ -133,7 +133,7 @@ async def test_the_client_of_a_store_is_closed(monkeypatch: pytest.MonkeyPatch, 
     before = held()
     threads = Scarce(monkeypatch)
     for failures in itertools.count():
-        tier: Tier = RemoteForeignTier(Source)
+        tier: Tier = RemoteReadOnlyTier(Source)
         if kind == "mooncake":
             tier = MooncakeTier(MooncakeSettings("localhost:1", "P2PHANDSHAKE"), threads=2)
         threads.left = failures

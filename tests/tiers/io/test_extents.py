@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.io.extents import RUNS_PER_RECORD_MAX, ExtentMap, Run, Runs, clip, gaps
-from tiers.lmdb.allocations import Places
+from tiers.io.extents import RUNS_PER_RECORD_MAX, Extent, ExtentMap, Runs, clip, gaps
+from tiers.lmdb.allocations import Allocations
 
 PAGES = 60
 
@@ -44,7 +44,7 @@ def test_allocations_are_disjoint_and_nothing_is_lost(
 def test_records_written_together_lie_together() -> None:
     space = ExtentMap(100, gaps(100, []))
     places = [space.allocate(4) for _ in range(10)]
-    assert places == [(Run(4 * n, 4),) for n in range(10)]
+    assert places == [(Extent(4 * n, 4),) for n in range(10)]
 
 
 def test_eviction_by_age_keeps_whole_runs() -> None:
@@ -61,32 +61,32 @@ def test_eviction_by_age_keeps_whole_runs() -> None:
 
 
 def test_a_record_is_cut_only_when_no_run_is_long_enough() -> None:
-    space = ExtentMap(10, [Run(0, 3), Run(5, 3)])
-    assert space.allocate(5) == (Run(0, 3), Run(5, 2))
+    space = ExtentMap(10, [Extent(0, 3), Extent(5, 3)])
+    assert space.allocate(5) == (Extent(0, 3), Extent(5, 2))
     assert space.allocate(2) is None
     assert space.free_pages == 1
 
 
 def test_too_many_pieces_are_refused_whole() -> None:
-    space = ExtentMap(1000, [Run(2 * n, 1) for n in range(RUNS_PER_RECORD_MAX + 1)])
+    space = ExtentMap(1000, [Extent(2 * n, 1) for n in range(RUNS_PER_RECORD_MAX + 1)])
     assert space.allocate(RUNS_PER_RECORD_MAX + 1) is None
     assert space.free_pages == RUNS_PER_RECORD_MAX + 1
 
 
 def test_growing_joins_the_free_end() -> None:
-    space = ExtentMap(10, gaps(10, [Run(0, 8)]))
+    space = ExtentMap(10, gaps(10, [Extent(0, 8)]))
     space.extend(5)
-    assert space.free_runs() == [Run(8, 7)]
+    assert space.free_runs() == [Extent(8, 7)]
 
 
-@pytest.mark.parametrize("used", [[Run(0, 4), Run(3, 2)], [Run(8, 3)]])
-def test_impossible_use_is_refused(used: list[Run]) -> None:
+@pytest.mark.parametrize("used", [[Extent(0, 4), Extent(3, 2)], [Extent(8, 3)]])
+def test_impossible_use_is_refused(used: list[Extent]) -> None:
     with pytest.raises(ValueError, match="overlap"):
         gaps(10, used)
 
 
 def test_a_place_is_free_only_after_commit_and_last_read() -> None:
-    places = Places(5, [Run(1, 4)])
+    places = Allocations(5, [Extent(1, 4)])
     runs = places.allocate(4)
     assert runs is not None
     places.adopt(runs, 4)
@@ -104,7 +104,7 @@ def test_a_place_is_free_only_after_commit_and_last_read() -> None:
 
 
 def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
-    places = Places(11, [Run(1, 10)])
+    places = Allocations(11, [Extent(1, 10)])
     present, being_read, being_written = (places.allocate(2) for _ in range(3))
     assert present is not None
     assert being_read is not None
@@ -122,16 +122,16 @@ def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
 
 
 def test_what_a_shorter_record_leaves_is_free() -> None:
-    places = Places(11, [Run(1, 10)])
+    places = Allocations(11, [Extent(1, 10)])
     runs = places.allocate(6)
     assert runs is not None
     places.adopt(runs, 2)
     assert places.used_pages == 2
-    places.check([(Run(1, 2),)])
+    places.check([(Extent(1, 2),)])
 
 
 def test_clipping_cuts_inside_a_run() -> None:
-    runs = (Run(10, 3), Run(20, 3))
-    assert clip(runs, 4) == ((Run(10, 3), Run(20, 1)), (Run(21, 2),))
+    runs = (Extent(10, 3), Extent(20, 3))
+    assert clip(runs, 4) == ((Extent(10, 3), Extent(20, 1)), (Extent(21, 2),))
     assert clip(runs, 6) == (runs, ())
-    assert clip(runs, 3) == ((Run(10, 3),), (Run(20, 3),))
+    assert clip(runs, 3) == ((Extent(10, 3),), (Extent(20, 3),))

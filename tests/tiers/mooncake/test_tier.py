@@ -202,7 +202,7 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
         for key, slot in zip(KEYS, slots, strict=False):
             assert np.array_equal(slot, payload_of(key, SIZE))
         monkeypatch.setattr(client, "_store", gives_up)
-        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_MOST", 40 * SIZE)
+        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_MAX", 40 * SIZE)
         with pytest.raises(TierIoError, match="given up"):
             await tier.read(KEYS[:16], slots)
         monkeypatch.setattr(client, "_store", store)

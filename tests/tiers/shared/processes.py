@@ -31,24 +31,24 @@ def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | N
     return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
 
 
-def _grow_for_ever(store: shared_store.SharedStore, file_pages: int, pages: int) -> int:
+def _grow_for_ever(store: shared_store.SharedLmdbFiles, file_pages: int, pages: int) -> int:
     store.file.grow((file_pages + pages) * ALIGNMENT)
     return pages
 
 
-_evict = shared_changes.Changes.evict
+_evict = shared_changes.WriteTransaction.evict
 
 
-def _evict_all(changes: shared_changes.Changes, _free_pages: int, _records: int) -> int:
+def _evict_all(changes: shared_changes.WriteTransaction, _free_pages: int, _records: int) -> int:
     return _evict(changes, 1 << 40, 0)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "no-rollback": (shared_changes.Changes, "roll_back", lambda *_: 0),
-    "all-live": (sharers.Sharer, "is_alive", lambda *_: True),
+    "no-rollback": (shared_changes.WriteTransaction, "roll_back", lambda *_: 0),
+    "all-live": (sharers.Member, "is_alive", lambda *_: True),
     "no-reader-check": (shared_changes, "READER_CHECK_EVERY", 1 << 40),
-    "no-cap-lmdb": (shared_store.SharedStore, "grow", _grow_for_ever),
-    "evicts-all": (shared_changes.Changes, "evict", _evict_all),
+    "no-cap-lmdb": (shared_store.SharedLmdbFiles, "grow", _grow_for_ever),
+    "evicts-all": (shared_changes.WriteTransaction, "evict", _evict_all),
     "no-cap": (shared_folder.SharedFolder, "_make_room", lambda *_: True),
     "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
 }

@@ -20,10 +20,10 @@ from tiers.files.shared_tier import SharedFileTier
 from tiers.files.tier import FileTier
 from tiers.lmdb.commit_thread import Put
 from tiers.lmdb.index import pack_value
-from tiers.lmdb.shared.files import SharedStore
-from tiers.lmdb.shared.members import Sharer
+from tiers.lmdb.shared.files import SharedLmdbFiles
+from tiers.lmdb.shared.members import Member
 from tiers.lmdb.shared.tier import SharedLmdbTier
-from tiers.lmdb.shared.transaction import Changes, changing
+from tiers.lmdb.shared.transaction import WriteTransaction, changing
 from tiers.record import Identity, prefix
 from tiers.testing import assert_holds, fetch, key_of, payload_of, put
 
@@ -203,11 +203,11 @@ async def tier(tmp_path: Path) -> AsyncIterator[SharedLmdbTier]:
     await made.aclose()
 
 
-def store_of(tier: SharedLmdbTier) -> SharedStore:
+def store_of(tier: SharedLmdbTier) -> SharedLmdbFiles:
     return tier._open_store()
 
 
-def put_of(changes: Changes, store: SharedStore, own_epoch: int | None = None) -> Put:
+def put_of(changes: WriteTransaction, store: SharedLmdbFiles, own_epoch: int | None = None) -> Put:
     """A record with a place, as if its payload had been written."""
     reserved = changes.reserve([(KEY, 3)], own_epoch, 100, store.grow)
     (runs,), (use,) = reserved.places, reserved.uses
@@ -260,9 +260,9 @@ async def test_damage_that_was_seen_before_removes_no_record_stored_since(
 
 
 def test_a_sharer_lives_until_it_lets_go(tmp_path: Path) -> None:
-    one = Sharer(tmp_path)
+    one = Member(tmp_path)
     one.join()
-    two = Sharer(tmp_path)
+    two = Member(tmp_path)
     assert one.number != two.number
     assert one.is_alive(one.number)
     assert one.is_alive(two.number)

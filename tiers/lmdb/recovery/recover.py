@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import ALIGNMENT, Key
-from tiers.io.extents import Run
+from tiers.io.extents import Extent
 from tiers.lmdb.recovery.record_table import RecordTable
 from tiers.lmdb.recovery.records import Records
 from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
@@ -34,7 +34,7 @@ class Recovered:
     """The good ``records``; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
 
     records: Records
-    free: list[Run]
+    free: list[Extent]
     bad: list[Key]
     next_use: int
 
@@ -180,12 +180,12 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     return good
 
 
-def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Run]:
+def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
     """What disjoint runs leave of the file, given sorted."""
     stop = max(file_pages, 1)
     if not starts.size:
-        return [Run(1, stop - 1)] if stop > 1 else []
+        return [Extent(1, stop - 1)] if stop > 1 else []
     wide = np.flatnonzero(starts[1:] > ends[:-1])
     begins = [1, *ends[wide].tolist(), int(ends[-1])]
     stops = [int(starts[0]), *starts[wide + 1].tolist(), stop]
-    return [Run(a, b - a) for a, b in zip(begins, stops, strict=True) if b > a]
+    return [Extent(a, b - a) for a, b in zip(begins, stops, strict=True) if b > a]

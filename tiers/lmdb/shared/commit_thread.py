@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from tiers.lmdb.shared.index import SharedIndex
-from tiers.lmdb.shared.transaction import Changes, changing
+from tiers.lmdb.shared.transaction import WriteTransaction, changing
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Asking:
             # The loop was closed over an open tier: nobody is left to tell.
             return
 
-    def ask(self, change: Callable[[Changes], T]) -> asyncio.Future[T | None]:
+    def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
         """Have it done in a transaction; ``None`` if it could not be."""
         done: asyncio.Future[T | None] = self._loop.create_future()
 
@@ -53,7 +53,7 @@ class Asking:
 
     def ask_then(
         self,
-        change: Callable[[Changes], object],
+        change: Callable[[WriteTransaction], object],
         call: Callable[[bool], object] | None = None,
         *,
         flushes: bool = False,
@@ -77,7 +77,7 @@ class Ask:
     """Something to do in a transaction. ``flushes``: payloads must be durable before. ``post``
     gets what ``change`` returned, or why it could not be done; from this thread."""
 
-    change: Callable[[Changes], Any]
+    change: Callable[[WriteTransaction], Any]
     post: Callable[[Any, Exception | None], None]
     flushes: bool = False
     result: Any = None

@@ -38,7 +38,7 @@ from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import store_free_runs
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
-from tiers.lmdb.shared.members import SHARERS_MAX, Sharer, opening
+from tiers.lmdb.shared.members import SHARERS_MAX, Member, opening
 from tiers.lmdb.shared.transaction import changing
 from tiers.record import Identity
 
@@ -59,10 +59,10 @@ def _twin_hint() -> str:
     )
 
 
-class SharedStore:
+class SharedLmdbFiles:
     """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
     epoch. ``pages_max`` and ``records_max`` are limits of all processes together. ``dropped``
-    counts records that were no good; ``was_set_aside`` as in ``LmdbStore``."""
+    counts records that were no good; ``was_set_aside`` as in ``LmdbFiles``."""
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
         """Open or create. An odd ``options.epoch`` says that the weights are not those of the
@@ -78,7 +78,7 @@ class SharedStore:
         self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
         with contextlib.ExitStack() as undo, opening(folder):
-            self.sharer = Sharer(folder)
+            self.sharer = Member(folder)
             undo.callback(self.sharer.release)
             try:
                 if self.sharer.is_alone:

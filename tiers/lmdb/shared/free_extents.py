@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Any
 
-from tiers.io.extents import PROBES, RUNS_PER_RECORD_MAX, Run, Runs
+from tiers.io.extents import PROBES, RUNS_PER_RECORD_MAX, Extent, Runs
 
 LOOKED_AT_MAX = 4096
 """Free runs looked at for a place of several pieces."""
@@ -71,7 +71,7 @@ class FreeRuns:
                 break
         return tuple(runs)
 
-    def _cut(self, start: int, length: int, pages: int) -> Run:
+    def _cut(self, start: int, length: int, pages: int) -> Extent:
         # In this order: LMDB gives up the page of a table that becomes empty until the commit, and
         # a transaction that empties the table for each record would use up the whole map.
         if length > pages:
@@ -79,9 +79,9 @@ class FreeRuns:
         self._txn.delete(_number(start), db=self._database)
         self.pages -= pages
         self.cursor = start + pages
-        return Run(start, pages)
+        return Extent(start, pages)
 
-    def give(self, runs: Iterable[Run]) -> None:
+    def give(self, runs: Iterable[Extent]) -> None:
         """Take runs back and join them with their free neighbours."""
         for start, pages in runs:
             self.pages += pages
@@ -105,13 +105,13 @@ class FreeRuns:
                 self._txn.delete(_number(after), db=self._database)
 
 
-def free_runs(txn: Any, database: Any) -> list[Run]:
+def free_runs(txn: Any, database: Any) -> list[Extent]:
     """All of them, in order."""
     with txn.cursor(db=database) as runs:
-        return [Run(_value(start), _value(length)) for start, length in runs.iternext()]
+        return [Extent(_value(start), _value(length)) for start, length in runs.iternext()]
 
 
-def store_free_runs(txn: Any, database: Any, runs: Iterable[Run]) -> int:
+def store_free_runs(txn: Any, database: Any, runs: Iterable[Extent]) -> int:
     """Make these, in order and not touching, the free runs; how many pages they have."""
     txn.drop(database, delete=False)
     pages = 0

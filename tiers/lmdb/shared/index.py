@@ -32,7 +32,7 @@ from typing import Any
 import lmdb
 
 from tiers.base import Key, StoredKeys
-from tiers.io.extents import Run, gaps
+from tiers.io.extents import Extent, gaps
 from tiers.lmdb.index import (
     DATA_NAME,
     RECORDS_NAME,
@@ -209,7 +209,7 @@ class SharedIndex:
             free = free_runs(txn, tables.free)
         held = [runs_of(value) for value in records.values()]
         held += [runs_of(bytes(RUNS_AT) + runs) for _key, runs in intents]
-        taken = [Run(0, 1), *(run for runs in held for run in runs)]
+        taken = [Extent(0, 1), *(run for runs in held for run in runs)]
         expected = gaps(state.file_pages, taken)
         assert free == expected, f"free {free}, but nobody owns {expected}"
         assert order == {v[:USE_BYTES]: k for k, v in records.items()}, "order and records differ"

@@ -38,7 +38,7 @@ def opening(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-class Sharer:
+class Member:
     """This process among those that share a folder. Make it inside ``opening``."""
 
     def __init__(self, folder: Path) -> None:

@@ -45,7 +45,7 @@ from tiers.io.io_threads import IoThreads
 from tiers.io.resets import Resets
 from tiers.lmdb.files import LmdbOptions, job_bytes
 from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
-from tiers.lmdb.shared.files import SharedStore
+from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob
 from tiers.lmdb.shared.writes import SharedWrites
 from tiers.record import Identity, check_identity, check_records
@@ -61,7 +61,7 @@ _COUNTERS = (
 T = TypeVar("T")
 
 
-class SharedLmdbTier(FolderTier[SharedStore]):
+class SharedLmdbTier(FolderTier[SharedLmdbFiles]):
     """See the module. ``path`` is a folder on a local disk, the same for all who share."""
 
     def __init__(
@@ -88,7 +88,7 @@ class SharedLmdbTier(FolderTier[SharedStore]):
 
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        store = await self._open_in_thread(SharedStore, *arguments)
+        store = await self._open_in_thread(SharedLmdbFiles, *arguments)
         try:
             state, medium = await self._lookup(lambda: (store.index.state(), store.medium))
         except BaseException:
@@ -101,7 +101,7 @@ class SharedLmdbTier(FolderTier[SharedStore]):
             "lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch, shared=True
         )
 
-    def _begin(self, store: SharedStore, undo: ExitStack) -> None:
+    def _begin(self, store: SharedLmdbFiles, undo: ExitStack) -> None:
         self._loop = asyncio.get_running_loop()
         self._own_epoch = store.own_epoch
         self._resets = Resets()
@@ -207,7 +207,7 @@ class SharedLmdbTier(FolderTier[SharedStore]):
             return outcomes
 
     def _read_jobs(
-        self, store: SharedStore, keys: Sequence[Key], into: Sequence[Buffer]
+        self, store: SharedLmdbFiles, keys: Sequence[Key], into: Sequence[Buffer]
     ) -> list[SharedReadJob]:
         most = job_bytes(self._options, sum(data.nbytes for data in into))
         jobs: list[SharedReadJob] = []

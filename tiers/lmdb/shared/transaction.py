@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiers.base import Key, WriteOutcome
-from tiers.io.extents import Run, Runs, clip
+from tiers.io.extents import Extent, Runs, clip
 from tiers.lmdb.commit_thread import Put
 from tiers.lmdb.index import runs_of
 from tiers.lmdb.recovery.record_table import RUN_BYTES, USE_BYTES, with_use
@@ -53,7 +53,7 @@ class Reservation:
     uses: list[int]
 
 
-class Changes:
+class WriteTransaction:
     """One write transaction, for the sharer with this ``number``. Any exception undoes it all."""
 
     def __init__(self, index: SharedIndex, txn: Any, number: int) -> None:
@@ -107,7 +107,7 @@ class Changes:
         if runs is None:
             gain = grow(self.state.file_pages, pages)
             if gain:
-                self._free.give((Run(self.state.file_pages, gain),))
+                self._free.give((Extent(self.state.file_pages, gain),))
                 self.state.file_pages += gain
                 runs = self._free.take(pages)
         return runs
@@ -230,7 +230,7 @@ class Changes:
                     break
                 packed = intents.value()
                 intents.delete()
-                runs = [Run(*run) for run in _RUN.iter_unpack(packed)]
+                runs = [Extent(*run) for run in _RUN.iter_unpack(packed)]
                 self._free.give(runs)
                 count += 1
         self.state.reserved -= count
@@ -251,11 +251,11 @@ class Changes:
 
 
 @contextmanager
-def changing(index: SharedIndex, number: int) -> Iterator[Changes]:
+def changing(index: SharedIndex, number: int) -> Iterator[WriteTransaction]:
     """A write transaction, durable at the end. Raises ``lmdb.Error`` and ``OSError``."""
     with index.writing() as txn:
         if not txn.id() % READER_CHECK_EVERY:
             index.env.reader_check()
-        changes = Changes(index, txn, number)
+        changes = WriteTransaction(index, txn, number)
         yield changes
         changes.store_state()

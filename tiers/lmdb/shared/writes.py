@@ -18,8 +18,8 @@ from tiers.lmdb.commit_thread import Change, Put
 from tiers.lmdb.files import LmdbOptions, job_bytes
 from tiers.lmdb.io_jobs import WriteJob
 from tiers.lmdb.shared.commit_thread import Asking
-from tiers.lmdb.shared.files import SharedStore
-from tiers.lmdb.shared.transaction import Changes, Reservation
+from tiers.lmdb.shared.files import SharedLmdbFiles
+from tiers.lmdb.shared.transaction import Reservation, WriteTransaction
 
 ROOM_ATTEMPTS = 8
 """How often a write makes room that others may take before it does."""
@@ -32,7 +32,7 @@ class SharedWrites:
 
     def __init__(
         self,
-        store: SharedStore,
+        store: SharedLmdbFiles,
         asking: Asking,
         options: LmdbOptions,
         low_watermark: float,
@@ -199,7 +199,7 @@ class SharedWrites:
                 self._unused += given
 
         if given:
-            self._asking.ask_then(partial(Changes.abandon, places=given), end)
+            self._asking.ask_then(partial(WriteTransaction.abandon, places=given), end)
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:

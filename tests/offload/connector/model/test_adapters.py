@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.v1.request import Request
 
-from offload.connector.model.adapters import ASKS_MOST, AdapterBook, AdapterWatch, joined
+from offload.connector.model.adapters import ASKS_MAX, AdapterBook, AdapterWatch, joined
 from offload.requests.miss_reasons import Reason, RequestRecord
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
@@ -171,7 +171,7 @@ def test_what_nobody_can_say_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_request_is_asked_again_a_few_times() -> None:
     book = AdapterBook()
-    assert [book.may_come(asker("a")) for _ in range(ASKS_MOST + 1)] == [True] * ASKS_MOST + [False]
+    assert [book.may_come(asker("a")) for _ in range(ASKS_MAX + 1)] == [True] * ASKS_MAX + [False]
     assert book.may_come(asker("b"))
 
 

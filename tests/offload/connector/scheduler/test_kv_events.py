@@ -165,8 +165,8 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
         for _ in range(len(world.planner.lower[0]) + len(world.planner.cpu)):
             world.step()
         assert events.take() == []
-        assert max(portions) == kv_events.CHANGES_MOST
-        assert events.lost > kv_events.WAITING_MOST
+        assert max(portions) == kv_events.CHANGES_MAX
+        assert events.lost > kv_events.WAITING_MAX
         assert follower.truth()
         return sorted(map(str, follower.held ^ follower.truth()))
     raise AssertionError
@@ -174,13 +174,13 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
 
 @pytest.fixture
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "CHANGES_MOST", 3)
-    monkeypatch.setattr(kv_events, "FOUND_MOST", 2)
+    monkeypatch.setattr(kv_events, "CHANGES_MAX", 3)
+    monkeypatch.setattr(kv_events, "FOUND_MAX", 2)
 
 
 @pytest.fixture
 def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "WAITING_MOST", 12)
+    monkeypatch.setattr(kv_events, "WAITING_MAX", 12)
 
 
 def test_changes_beyond_the_bound_are_told_as_a_new_beginning(
@@ -206,7 +206,7 @@ def differences_after_a_restart(folder: Path) -> list[str]:
             portions.append(chunks(found))
             for event in found:
                 follower.replay(event)
-        assert max(portions) <= kv_events.CHANGES_MOST
+        assert max(portions) <= kv_events.CHANGES_MAX
         assert follower.truth()
         return sorted(map(str, follower.held ^ follower.truth()))
     raise AssertionError

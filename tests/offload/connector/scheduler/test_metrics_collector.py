@@ -18,7 +18,7 @@ from offload.connector.scheduler.metrics_collector import StatsCollector
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.requests.miss_reasons import RequestLog
 from offload.telemetry.metrics import METRICS
-from offload.worker.tier_folders import TierPlaces
+from offload.worker.tier_folders import TierFolders
 from tests.dashboards import alert_rules
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
@@ -115,10 +115,10 @@ def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
 def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And when: a counter that was 1 from the start has not grown."""
     before = time.time()
-    specs = TierPlaces.specs
+    specs = TierFolders.specs
     for count in (0, 1):
         monkeypatch.setattr(
-            TierPlaces,
+            TierFolders,
             "specs",
             lambda self, n=count: [replace(s, set_aside=n) for s in specs(self)],
         )

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tiers.io.extents import Run
+from tiers.io.extents import Extent
 from tiers.lmdb.index import pack_value
 from tiers.lmdb.recovery.key_order import rising
 from tiers.lmdb.recovery.key_table import AT_ONCE, MODULUS, KeySlots, remainders
@@ -22,7 +22,7 @@ SEED = 20261121
 
 def value_of(key: bytes, use: int, runs: int = 1) -> bytes:
     header = prefix(Identity(), key, 0, 4096 * runs) + bytes(16)
-    return pack_value(use, header, tuple(Run(use + 10 * n, 1) for n in range(runs)))
+    return pack_value(use, header, tuple(Extent(use + 10 * n, 1) for n in range(runs)))
 
 
 def some_key(rng: random.Random) -> bytes:

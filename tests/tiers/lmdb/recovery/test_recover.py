@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiers.io.extents import Run, gaps
+from tiers.io.extents import Extent, gaps
 from tiers.lmdb.index import pack_value
 from tiers.lmdb.recovery.record_table import tables_of
 from tiers.lmdb.recovery.recover import Expected, recover
@@ -18,9 +18,11 @@ PAGES = 400
 EXPECTED = Expected(Identity(), 3, PAGES)
 
 
-def record(rng: random.Random) -> tuple[bytes, int, list[Run], int]:
+def record(rng: random.Random) -> tuple[bytes, int, list[Extent], int]:
     """Key, use, runs and epoch, most of them good and some of them over others."""
-    runs = [Run(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))]
+    runs = [
+        Extent(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))
+    ]
     key = rng.randbytes(rng.choice([8, 36, 36]))
     return key, rng.randrange(1 << 60), runs, rng.choice([3] * 9 + [2])
 
@@ -50,7 +52,7 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
     by_use = sorted(set(good) - shared, key={key: use for key, use, _, _ in records}.__getitem__)
     assert [key for batch in found.records.by_use() for key in batch.keys] == by_use
     assert sorted(found.bad) == sorted(set(values) - set(by_use))
-    used = [Run(0, 1), *(run for key in by_use for run in good[key])]
+    used = [Extent(0, 1), *(run for key in by_use for run in good[key])]
     assert found.free == gaps(PAGES, used)
     assert dict(found.records.items()) == {key: values[key] for key in by_use}
     found.records.check()
@@ -79,7 +81,7 @@ def test_only_our_own_records_are_believed(
     if key_ids:
         told |= {"flags": ENCRYPTED, "key_id": KEY_ID}
         is_good = is_good or "key_id" in changed
-    value = pack_value(1, prefix(key=b"key", **told) + bytes(16), (Run(1, 1),))
+    value = pack_value(1, prefix(key=b"key", **told) + bytes(16), (Extent(1, 1),))
     found = recover(tables_of([(b"key", value)]), Expected(Identity(), 3, PAGES, key_ids))
     assert (len(found.records), found.bad) == ((1, []) if is_good else (0, [b"key"]))
 
@@ -87,7 +89,7 @@ def test_only_our_own_records_are_believed(
 @pytest.mark.parametrize("told", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
 def test_records_that_no_key_at_hand_opens_are_not_believed(told: dict[str, Any]) -> None:
     """They would be found, and each load of them would fail."""
-    value = pack_value(1, prefix(Identity(), b"key", 3, 4096, **told) + bytes(16), (Run(1, 1),))
+    value = pack_value(1, prefix(Identity(), b"key", 3, 4096, **told) + bytes(16), (Extent(1, 1),))
     expected = Expected(Identity(), 3, PAGES, frozenset([KEY_ID]))
     assert recover(tables_of([(b"key", value)]), expected).bad == [b"key"]
 
@@ -98,7 +100,7 @@ def test_a_length_that_the_stored_one_contradicts(flags: int, payload_bytes: int
     """Else one flipped bit would be the whole capacity for whoever counts the lengths."""
     key_ids = frozenset([bytes(4)] if flags & ENCRYPTED else [])
     header = prefix(Identity(), b"key", 3, payload_bytes, stored_bytes=4096, flags=flags)
-    value = pack_value(1, header + bytes(16), (Run(1, 1),))
+    value = pack_value(1, header + bytes(16), (Extent(1, 1),))
     found = recover(tables_of([(b"key", value)]), Expected(Identity(), 3, PAGES, key_ids))
     is_good = payload_bytes > 4096 if flags & COMPRESSED else payload_bytes == 4096
     assert (len(found.records), found.bad) == ((1, []) if is_good else (0, [b"key"]))

@@ -18,7 +18,7 @@ import pytest
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared.tier import SharedLmdbTier
-from tiers.lmdb.shared.transaction import Changes
+from tiers.lmdb.shared.transaction import WriteTransaction
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned, assert_holds, assert_misses, key_of, payload_of, put
 
@@ -101,7 +101,7 @@ async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
     tier = await opened(tmp_path / "tier", io)
     assert tier._store is not None
     with monkeypatch.context() as patched:
-        patched.setattr(Changes, "abandon", full)
+        patched.setattr(WriteTransaction, "abandon", full)
         assert await put(tier, KEYS, SIZE) == [WriteOutcome.FAILED] * 6
         await tier.delete([])
         assert tier._store.index.state().reserved == 6
@@ -170,7 +170,7 @@ async def test_a_reset_that_failed_can_be_repeated(
     tier = await opened(tmp_path / "tier", DiskIo())
     await put(tier, KEYS[:1], SIZE)
     with monkeypatch.context() as patched:
-        patched.setattr(Changes, "begin_epoch", full)
+        patched.setattr(WriteTransaction, "begin_epoch", full)
         with pytest.raises(TierIoError, match="cannot be begun"):
             await tier.reset(1)
     await assert_misses(tier, KEYS[:1], SIZE)

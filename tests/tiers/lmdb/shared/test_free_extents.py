@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tiers.io.extents import Run, Runs
+from tiers.io.extents import Extent, Runs
 from tiers.lmdb.shared.free_extents import FreeRuns, free_runs, store_free_runs
 
 PAGES = 400
@@ -22,7 +22,7 @@ def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=1 << 20) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            assert store_free_runs(txn, table, [Run(1, PAGES - 1)]) == PAGES - 1
+            assert store_free_runs(txn, table, [Extent(1, PAGES - 1)]) == PAGES - 1
         cursor = 0
         for _ in range(60):
             with env.begin(write=True) as txn:
@@ -51,12 +51,12 @@ def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
             assert all(end < start for end, (start, _n) in zip(ends, runs_now[1:], strict=False))
 
 
-@pytest.mark.parametrize("wrong", [Run(10, 5), Run(12, 1), Run(5, 6), Run(14, 3)])
-def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Run) -> None:
+@pytest.mark.parametrize("wrong", [Extent(10, 5), Extent(12, 1), Extent(5, 6), Extent(14, 3)])
+def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Extent) -> None:
     with lmdb.open(str(tmp_path), max_dbs=1) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            store_free_runs(txn, table, [Run(10, 5)])
+            store_free_runs(txn, table, [Extent(10, 5)])
             space = FreeRuns(txn, table, 0, 5)
             with pytest.raises(ValueError, match="free already"):
                 space.give([wrong])
@@ -67,9 +67,9 @@ def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=64 * 4096) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            space = FreeRuns(txn, table, 0, store_free_runs(txn, table, [Run(1, 5000)]))
+            space = FreeRuns(txn, table, 0, store_free_runs(txn, table, [Extent(1, 5000)]))
             places = [space.take(1) for _ in range(4999)]
             for runs in places:
                 assert runs is not None
                 space.give(runs)
-            assert free_runs(txn, table) == [Run(1, 5000)]
+            assert free_runs(txn, table) == [Extent(1, 5000)]

@@ -22,7 +22,7 @@ from tiers.io.codec import Codec
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared.index import WRITING_NAME
 from tiers.lmdb.shared.tier import SharedLmdbTier
-from tiers.lmdb.shared.transaction import Changes
+from tiers.lmdb.shared.transaction import WriteTransaction
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
 
@@ -171,7 +171,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_all(
     await tier.open()
     await put(tier, keys, SIZE)
     with monkeypatch.context() as patched:
-        patched.setattr(Changes, "begin_epoch", fail)
+        patched.setattr(WriteTransaction, "begin_epoch", fail)
         for _ in range(times):
             with pytest.raises(TierIoError):
                 await tier.reset(5)
@@ -184,7 +184,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_all(
     assert await put(tier, [key_of(4)], SIZE) == [OK]
     assert elsewhere(folder, look).strip() == "[False, False, True, False]"
     with monkeypatch.context() as patched:
-        patched.setattr(Changes, "begin_epoch", fail)
+        patched.setattr(WriteTransaction, "begin_epoch", fail)
         with pytest.raises(TierIoError):
             await tier.reset(7)
     await tier.reset(7)
@@ -235,12 +235,12 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
     await put(tier, [key_of(1)], SIZE)
     code = (
         "import os, signal\n"
-        "    from tiers.lmdb.shared.transaction import Changes\n"
-        f"    real = Changes.{at}\n"
+        "    from tiers.lmdb.shared.transaction import WriteTransaction\n"
+        f"    real = WriteTransaction.{at}\n"
         "    def killed(*arguments):\n"
         "        real(*arguments)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"    Changes.{at} = killed\n"
+        f"    WriteTransaction.{at} = killed\n"
         f"    await put(tier, [key_of(n) for n in range(5, 9)], {SIZE})"
     )
     with pytest.raises(subprocess.CalledProcessError) as error:
