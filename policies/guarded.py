@@ -1,9 +1,9 @@
-"""Contains a policy that misbehaves, so that it costs hits and never an answer.
+"""Contains a faulty policy, so that it costs hits and never an answer.
 
-The guard watches every call. A policy that raises (or calls ``sys.exit``), is slow, names keys
-that it must not name or withholds victims is replaced for good by LRU over the same members; that
-is counted, logged once and told to ``on_fault``. The guard never raises because of what the policy
-did.
+The guard watches every call. It replaces a policy for good by LRU over the same members if the
+policy raises (or calls ``sys.exit``), is slow, names keys that it must not name, or withholds
+victims. The guard counts and logs that once, and reports it to ``on_fault``. What a policy does
+never makes the guard raise.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from policies.eviction.lru import LruPolicy
 logger = logging.getLogger(__name__)
 
 _WINDOW_KEYS = 4096
-"""The mean time per key is judged each time this many keys have passed."""
+"""The guard judges the mean time per key each time this many keys have passed."""
 _MEMORY_KEYS = 1 << 17
-"""Slowness is forgiven when this many keys have passed since."""
+"""The guard forgets a slow call after this many further keys."""
 
 
 class GuardedPolicy(EvictionPolicy):
-    """A policy in a cage.
+    """Passes calls on to a policy, and on to LRU once the policy has made a mistake.
 
-    ``members`` is a live view of the tier's resident keys, from which a key is taken before
-    ``remove`` and ``clear`` and to which it is added before ``insert``; without it the guard
-    keeps a set of its own.
-    ``call_budget_s`` bounds one call and ``key_budget_s`` both the mean time per key and, times
-    the keys in it, adds to the bound of a long call. Wall time, because a policy may sleep. As a
+    ``members`` is a live view of the tier's resident keys. The tier takes a key out of it before
+    it calls ``remove`` or ``clear``, and adds a key before it calls ``insert``. Without
+    ``members`` the guard keeps its own set.
+
+    One call may take ``call_budget_s`` plus ``key_budget_s`` per key, and the mean time per key
+    must not exceed ``key_budget_s``. The guard measures wall time, because a policy may sleep. A
     machine that stands still for a moment (a paused guest, a CPU quota, a garbage collection)
-    looks the same, slowness is a fault only when it is seen ``patience`` times in a while.
+    looks the same, so slowness is a fault only when the guard has seen it ``patience`` times
+    within a limited number of keys.
     """
 
     def __init__(
@@ -72,66 +74,29 @@ class GuardedPolicy(EvictionPolicy):
 
     @property
     def keeps_prefixes_closed(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """The policy's promise; False after a fault, as LRU starts from any order there."""
+        """The policy's promise; False after a fault, because LRU then starts from any order."""
         return not self.faults and self._active.keeps_prefixes_closed
 
     @property
     def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """Whether the policy in charge does."""
+        """Whether the policy in charge takes parts."""
         return self._active.takes_parts
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if self._own is not None:
             self._own[key] = None
-        if self.faults:
-            self._active.insert(key, info)
-            return
-        start = self._clock()
-        try:
-            self._active.insert(key, info)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"insert raised {error!r}")
-            self._active.insert(key, info)
-        else:
-            self._charge("insert", start, 1)
+        self._call("insert", 1, key, info)
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         if self._own is not None:
             self._own.update(dict.fromkeys(keys))
-        if self.faults:
-            self._active.insert_all(keys, infos)
-            return
-        start = self._clock()
-        try:
-            self._active.insert_all(keys, infos)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"insert_all raised {error!r}")  # which has these too
-        else:
-            self._charge("insert_all", start, len(keys))
+        self._call("insert_all", len(keys), keys, infos)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        if self.faults:
-            self._active.touch(keys)
-            return
-        start = self._clock()
-        try:
-            self._active.touch(keys)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"touch raised {error!r}")
-            self._active.touch(keys)
-        else:
-            self._charge("touch", start, len(keys))
+        self._call("touch", len(keys), keys)
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
-        if self.faults:
-            return
-        start = self._clock()
-        try:
-            self._active.advise(keys, hints)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"advise raised {error!r}")
-        else:
-            self._charge("advise", start, len(keys))
+        self._call("advise", len(keys), keys, hints)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         if self.faults:
@@ -146,58 +111,46 @@ class GuardedPolicy(EvictionPolicy):
         if fault:
             self._fall_back(fault)
             return self._active.victims(count, evictable)
-        self._book("victims", spent_s, count)
+        self._charge("victims", spent_s, count)
         return names
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
         if self._own is not None:
             self._own.pop(key, None)
-        if self.faults:
-            self._active.remove(key, cause)
-            return
-        start = self._clock()
-        try:
-            self._active.remove(key, cause)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"remove raised {error!r}")
-            self._active.remove(key, cause)
-        else:
-            self._charge("remove", start, 1)
+        self._call("remove", 1, key, cause)
 
     def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
         if self._own is not None:
             deque(map(self._own.pop, keys, repeat(None)), maxlen=0)
-        if self.faults:
-            self._active.remove_all(keys, cause)
-            return
-        start = self._clock()
-        try:
-            self._active.remove_all(keys, cause)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"remove_all raised {error!r}")  # which has these no more
-        else:
-            self._charge("remove_all", start, len(keys))
+        self._call("remove_all", len(keys), keys, cause)
 
     def clear(self) -> None:
         if self._own is not None:
             self._own.clear()
-        try:
-            self._active.clear()
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"clear raised {error!r}")
-            self._active.clear()
+        self._call("clear", None)
 
     def __len__(self) -> int:
-        if self._own is not None:
-            return len(self._own)
-        try:
-            return len(self._active)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
-            self._fall_back(f"len raised {error!r}")
-            return len(self._active)
+        return len(self._own) if self._own is not None else self._call("__len__", None)
+
+    def _call(self, name: str, keys: int | None, *arguments: Any) -> Any:
+        """Pass a call on to the policy in charge. It is charged for ``keys`` keys; ``None`` means
+        that its time does not count. If it raises, LRU takes over and gets the call too, which
+        does no harm: ``members``, from which LRU starts, already has what was inserted and no
+        longer has what was removed."""
+        if not self.faults:
+            start = self._clock()
+            try:
+                result = getattr(self._active, name)(*arguments)
+            except (Exception, SystemExit) as error:  # containing it is this class's purpose
+                self._fall_back(f"{name} raised {error!r}")
+            else:
+                if keys is not None:
+                    self._charge(name, self._clock() - start, keys)
+                return result
+        return getattr(self._active, name)(*arguments)
 
     def _wrong(self, names: object, count: int, evictable: Callable[[Key], bool]) -> str:
-        """What is wrong with these victims; empty if nothing is."""
+        """Say what is wrong with these victims; empty if nothing is."""
         if not isinstance(names, list) or len(names) > count:
             return f"victims({count}) returned {_brief(names)}"
         if len(set(names)) != len(names):
@@ -217,11 +170,8 @@ class GuardedPolicy(EvictionPolicy):
             return f"policy has {len(self._active)} keys, the tier {len(self._members)}"
         return ""
 
-    def _charge(self, call: str, start: float, keys: int) -> None:
-        self._book(call, self._clock() - start, keys)
-
-    def _book(self, call: str, spent_s: float, keys: int) -> None:
-        """Book a call's time."""
+    def _charge(self, call: str, spent_s: float, keys: int) -> None:
+        """Count the time of a call against the policy's budgets."""
         self._keys += max(1, keys)
         if spent_s > self._call_budget_s + keys * self._key_budget_s:
             self._note_slow(f"{call} of {keys} keys took {spent_s:.3f} s")
@@ -235,7 +185,7 @@ class GuardedPolicy(EvictionPolicy):
                 self._note_slow(f"took {mean_s * 1e6:.0f} us per key on average")
 
     def _note_slow(self, what: str) -> None:
-        """A fault if it happened often lately."""
+        """Replace the policy if it was slow ``patience`` times lately."""
         now = self._passed + self._keys
         self._slow_at.append(now)
         often = len(self._slow_at) == self._patience
@@ -243,7 +193,7 @@ class GuardedPolicy(EvictionPolicy):
             self._fall_back(what)
 
     def _fall_back(self, reason: str) -> None:
-        """LRU over the same members takes over. Their first order is that of insertion."""
+        """Let LRU take over, with the members in the order of ``members``."""
         fallback = LruPolicy()
         fallback.insert_all(list(self._members), ())
         self._active = fallback
@@ -256,7 +206,7 @@ class GuardedPolicy(EvictionPolicy):
 def contained(
     policy: EvictionPolicy, tier: str, members: Collection[Key] | None = None
 ) -> EvictionPolicy:
-    """The policy in a cage that logs for this tier. Our plain LRU needs none."""
+    """Wrap a policy in a guard that names this tier in the log. Our plain LRU needs no guard."""
     if type(policy) is LruPolicy:
         return policy
     return GuardedPolicy(policy, members=members, tier=tier)

@@ -15,7 +15,6 @@ from offload.cli.common import (
     AsJson,
     Problems,
     age_text,
-    at_a_store,
     make_app,
     print_json,
     screen,
@@ -41,10 +40,6 @@ def why(
     last: Annotated[int, typer.Option(help="So many of the newest requests.")] = 20,
     request: Annotated[str, typer.Option(help="Only requests whose id contains this.")] = "",
     reason: Annotated[str, typer.Option(help="Only requests with this reason.")] = "",
-    store: Annotated[
-        Path | None,
-        typer.Option(help="Path of a tier: look there for missing chunks in other namespaces."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what the last requests of a server found in which tier, and why not more.
@@ -60,17 +55,12 @@ def why(
     if last < 1:
         problems.add("--last", f"must be at least 1 (got {last})")
     records = _read(file, problems)
-    if store is not None:
-        problems.homes(store)
     problems.refuse("why")
     chosen = [
         record
         for record in records
         if request in record["request"] and reason in ("", record["reason"])
     ][-last:]
-    if store is not None:
-        with at_a_store("why"):
-            _look_elsewhere(chosen, store)
     if as_json:
         print_json({"file": str(file), "requests": chosen})
         return
@@ -123,19 +113,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < NUMBER_MAX
 
 
-def _look_elsewhere(records: list[dict[str, Any]], store: Path) -> None:
-    """Add to records in which other namespaces their missing chunk lies."""
-    from offload.admin.find_chunks import find_elsewhere
-
-    for own in {record.get("namespace", "") for record in records}:
-        mine = [r for r in records if "missing" in r and r.get("namespace", "") == own]
-        keys = {bytes.fromhex(record["missing"]["key"]): None for record in mine}
-        found = find_elsewhere(store, own, list(keys))
-        for record in mine:
-            others = found.get(bytes.fromhex(record["missing"]["key"]), [])
-            record["elsewhere"] = [other.to_json() for other in others]
-
-
 def _table(records: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
     from rich.table import Table
@@ -177,7 +154,4 @@ def _where(record: dict[str, Any]) -> str:
         parts.append(f"{record['ago_s']:.0f} s before")
     if "note" in record:
         parts.append(record["note"])
-    for other in record.get("elsewhere", ()):
-        differs = "; ".join(other["differs"]) or "fields unknown"
-        parts.append(f"stored in namespace {other['namespace'][:8]} ({differs})")
     return ", ".join(parts)

@@ -1,10 +1,9 @@
-"""Expiry, holds and pins around LRU: for tenants that promise or forbid times.
+"""Expiry and holds around LRU: for operators who must bound how long content stays.
 
-Old keys go first whatever their use (a bound on how long content stays); keys under a hold go
-last: those of a pinned prompt, and those of a conversation that waits for a tool. Holding a
-conversation for a bounded time while its tool runs is the idea of Continuum (H. Li et al.,
-"Continuum: Efficient and robust multi-turn LLM agent scheduling with KV cache time-to-live",
-arXiv 2511.02230, 2025).
+Expired keys are evicted first, however recently they were used. Keys of a conversation that waits
+for a tool are held and evicted last. Holding a conversation for a bounded time while its tool runs
+is the idea of Continuum (H. Li et al., "Continuum: Efficient and robust multi-turn LLM agent
+scheduling with KV cache time-to-live", arXiv 2511.02230, 2025).
 """
 
 from __future__ import annotations
@@ -21,15 +20,17 @@ from policies.eviction._queues import take
 from policies.eviction.lru import LruPolicy
 from policies.options import Range
 
-_FOREVER = float("inf")
+_UNKNOWN = EntryInfo()
+"""LRU does not look at it."""
 
 
 class TtlPolicy(EvictionPolicy):
-    """LRU with expiry before it and holds behind it. O(1) per key, holds O(log n).
+    """Evicts expired keys first, then the others by LRU, and held keys last.
 
-    ``ttl_s`` seconds after its insertion a key is the first to go. A tool call holds its
-    request's keys for ``hold_s`` seconds, or for the expected return time plus that much; the
-    hint ``pinned`` holds for ever. ``clock`` gives monotonic seconds; a simulator replaces it.
+    A key expires ``ttl_s`` seconds after its insertion. A tool call holds the keys of its request
+    for ``hold_s`` seconds, plus the time after which the client expects to be back. An operation
+    takes O(1) per key, a hold O(log n). ``clock`` returns monotonic seconds; the simulator
+    replaces it.
     """
 
     def __init__(
@@ -44,27 +45,21 @@ class TtlPolicy(EvictionPolicy):
         self._free = LruPolicy()
         self._held: OrderedDict[Key, float] = OrderedDict()
         self._ends: list[tuple[float, int, Key]] = []
-        self._info = EntryInfo()
         self._ticket = 0
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._born[key] = self.clock()
-        if info.hints.get(names.PINNED):
-            self._held[key] = _FOREVER
-        else:
-            self._free.insert(key, info)
+        self._free.insert(key, info)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Young again in LRU's order; a request's return ends the hold on its keys."""
+        """Mark the keys as used; the return of a request ends the hold on its keys."""
         for key in reversed(keys):
-            if self._held.get(key, _FOREVER) != _FOREVER:
+            if key in self._held:
                 self._release(key)
         self._free.touch(keys)
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
-        if hints.get(names.PINNED):
-            self._hold(keys, _FOREVER)
-        elif hints.get(names.TOOL_CALL):
+        if hints.get(names.TOOL_CALL):
             self._hold(keys, self.clock() + hints.get(names.RETURN_S, 0.0) + self._hold_s)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
@@ -79,9 +74,7 @@ class TtlPolicy(EvictionPolicy):
         chosen = set(found)
         rest = self._free.victims(count, lambda key: key not in chosen and evictable(key))
         found += rest[: count - len(found)]
-        held = self._held.items()
-        take((key for key, until in held if until != _FOREVER), count, evictable, found)
-        take((key for key, until in held if until == _FOREVER), count, evictable, found)
+        take(self._held, count, evictable, found)
         return found
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
@@ -103,16 +96,15 @@ class TtlPolicy(EvictionPolicy):
             if key in self._born and self._held.get(key, 0.0) < until:
                 self._free.remove(key, RemoveCause.DROPPED)
                 self._held[key] = until
-                if until != _FOREVER:
-                    self._ticket += 1
-                    heappush(self._ends, (until, self._ticket, key))
+                self._ticket += 1
+                heappush(self._ends, (until, self._ticket, key))
 
     def _release(self, key: Key) -> None:
         del self._held[key]
-        self._free.insert(key, self._info)
+        self._free.insert(key, _UNKNOWN)
 
     def _expire_holds(self, now: float) -> None:
-        """Give keys whose hold is over back to LRU, as if used just now: tail before head."""
+        """Give keys whose hold is over back to LRU as its most recent ones, tail before head."""
         while self._ends and self._ends[0][0] <= now:
             until, _, key = heappop(self._ends)
             if self._held.get(key) == until:

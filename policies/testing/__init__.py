@@ -1,13 +1,13 @@
-"""The conformance kit: proves that an eviction policy keeps its interface. For your own tests too.
+"""The conformance kit: it shows that an eviction policy keeps the interface. Use it for your own.
 
     from policies.testing import PolicyContract
 
     class TestMyPolicy(PolicyContract):
         def make_policy(self): return MyPolicy()
 
-Needs pytest and hypothesis. What is checked: membership against a naive model under random
-operations, adversarial patterns, bounded memory, repeatability, the promise of closed prefixes
-where the policy makes it, and that the cost of an operation hardly grows with the number of keys.
+Needs pytest and hypothesis. The kit checks membership against a naive model under random
+operations, adversarial patterns, bounded memory, repeatability, closed prefixes if the policy
+promises them, and that the cost of an operation hardly grows with the number of keys.
 """
 
 from __future__ import annotations
@@ -31,10 +31,22 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.simulation.simulator import SimTier, simulate
 from policies.simulation.trace import Request, Trace, to_runs
 from policies.testing.model import PolicyMachine
-from policies.testing.prefixes import find_hole
 
 INFO = EntryInfo()
 BIG = bool(os.environ.get("KVTIERS_BIG_TESTS"))
+
+
+def find_hole(keys: Sequence[Key], present: Callable[[Key], bool]) -> tuple[int, int] | None:
+    """The positions in a prefix of the first absent key and of the first present key after it;
+    ``None`` if there is no such hole."""
+    absent = -1
+    for position, key in enumerate(keys):
+        if present(key):
+            if absent >= 0:
+                return absent, position
+        elif absent < 0:
+            absent = position
+    return None
 
 
 def _anything(key: Key) -> bool:

@@ -47,7 +47,6 @@ def without_rights(folder: Path) -> Iterator[None]:
         ("verify", "STORE"),
         ("clear", "STORE", "--all", "--dry-run"),
         ("export", "STORE", "FILE"),
-        ("why", "REQUESTS", "--store", "STORE"),
     ],
     ids=lambda words: words[0],
 )
@@ -58,8 +57,7 @@ def test_what_may_not_be_read_is_not_called_empty(
     root = place / "above" / "kv"
     root.parent.mkdir(0o755)
     make_store(root, range(2))
-    (place / "requests.jsonl").write_text("")
-    paths = {"STORE": root, "FILE": place / "blocks.kvt", "REQUESTS": place / "requests.jsonl"}
+    paths = {"STORE": root, "FILE": place / "blocks.kvt"}
     command = [paths.get(word, word) for word in words]
     assert kvtiers(*command).code == 0  # which also imports what the command needs
     (place / "blocks.kvt").unlink(missing_ok=True)

@@ -1,5 +1,4 @@
-"""``kvtiers why --store``: a chunk that was missed is found in the namespace that holds it, and the
-fields in which that differs are named."""
+"""``kvtiers why`` shows the records of a server's requests, and refuses files that hold others."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import pytest
 from offload.namespaces.manifest import Namespace
 from offload.requests.miss_reasons import Miss, Reason, RequestRecord
 from offload.requests.request_log import RequestFile
-from tests.offload.cli.stores import FIELDS, OTHER, kvtiers, make_store, writer
+from tests.offload.cli.stores import FIELDS, kvtiers
 from tiers.testing import key_of
 
 WHOLE = RequestRecord("r", 1.0, 64, 0, 60).as_json()
@@ -28,39 +27,6 @@ def recorded(folder: Path, *numbers: int) -> Path:
     written(RequestRecord("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}))
     written.close()
     return file
-
-
-@pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_the_other_namespace_and_its_fields_are_named(kind: str, tmp_path: Path) -> None:
-    root = tmp_path / "kv"
-    make_store(root, range(10, 12), kind=kind)
-    make_store(root, range(4), fields=OTHER, kind=kind)
-    file = recorded(tmp_path, 1, 7, 10)
-    found = kvtiers("why", file, "--store", root, "--json").json["requests"]
-    other = {
-        "namespace": Namespace.of(OTHER).name,
-        "differs": ["model.name: tiny/qwen, not tiny/llama"],
-    }
-    assert [record.get("elsewhere") for record in found] == [[other], [], [], None]
-    shown = kvtiers("why", file, "--store", root)
-    assert "tiny/qwen" in shown.out
-    assert f"namespace {other['namespace'][:8]}" in shown.out
-
-
-def test_while_a_server_writes(tmp_path: Path) -> None:
-    root = tmp_path / "kv"
-    make_store(root, range(4), fields=OTHER)
-    file = recorded(tmp_path, 1)
-    with writer(root) as live:
-        found = kvtiers("why", file, "--store", root, "--json").json["requests"]
-        assert found[0]["elsewhere"][0]["namespace"] == Namespace.of(OTHER).name
-        assert live.stop()[2:] == (0, 0)
-
-
-def test_a_store_that_is_none_is_refused(tmp_path: Path) -> None:
-    result = kvtiers("why", recorded(tmp_path, 1), "--store", tmp_path / "no")
-    assert result.code == 2
-    assert "does not exist" in result.err
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from policies.admission import AdmitAll, FrequencyAdmission, SecondUse, WriteBudget
-from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from policies.eviction.ttl import TtlPolicy
 from policies.simulation.cli import app
@@ -115,11 +114,10 @@ def test_write_budget_is_a_token_bucket_on_the_trace_time() -> None:
     assert result.stored_blocks <= 2 * TRACE.requests[-1].time_s + 5
 
 
-def test_ttl_expires_holds_and_pins() -> None:
+def test_ttl_expires_and_holds() -> None:
     policy = TtlPolicy(ttl_s=100, hold_s=10)
     now = [0.0]
     policy.clock = lambda: now[0]
-    policy.insert("pinned", EntryInfo(hints={"pinned": True}))
     for key in ("old", "tool", "new"):
         policy.insert(key, INFO)
         now[0] += 1
@@ -129,15 +127,15 @@ def test_ttl_expires_holds_and_pins() -> None:
     def order() -> list[object]:
         return policy.victims(9, lambda key: True)
 
-    assert order() == ["new", "old", "tool", "pinned"]
+    assert order() == ["new", "old", "tool"]
     now[0] = 18.1  # the hold of 5 + 10 s is over: as if just used
-    assert order() == ["new", "old", "tool", "pinned"]
+    assert order() == ["new", "old", "tool"]
     policy.touch(["new"])
-    assert order() == ["old", "tool", "new", "pinned"]
+    assert order() == ["old", "tool", "new"]
     now[0] = 101.5  # "tool" was inserted at 1 s, "old" at 0
-    assert order() == ["old", "tool", "new", "pinned"]
+    assert order() == ["old", "tool", "new"]
     policy.touch(["old", "tool"])
-    assert order() == ["old", "tool", "new", "pinned"]
+    assert order() == ["old", "tool", "new"]
 
 
 @pytest.mark.parametrize(

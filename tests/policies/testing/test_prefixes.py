@@ -1,70 +1,21 @@
-"""Bisection finds what a scan finds, with few probes, and the debug check finds holes."""
+"""The kit finds holes in prefixes, and policies leave them only where they promise nothing."""
 
 from __future__ import annotations
-
-import math
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies.eviction.fifo import FifoPolicy
 from policies.eviction.leaf_lru import LeafLruPolicy
 from policies.eviction.lru import LruPolicy
-from policies.registry import make_policy, policy_names
+from policies.registry import make_policy
 from policies.simulation.simulator import SimTier
-from policies.testing import INFO, synthetic_trace
-from policies.testing.prefixes import PrefixHoleError, find_hole, longest_prefix
+from policies.testing import INFO, find_hole, synthetic_trace
 
 
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_bisection_equals_a_scan(length: int, held: int) -> None:
-    probes = []
-
-    def present(key: int) -> bool:
-        probes.append(key)
-        return key < held
-
-    assert longest_prefix(range(length), present, closed=True) == min(length, held)
-    assert len(probes) <= 2 + math.ceil(math.log2(max(1, length)))
-    assert longest_prefix(range(length), present, closed=False) == min(length, held)
-
-
-def test_an_open_tier_is_scanned() -> None:
+def test_a_hole_is_an_absent_key_before_a_present_one() -> None:
     held = {0, 1, 3, 4}
-    assert longest_prefix(range(6), held.__contains__, closed=False) == 2
-
-
-def test_debug_names_the_hole() -> None:
-    held = {0, 1, 3, 4}
-    with pytest.raises(PrefixHoleError, match="key 3 of 6 is present and key 2 before it is not"):
-        longest_prefix(range(6), held.__contains__, closed=True, debug=True)
-    assert longest_prefix(range(2), held.__contains__, closed=True, debug=True) == 2
+    assert find_hole(range(6), held.__contains__) == (2, 3)
     assert find_hole([0, 1, 5], held.__contains__) is None
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in policy_names() if make_policy(n).keeps_prefixes_closed]
-)
-def test_no_wrong_answer_where_the_promise_is_made(name: str) -> None:
-    tier = SimTier(make_policy(name), 120)
-    saved = scanned = 0
-    for request in synthetic_trace(21, requests=800).requests:
-        blocks = request.blocks()
-        probes = []
-
-        def present(key, probes=probes):
-            probes.append(key)
-            return key in tier.resident
-
-        found = longest_prefix(blocks, present, closed=True)
-        saved += len(probes)
-        assert found == tier.leading(blocks)
-        scanned += min(found + 1, len(blocks))
-        fresh = [block for block in blocks if block not in tier.resident]
-        tier.store(fresh, [INFO] * len(fresh), blocks)
-        tier.touch(blocks)
-    assert saved < scanned
+    assert find_hole([5, 7], held.__contains__) is None
+    assert find_hole([], held.__contains__) is None
 
 
 def test_fifo_breaks_prefixes_and_says_so() -> None:
