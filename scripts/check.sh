@@ -9,5 +9,6 @@ step() {
 step ruff check .
 step ruff format --check .
 step mypy
+step python scripts/prose.py
 step python -m pytest -q tests/test_tidy.py
 exit $status

@@ -1,0 +1,186 @@
+"""Lint the prose: Markdown, docstrings, comments and messages, against the list in ``prose.toml``.
+
+    python scripts/prose.py            # fails on a folder with more findings than it may have
+    python scripts/prose.py -v         # every finding
+    python scripts/prose.py --lower    # writes lower counts into prose_left.toml, never higher ones
+
+Folders that are not clean yet stand in ``prose_left.toml`` with their number of findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RULES = ROOT / "scripts" / "prose.toml"
+LEFT = ROOT / "scripts" / "prose_left.toml"
+PYTHON = ("offload", "tiers", "policies", "bench", "demo", "examples", "scripts", "tests")
+MESSAGES_IN = ("offload", "tiers", "policies", "bench", "demo")
+"""Folders whose string literals are prose too: errors, log lines, help."""
+MESSAGE_WORDS_MIN = 3
+
+
+class Text(NamedTuple):
+    line: int
+    kind: str  # "markdown", "docstring", "comment" or "message"
+    text: str
+
+
+class Finding(NamedTuple):
+    path: str
+    line: int
+    words: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: '{self.words}'; better: {self.instead}"
+
+
+def without_code(text: str) -> str:
+    """The text with code spans and the targets of links blanked out; lines stay lines."""
+    text = re.sub(r"(`{1,2})(?!`).+?\1", lambda m: re.sub(r"[^\n]", "x", m[0]), text, flags=re.S)
+    return re.sub(r"\]\([^)\n]*\)", "]", text)
+
+
+def markdown_texts(source: str) -> Iterator[Text]:
+    """Paragraphs, list items and table rows. Fenced blocks are code."""
+    fenced = False
+    start, block = 1, list[str]()
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+            line = ""
+        elif fenced:
+            line = ""
+        starts_item = bool(re.match(r"\s*(?:[*+-]|\d+\.|\||#)\s?", line))
+        if block and (not line.strip() or starts_item):
+            yield Text(start, "markdown", "\n".join(block))
+            block = []
+        if line.strip():
+            if not block:
+                start = number
+            block.append(re.sub(r"^\s*(?:[*+-]|\d+\.|#+)\s+", "", line))
+
+
+def python_texts(source: str, *, messages: bool) -> Iterator[Text]:
+    tree = ast.parse(source)
+    docstrings = set[int]()
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            docstrings.add(id(value))
+            prose = docstring_prose(value.value, margin=value.col_offset)
+            yield Text(value.lineno, "docstring", prose)
+    for node in ast.walk(tree) if messages else ():
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            text = node.value
+            if isinstance(text, str) and len(text.split()) >= MESSAGE_WORDS_MIN:
+                yield Text(node.lineno, "message", text)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(token.start[0], "comment", token.string.lstrip("#: "))
+
+
+def docstring_prose(text: str, *, margin: int) -> str:
+    """The docstring without examples, which are indented deeper than it; lines stay lines."""
+    deeper = " " * (margin + 4)
+    return "\n".join("" if line.startswith(deeper) else line for line in text.splitlines())
+
+
+def findings_in(path: str, text: Text, rules: dict[str, list[dict[str, str]]]) -> Iterator[Finding]:
+    prose = without_code(text.text)
+    for rule in rules["words"]:
+        for match in re.finditer(rf"\b(?:{rule['pattern']})\b", prose, re.I):
+            line = text.line + prose.count("\n", 0, match.start())
+            yield Finding(path, line, match[0], rule["instead"])
+    openings = list(rules["openings"]) if text.kind in ("markdown", "docstring") else []
+    sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", prose) if s.strip()]
+    if text.kind == "docstring":
+        openings += rules["docstrings"]
+        sentences = sentences[:1]
+    for sentence in sentences:
+        sentence = " ".join(sentence.split())
+        for rule in openings:
+            if re.match(rule["pattern"], sentence):
+                yield Finding(path, text.line, sentence[:60], rule["instead"])
+                break
+
+
+def tracked(suffixes: tuple[str, ...]) -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:  # an unpacked archive
+        files = [p for f in (*PYTHON, "docs") for p in (ROOT / f).rglob("*")] + [*ROOT.iterdir()]
+        names = [p.relative_to(ROOT).as_posix() for p in files]
+    else:
+        names = listed.stdout.splitlines()
+    return sorted(n for n in names if n.endswith(suffixes) and (ROOT / n).is_file())
+
+
+def findings() -> list[Finding]:
+    rules = tomllib.loads(RULES.read_text(encoding="utf-8"))
+    found = list[Finding]()
+    for name in tracked((".md", ".py")):
+        source = (ROOT / name).read_text(encoding="utf-8")
+        top = name.partition("/")[0]
+        if name.endswith(".md"):
+            texts = markdown_texts(source) if not name.startswith("bench/results/") else iter(())
+        elif top in PYTHON:
+            texts = python_texts(source, messages=top in MESSAGES_IN)
+        else:
+            continue
+        for text in texts:
+            found.extend(findings_in(name, text, rules))
+    return found
+
+
+def folder_of(finding: Finding) -> str:
+    return Path(finding.path).parent.as_posix() if "/" in finding.path else finding.path
+
+
+def allowed() -> dict[str, int]:
+    return dict(tomllib.loads(LEFT.read_text(encoding="utf-8"))["findings"])
+
+
+def lower(counts: Counter[str]) -> None:
+    kept = {f: min(n, counts[f]) for f, n in sorted(allowed().items()) if counts[f]}
+    head = LEFT.read_text(encoding="utf-8").partition("[findings]")[0]
+    lines = [f'"{folder}" = {number}' for folder, number in kept.items()]
+    LEFT.write_text("\n".join([f"{head}[findings]", *lines, ""]), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-v", "--verbose", action="store_true", help="show every finding")
+    parser.add_argument("--lower", action="store_true", help="write lower counts")
+    parser.add_argument("paths", nargs="*", help="only these files and folders")
+    options = parser.parse_args(arguments)
+    found = findings()
+    counts = Counter(map(folder_of, found))
+    if options.lower:
+        lower(counts)
+    left = allowed()
+    over = {folder for folder, number in counts.items() if number > left.get(folder, 0)}
+    for finding in found:
+        wanted = not options.paths or finding.path.startswith(tuple(options.paths))
+        if wanted and (options.verbose or options.paths or folder_of(finding) in over):
+            print(finding)
+    for folder in sorted(over):
+        print(f"{folder}: {counts[folder]} findings, {left.get(folder, 0)} allowed")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
