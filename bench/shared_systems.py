@@ -25,7 +25,7 @@ from bench.tiers_systems import (
     TierSystem,
 )
 from demo.mooncake import Master
-from tiers.base import Tier
+from tiers.base import SharedTier, Tier
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.mooncake import client as mooncake_client
 from tiers.mooncake.client import BATCH, MooncakeSettings
@@ -179,6 +179,7 @@ def contestants(folder: Path, arena: Arena, depth: int, store: Store | None) -> 
 def _asked(system: TierSystem) -> Callable[[Sequence[int]], int]:
     def ask(numbers: Sequence[int]) -> int:
         keys = [system.key(number) for number in numbers]
+        assert isinstance(system.tier, SharedTier)
         return sum(system._run(system.tier.present(keys)))
 
     return ask

@@ -68,9 +68,6 @@ class TierInfo:
     ``medium`` tells one medium from another and from one made anew in its place. Records are
     written and read under ``epoch``; what the medium held was of ``found_epoch``, and is forgotten
     where that is another one.
-
-    A ``shared`` tier is written by other engines too: what it holds is asked (``present``), not
-    listed (``keys`` may leave records out), and it keeps its own capacity.
     """
 
     name: str
@@ -81,7 +78,6 @@ class TierInfo:
     medium: str = ""
     epoch: int = 0
     found_epoch: int = 0
-    shared: bool = False
 
 
 class StoredKey(NamedTuple):
@@ -185,11 +181,6 @@ class Tier(ABC):
     async def aclose(self) -> None:
         """Finish or abandon what is in flight and release everything. Idempotent."""
 
-    async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these keys a ``read`` would find now. Only of shared tiers; a record may be
-        gone, or there, a moment later."""
-        raise NotImplementedError("only a shared tier is asked what it holds")
-
     async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
         """Read and verify the next few records, about ``most_bytes`` and one at least, so that each
         has its turn once in ``period_s``; no use of them. ``None``: no turn has come, or the tier
@@ -205,3 +196,14 @@ class Tier(ABC):
     def stats(self) -> dict[str, Any]:
         """Counters since ``open`` (plain numbers), for metrics. Never raises."""
         return {}
+
+
+class SharedTier(Tier):
+    """A tier that other engines write to as well. It evicts records itself to keep its capacity,
+    so the engine asks it what it holds (``present``) and does not list it: ``keys`` may leave
+    records out, and ``TierInfo`` counts what all engines have stored."""
+
+    @abstractmethod
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        """Return, for each key, whether a ``read`` would find it now. The answer is a hint: a
+        record can appear or disappear a moment later."""

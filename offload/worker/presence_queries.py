@@ -10,7 +10,7 @@ from offload.messages.plan import PresenceQuery
 from offload.messages.report import Observed, PresenceReply
 from offload.worker.tier_monitor import TierMonitor
 from offload.worker.tier_writer import TierWriter
-from tiers.base import Tier
+from tiers.base import SharedTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class PresenceQueries:
         writers: Sequence[TierWriter],
         see: Callable[[int, Observed], None],
     ) -> None:
-        self._tiers = tiers
+        self._tiers = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, SharedTier)}
         self._writers = writers
         self._watches = [
             TierMonitor(LATE_S, lambda seen, tier=tier: see(tier, seen))  # type: ignore[misc]  # mypy does not infer defaults

@@ -24,7 +24,7 @@ from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.worker.loads import io_bytes
 from policies.base import EntryInfo
 from policies.registry import make_admission, make_policy
-from tiers.base import Tier
+from tiers.base import SharedTier, Tier
 from tiers.copy.base import CopyEngine
 from tiers.copy.host_engine import HostCopyEngine
 from tiers.record import KEY_BYTES_MAX
@@ -96,10 +96,10 @@ async def _opened(
 ) -> tuple[TierIndex, bool]:
     info = await tier.open()
     capacity = info.capacity_bytes
-    if info.shared:  # what is known of it; it keeps its capacity itself
+    if isinstance(tier, SharedTier):  # what is known of it; it keeps its capacity itself
         capacity = KNOWN_MAX * max(group.footprints[number] for group in groups.values())
     index = TierIndex(info.name, ByteCapacity(capacity), make_policy("lru"), low_watermark=0.95)
-    if info.shared:
+    if isinstance(tier, SharedTier):
         return index, True
     infos = {
         group: EntryInfo(group, size_bytes=info.footprints[number])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload.config.schema import OffloadConfig, TierConfig
 from offload.worker.idle_scrub import ScrubLimits
-from tiers.adapters.reopening import ReopeningTier
+from tiers.adapters.reopening import ReopeningTier, SharedReopeningTier
 from tiers.base import Tier
 from tiers.files.shared_tier import SharedFileTier
 from tiers.files.tier import FileTier
@@ -76,7 +76,8 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     if spec.renew is None:
         return tier
     is_strict = spec.config.recovery == Recovery.STRICT.value
-    return ReopeningTier(tier, make_again, spec.keep_epoch, spec.epoch, is_strict=is_strict)
+    reopening: Callable[..., Tier] = SharedReopeningTier if spec.config.shared else ReopeningTier
+    return reopening(tier, make_again, spec.keep_epoch, spec.epoch, is_strict=is_strict)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.offload.small_model import compute, keys, kv_caches, open_manager, wrong_blocks
-from tiers.testing.faults import HoldingTier
+from tiers.testing.faults import HoldingSharedTier
 from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 NAMES = keys(6)
@@ -31,7 +31,7 @@ async def test_one_restores_what_another_has_stored() -> None:
 
 async def test_a_tier_that_does_not_answer_is_not_waited_for() -> None:
     memory = SharedMemory(1 << 22)
-    held = HoldingTier(SharedMemoryTier(memory), methods={"present"})
+    held = HoldingSharedTier(SharedMemoryTier(memory), methods={"present"})
     async with await open_manager(kv_caches(), [held]) as manager:
         assert await manager.restore(NAMES, range(6)) == 0
         assert held.met == 1

@@ -19,6 +19,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
     Tier,
     TierClosedError,
@@ -179,7 +180,7 @@ class ReadOnlyTier(Tier):
             raise TierClosedError("the tier is not open")
 
 
-class SharedReadOnlyTier(ReadOnlyTier):
+class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
     """The same where the others go on writing: what they have is asked each time, never listed.
 
     ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found there again.
@@ -192,7 +193,7 @@ class SharedReadOnlyTier(ReadOnlyTier):
 
     async def open(self) -> TierInfo:
         await self._opened_by(self._open_all)
-        return TierInfo("foreign", 0, 0, 0, persistent=True, shared=True)
+        return TierInfo("foreign", 0, 0, 0, persistent=True)
 
     def _open_all(self) -> None:
         """On the tier's thread."""

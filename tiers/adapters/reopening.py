@@ -24,13 +24,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
     Scrubbed,
+    SharedTier,
     StoredKeys,
     Tier,
     TierClosedError,
@@ -48,9 +49,10 @@ CLOSE_WAIT_S = 2.0
 """How long an attempt waits for the failed tier to close, and closing for an attempt to end."""
 
 T = TypeVar("T")
+Wrapped = TypeVar("Wrapped", bound=Tier)
 
 
-class ReopeningTier(Tier):
+class ReopeningTier(Tier, Generic[Wrapped]):
     """``tier`` until it fails, then what ``make`` returns.
 
     ``keep_epoch(epoch)`` notes durably that the tier may reach this epoch. ``make(epoch)`` notes it
@@ -60,10 +62,12 @@ class ReopeningTier(Tier):
     With ``is_strict`` a medium that is ahead of it is an error, and nothing is touched.
     """
 
+    _is_shared: ClassVar = False
+
     def __init__(
         self,
-        tier: Tier,
-        make: Callable[[int], Tier],
+        tier: Wrapped,
+        make: Callable[[int], Wrapped],
         keep_epoch: Callable[[int], object] | None = None,
         noted_epoch: int = 0,
         *,
@@ -83,7 +87,6 @@ class ReopeningTier(Tier):
         self._epoch = 0  # of the open tier, or of the one that failed
         self._wanted_epoch = 0  # a later one while a reset is due
         self._reset_due: int | None = None
-        self._is_shared = False
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
         self._begun_empty = 0
@@ -97,13 +100,13 @@ class ReopeningTier(Tier):
             await self._tier.aclose()
             raise
         self._medium, self._epoch = info.medium, info.epoch
-        self._wanted_epoch, self._is_shared = info.epoch, info.shared
+        self._wanted_epoch = info.epoch
         return info
 
     async def _begin_noted(self, info: TierInfo) -> TierInfo:
         """Note the epoch that the tier was opened with, or leave it behind if it cannot be
         believed. What the tier says of itself then. Raises ``TierError``."""
-        is_believed = self._keep_epoch is None or info.shared
+        is_believed = self._keep_epoch is None or self._is_shared
         trouble = "" if is_believed else judge_epochs(info.found_epoch, self._noted_epoch)
         if not trouble:
             await self._note_epoch(info.epoch)
@@ -128,9 +131,6 @@ class ReopeningTier(Tier):
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         return await self._try(lambda tier: tier.read(keys, into))
-
-    async def present(self, keys: Sequence[Key]) -> list[bool]:
-        return await self._try(lambda tier: tier.present(keys))
 
     async def delete(self, keys: Sequence[Key]) -> None:
         await self._try(lambda tier: tier.delete(keys))
@@ -170,7 +170,7 @@ class ReopeningTier(Tier):
         found["quarantined"] = int(found.get("quarantined", 0)) + self._begun_empty
         return found | {"reopenings": self.reopenings}
 
-    async def _try(self, operation: Callable[[Tier], Awaitable[T]]) -> T:
+    async def _try(self, operation: Callable[[Wrapped], Awaitable[T]]) -> T:
         await self._ready()
         tier = self._tier
         try:
@@ -246,7 +246,7 @@ class ReopeningTier(Tier):
         info = await tier.open()
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
         epoch = self._wanted_epoch if is_due else info.epoch
-        if not is_same and info.record_count and not info.shared:
+        if not is_same and info.record_count and not self._is_shared:
             # Of other weights, for all that is known: a key does not tell them apart. Those who
             # share a medium are told apart by the tier itself.
             epoch += 1
@@ -266,6 +266,16 @@ class ReopeningTier(Tier):
             self._held,
             "" if is_same else "; it is not the medium that failed, and begins empty",
         )
+
+
+class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
+    """A ``ReopeningTier`` over a shared tier. A shared tier parts records by epoch itself, so what
+    a medium holds is always believed."""
+
+    _is_shared = True
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        return await self._try(lambda tier: tier.present(keys))
 
 
 def _as_odd(epoch: int, like: int) -> int:

@@ -9,6 +9,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
     Tier,
     TierInfo,
@@ -57,10 +58,6 @@ class TierWrapper(Tier):
         await self.before("reset", ())
         await self.inner.reset(epoch)
 
-    async def present(self, keys: Sequence[Key]) -> list[bool]:
-        await self.before("present", keys)
-        return await self.inner.present(keys)
-
     async def aclose(self) -> None:
         await self.inner.aclose()
 
@@ -69,3 +66,14 @@ class TierWrapper(Tier):
 
     def stats(self) -> dict[str, Any]:
         return self.inner.stats()
+
+
+class SharedTierWrapper(TierWrapper, SharedTier):
+    """A ``TierWrapper`` around a shared tier. Combine it with another wrapper class to make that
+    one shared too: ``class Slow(SharedTierWrapper, SlowTier)``."""
+
+    inner: SharedTier
+
+    async def present(self, keys: Sequence[Key]) -> list[bool]:
+        await self.before("present", keys)
+        return await self.inner.present(keys)

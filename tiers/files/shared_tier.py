@@ -25,6 +25,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
     TierInfo,
     WriteOutcome,
@@ -47,7 +48,7 @@ those that store, which wait for each other while one of them scans the folder."
 TOUCHES_AT_ONCE = 256
 
 
-class SharedFileTier(FolderTier[SharedFolder]):
+class SharedFileTier(FolderTier[SharedFolder], SharedTier):
     """See the module. ``path`` is a folder that all who share see under their own paths. An odd
     ``epoch`` says that this engine's weights are not those of the model's files."""
 
@@ -74,7 +75,7 @@ class SharedFileTier(FolderTier[SharedFolder]):
         folder = await self._open_in_thread(SharedFolder, *arguments)
         used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
         medium = (folder.medium, epoch, epoch)
-        return TierInfo("file", folder.capacity_bytes, used, count, True, *medium, shared=True)
+        return TierInfo("file", folder.capacity_bytes, used, count, True, *medium)
 
     def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
         self._resets = Resets()

@@ -26,8 +26,8 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
-    Tier,
     TierClosedError,
     TierInfo,
     TierIoError,
@@ -54,7 +54,7 @@ CLOSE_TIMEOUT_S = 5.0
 T = TypeVar("T")
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(SharedTier):
     """See the module. ``memory`` are the addresses of the slab, which is registered once;
     ``notice`` tells others of this tier's records and is kept in the store while it is open."""
 
@@ -111,7 +111,6 @@ class MooncakeTier(Tier):
             persistent=False,
             epoch=self._epoch,
             found_epoch=self._epoch,
-            shared=True,
         )
 
     def footprint_bytes(self, payload_bytes: int) -> int:

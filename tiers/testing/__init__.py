@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiers.base import ReadOutcome, StoredKey, Tier, TierClosedError, TierInfo
+from tiers.base import ReadOutcome, SharedTier, StoredKey, Tier, TierClosedError, TierInfo
 from tiers.testing.records import (
     FULL,
     KIB,
@@ -215,6 +215,21 @@ class TierContract:
                 keys = [key_of(n) for n in range(start, start + step)]
                 assert await put(tier, keys, self.payload_bytes) == [OK] * step
             await assert_holds(tier, keys, self.payload_bytes)
+
+    # -- shared tiers ----------------------------------------------------------------------
+
+    async def test_a_shared_tier_says_what_is_present(self, tmp_path: Path) -> None:
+        keys = [key_of(n) for n in range(30)]
+        async with self.opened(tmp_path) as (tier, _):
+            if not isinstance(tier, SharedTier):
+                pytest.skip("only shared tiers are asked what they hold")
+            await put(tier, keys[::3], self.payload_bytes)
+            assert await tier.present(keys) == [n % 3 == 0 for n in range(30)]
+            await tier.delete(keys[:4])
+            assert await tier.present(keys[:7]) == [False] * 6 + [True]
+            await tier.reset(1)
+            assert await tier.present(keys) == [False] * 30
+            assert await tier.present([]) == []
 
     # -- recency ---------------------------------------------------------------------------
 

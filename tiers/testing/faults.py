@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from tiers.adapters.wrapper import TierWrapper
+from tiers.adapters.wrapper import SharedTierWrapper, TierWrapper
 from tiers.base import (
     Buffer,
     Key,
@@ -125,6 +125,14 @@ class HoldingTier(FaultTier):
     def release(self) -> None:
         """Let everything through, now and from now on."""
         self._released.set()
+
+
+class FailingSharedTier(SharedTierWrapper, FailingTier):
+    """A ``FailingTier`` around a shared tier."""
+
+
+class HoldingSharedTier(SharedTierWrapper, HoldingTier):
+    """A ``HoldingTier`` around a shared tier."""
 
 
 class SlowTier(FaultTier):

@@ -20,6 +20,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
     Tier,
     TierClosedError,
@@ -169,7 +170,7 @@ class SharedMemory:
         return True
 
 
-class SharedMemoryTier(Tier):
+class SharedMemoryTier(SharedTier):
     """One engine's view of a ``SharedMemory``."""
 
     def __init__(
@@ -197,7 +198,6 @@ class SharedMemoryTier(Tier):
             persistent=True,
             epoch=self._epoch,
             found_epoch=self._epoch,
-            shared=True,
         )
 
     def footprint_bytes(self, payload_bytes: int) -> int:

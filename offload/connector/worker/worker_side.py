@@ -31,7 +31,7 @@ from offload.worker.executor import Executor
 from offload.worker.loads import io_bytes
 from offload.worker.pending import Drained, ExecutorLimits
 from offload.worker.tier_factory import TierSpec, make_tier, scrub_limits
-from tiers.base import KeyColumn, StoredKeys, Tier, TierError
+from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier, TierError
 from tiers.copy.base import CopyEngine, GroupRegions
 from tiers.copy.host_engine import HostCopyEngine
 from tiers.slab.slab import HostSlab
@@ -282,11 +282,11 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
     sizes = {group.group: io_bytes(group) for group in groups}
     columns: list[KeyColumn] = []
-    if not info.shared:
+    if not isinstance(tier, SharedTier):
         batches = tier.keys()
         columns = [_of_groups(batch, sizes) async for batch in batches]
     keys = joined(columns)
-    return RankTier(spec.name, info.capacity_bytes, footprints, keys, info.shared)
+    return RankTier(spec.name, info.capacity_bytes, footprints, keys, isinstance(tier, SharedTier))
 
 
 def _of_groups(found: StoredKeys, sizes: Mapping[int, int]) -> KeyColumn:

@@ -21,7 +21,7 @@ from tests.offload.worker.reopening_child import NAMESPACE, places
 from tests.offload.worker.test_tier_folders import release, renew
 from tests.tiers.shared.child import RANGE
 from tests.tiers.shared.processes import Child, children, watch
-from tiers.adapters.reopening import ReopeningTier
+from tiers.adapters.reopening import SharedReopeningTier
 from tiers.base import WriteOutcome
 from tiers.files.shared_tier import SharedFileTier
 from tiers.lmdb.shared.tier import SharedLmdbTier
@@ -56,7 +56,7 @@ def test_servers_share_a_folder_and_keep_others_out(tmp_path: Path, kind: str) -
 def test_the_option_reaches_the_tier(tmp_path: Path, kind: str) -> None:
     [spec] = places(tmp_path / "tier", type=kind, shared=True, low_watermark=0.5).specs()
     tier = make_tier(spec, 4096)
-    assert isinstance(tier, ReopeningTier)
+    assert isinstance(tier, SharedReopeningTier)
     assert isinstance(tier._tier, KINDS[kind])
     assert kind == "file" or tier._tier._low_watermark == 0.5
     release(spec)

@@ -11,7 +11,7 @@ from offload.worker.presence_queries import IN_FLIGHT, LATE_S, PresenceQueries
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Tier
 from tiers.testing import key_of, put
-from tiers.testing.faults import FailingTier, HoldingTier
+from tiers.testing.faults import FailingSharedTier, HoldingSharedTier
 from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 KEYS = [key_of(n) for n in range(4)]
@@ -57,8 +57,8 @@ def test_failures_and_lateness_are_seen_and_answered() -> None:
 
 async def fail_and_be_late() -> None:
     seen: list[Observed] = []
-    failing = FailingTier(await held(), methods={"present"})
-    slow = HoldingTier(await held(), methods={"present"})
+    failing = FailingSharedTier(await held(), methods={"present"})
+    slow = HoldingSharedTier(await held(), methods={"present"})
     tiers = [failing, slow]
     asked = asker_of(tiers, [Writer(), Writer()], seen)
     assert await asked.ask(QUESTION) == PresenceReply(None)

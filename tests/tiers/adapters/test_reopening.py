@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers.adapters.unplugged import CAPACITY, KEYS, NEW, SIZE, Disk, opened
 from tiers.adapters import reopening
-from tiers.adapters.reopening import ReopeningTier
+from tiers.adapters.reopening import ReopeningTier, SharedReopeningTier
 from tiers.base import ReadOutcome, Tier, TierClosedError, TierIoError, WriteOutcome
 from tiers.files.shared_folder import SharedFolder
 from tiers.files.shared_tier import SharedFileTier
@@ -200,14 +200,14 @@ async def test_trouble_with_one_operation_only_is_passed_on(tmp_path: Path) -> N
 @pytest.fixture
 async def shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[ReopeningTier, Tier]]:
+) -> AsyncIterator[tuple[SharedReopeningTier, Tier]]:
     """A tier that is opened again when it fails, and one of another engine over the same folder."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
 
-    def make(epoch: int = 0) -> Tier:
+    def make(epoch: int = 0) -> SharedFileTier:
         return SharedFileTier(tmp_path / "tier", CAPACITY, epoch=epoch)
 
-    tier, other = ReopeningTier(make(), make), make()
+    tier, other = SharedReopeningTier(make(), make), make()
     await tier.open()
     await other.open()
     yield tier, other
@@ -230,7 +230,7 @@ async def fail_to_reset(tier: Tier, epoch: int, times: int) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_repeated_reset_takes_the_old_records_from_those_who_share_the_medium(
-    shared: tuple[ReopeningTier, Tier], times: int
+    shared: tuple[SharedReopeningTier, Tier], times: int
 ) -> None:
     tier, other = shared
     await put(tier, KEYS, SIZE)
@@ -248,7 +248,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_those_who_share_the_m
 
 
 async def test_a_repeated_reset_of_one_that_was_reset_before_takes_nothing_from_others(
-    shared: tuple[ReopeningTier, Tier],
+    shared: tuple[SharedReopeningTier, Tier],
 ) -> None:
     tier, other = shared
     await tier.reset(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiers.base import WriteOutcome
+from tiers.base import SharedTier, WriteOutcome
 from tiers.testing import TierContract, all_keys, assert_holds, assert_misses, key_of, put
 
 OK = WriteOutcome.OK
@@ -60,14 +60,5 @@ class SharedTierContract(TierContract):
             await assert_misses(tier, keys, self.payload_bytes)
             assert await all_keys(tier) == []
 
-    async def test_what_is_present_is_said(self, tmp_path: Path) -> None:
-        keys = [key_of(n) for n in range(100)]
-        async with self.opened(tmp_path) as (tier, info):
-            assert info.shared
-            await put(tier, keys[::3], self.payload_bytes)
-            assert await tier.present(keys) == [n % 3 == 0 for n in range(100)]
-            await tier.delete(keys[:4])
-            assert await tier.present(keys[:7]) == [False] * 6 + [True]
-            await tier.reset(1)
-            assert await tier.present(keys) == [False] * 100
-            assert await tier.present([]) == []
+    async def test_it_is_a_shared_tier(self, tmp_path: Path) -> None:
+        assert isinstance(self.make_tier(tmp_path / "tier", self.capacity_bytes), SharedTier)

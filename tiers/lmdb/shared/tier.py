@@ -32,6 +32,7 @@ from tiers.base import (
     Buffer,
     Key,
     ReadOutcome,
+    SharedTier,
     StoredKeys,
     TierInfo,
     TierIoError,
@@ -61,7 +62,7 @@ _COUNTERS = (
 T = TypeVar("T")
 
 
-class SharedLmdbTier(FolderTier[SharedLmdbFiles]):
+class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
     """See the module. ``path`` is a folder on a local disk, the same for all who share."""
 
     def __init__(
@@ -97,9 +98,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles]):
         capacity_bytes = (store.pages_max - 1) * ALIGNMENT
         used_bytes = (state.file_pages - 1 - state.free_pages) * ALIGNMENT
         count, epoch = state.records, self._options.epoch
-        return TierInfo(
-            "lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch, shared=True
-        )
+        return TierInfo("lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch)
 
     def _begin(self, store: SharedLmdbFiles, undo: ExitStack) -> None:
         self._loop = asyncio.get_running_loop()

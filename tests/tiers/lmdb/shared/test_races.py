@@ -16,7 +16,7 @@ import pytest
 
 from tests.tiers.shared.processes import make_tier
 from tiers.adapters import reopening
-from tiers.adapters.reopening import ReopeningTier
+from tiers.adapters.reopening import SharedReopeningTier
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.codec import Codec
 from tiers.io.direct_io import DiskIo
@@ -167,7 +167,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_all(
     def fail(*_arguments: object) -> int:
         raise OSError("planted")
 
-    tier, keys = ReopeningTier(make(), make), [key_of(1), key_of(2)]
+    tier, keys = SharedReopeningTier(make(), make), [key_of(1), key_of(2)]
     await tier.open()
     await put(tier, keys, SIZE)
     with monkeypatch.context() as patched:
