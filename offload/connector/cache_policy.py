@@ -42,7 +42,10 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         return self._chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+    def insert(
+        self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
+    ) -> None:
+        """``req_context`` comes from vLLM 0.33 on; our policies do not need it."""
         self._chunks[key] = chunk
         self._policy.insert(key, EntryInfo(get_offload_group_idx(key)))
 

@@ -27,7 +27,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -37,6 +36,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from offload.connector.compat import plan_kv_cache
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
 from tests.models.configs import QWEN3
@@ -155,7 +155,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
     cache.block_size = model.block_tokens
     cache.mamba_cache_mode = "align"
     cache.kv_cache_layout = model.layout
-    kv_cache_config = get_kv_cache_configs(config, [model.layers()], [1 << 30])[0]
+    kv_cache_config = plan_kv_cache(config, model.layers(), 1 << 30)
     cache.num_gpu_blocks = kv_cache_config.num_blocks
     return config, kv_cache_config
 

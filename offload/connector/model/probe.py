@@ -27,11 +27,11 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
 
+from offload.connector.compat import plan_kv_cache
 from offload.connector.plugin import NAME
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
         specs = _layer_specs(config)
         _resolve_placement(config, specs)
         memory = config.cache_config.kv_cache_memory_bytes or BYTES_TO_PLAN_WITH
-        kv_cache_config = get_kv_cache_configs(config, [specs], [memory])[0]
+        kv_cache_config = plan_kv_cache(config, specs, memory)
         kernel = _kernel_tokens(config, kv_cache_config)
     name = current_platform.device_name
     ignored = tuple(parser.ignored)

@@ -1,0 +1,18 @@
+"""What differs between the versions of vLLM that we support. Everything else imports it from here.
+
+One module per range of versions, each with the same names; the installed vLLM decides which one is
+used. Owns no decision about blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.version import __version_tuple__
+
+if TYPE_CHECKING or __version_tuple__[:2] < (0, 33):
+    from offload.connector.compat.v0_32 import plan_kv_cache
+else:
+    from offload.connector.compat.v0_33 import plan_kv_cache
+
+__all__ = ["plan_kv_cache"]

@@ -1,0 +1,18 @@
+"""vLLM 0.32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+def plan_kv_cache(
+    config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
+) -> KVCacheConfig:
+    """The KV cache that vLLM gives one worker with layers of these specs and ``memory`` bytes.
+
+    Raises whatever vLLM raises where they do not fit."""
+    return get_kv_cache_configs(config, [dict(specs)], [memory])[0]

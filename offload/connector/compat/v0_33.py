@@ -1,0 +1,22 @@
+"""vLLM 0.33: planning the KV cache has a module of its own, and groups are made first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_planning import (
+    get_global_kv_cache_groups,
+    get_kv_cache_configs,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+def plan_kv_cache(
+    config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
+) -> KVCacheConfig:
+    """As in ``v0_32``."""
+    layers = [dict(specs)]
+    groups = get_global_kv_cache_groups(config, layers)
+    config.adjust_dcp_kv_cache_interleave_size(groups)
+    return get_kv_cache_configs(config, layers, [memory], groups)[0]
