@@ -4,7 +4,7 @@ The rule: a setting is harmless if nothing that the model computes can see it, o
 which tokens are computed in one step (vLLM's own prefix cache shares blocks over that within one
 server, too). What nobody has looked at counts: a field of a newer vLLM makes a namespace of its own
 where it is set, and `tests/offload/connector/model/test_identity_sweep.py` fails until somebody has
-decided (docs/decisions/0090).
+decided (docs/decisions/0044).
 
 Pure data: reasons with the names, separated by blanks, that they hold for.
 """
