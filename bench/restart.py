@@ -44,8 +44,9 @@ from tiers.base import ALIGNMENT
 from tiers.io.direct_io import DiskIo
 from tiers.io.extents import Extent
 from tiers.io.use_clock import DATED_FROM_NS
-from tiers.lmdb.files import LmdbFiles, LmdbOptions
+from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import Changes, pack_value
+from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import TAG_BYTES, Identity, prefix
 

@@ -25,8 +25,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
-from tiers.base import (
+from tiers.authoring import (
     Buffer,
+    DaemonThreads,
+    Identity,
     Key,
     ReadOutcome,
     StoredKeys,
@@ -35,11 +37,13 @@ from tiers.base import (
     TierInfo,
     TierIoError,
     WriteOutcome,
+    check_key,
+    check_payload,
+    seal,
+    settled,
     stored_keys,
+    verify,
 )
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads
-from tiers.record import Identity, check_key, check_payload, seal, verify
 
 T = TypeVar("T")
 BATCH = 1 << 14

@@ -32,7 +32,6 @@ from offload.namespaces.epochs import draw_epoch
 from offload.planner.loads import NOBODY
 from offload.planner.planner import Planner
 from offload.worker.executor import Executor
-from offload.worker.loads import io_bytes
 from offload.worker.pending import ExecutorLimits
 from offload.worker.runtime import (
     group_caches,
@@ -126,7 +125,7 @@ class OffloadManager:
         registration = register_kv_caches(
             kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
         )
-        slot_bytes = max(io_bytes(group) for group in registration.groups)
+        slot_bytes = max(group.record_bytes for group in registration.groups)
         problems = check_cpu_capacity(settings, slot_bytes, 1)
         if problems:
             raise ConfigError(problems)

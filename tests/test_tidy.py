@@ -45,7 +45,7 @@ ORDER = (
     "tiers.offline",
     "tiers.mooncake",
     "tiers.adapters",
-    "tiers.testing",
+    "tiers.authoring tiers.testing",
     # offload: deciding which chunks go where, and doing it
     "offload.errors offload.sizes offload.loop",
     "offload.namespaces",

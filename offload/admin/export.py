@@ -25,7 +25,7 @@ from typing import IO, Any
 from offload.admin.verify import Pace
 from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
-from tiers.folders.folder import sync_folder
+from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
 from tiers.offline.inspect import Checker, Health, OfflineStore
 
@@ -64,9 +64,9 @@ def _take(file: IO[bytes], part: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ExportFileError(f"{part} is no regular file. Remove it, or name another file")
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_named = os.path.samestat(found, os.lstat(part))
-    except (BlockingIOError, FileNotFoundError):
+        is_mine = try_flock(file.fileno(), fcntl.LOCK_EX)
+        is_named = is_mine and os.path.samestat(found, os.lstat(part))
+    except FileNotFoundError:
         is_named = False
     if not is_named:  # or its export ended between our opening and locking it
         raise ExportFileError(

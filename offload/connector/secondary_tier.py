@@ -54,7 +54,7 @@ from policies.guarded import contained
 from policies.registry import make_policy
 from tiers.adapters.evicting import EvictingTier
 from tiers.base import Buffer, ReadOutcome, TierError, WriteOutcome
-from tiers.lmdb.files import LmdbOptions
+from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import NAMESPACE_BYTES
 

@@ -181,7 +181,7 @@ _NOTHING: Buffer = np.empty(0, np.uint8)
 
 
 def padded(size: int) -> int:
-    """Bytes of a record's payload: see ``offload.worker.loads.io_bytes``."""
+    """Bytes of a record's payload: see ``GroupRegions.record_bytes``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

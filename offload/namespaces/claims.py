@@ -23,6 +23,7 @@ from offload.errors import NamespaceError, TierUnavailableError
 from tiers.files.members import FOLDER as ENGINES
 from tiers.files.members import engine_files, seen_alive
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
+from tiers.folders.folder import try_flock
 
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
@@ -90,20 +91,12 @@ def _open_lock(path: Path) -> int:
 
 def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
     """Take an exclusive lock within ``wait_s`` seconds; whether that worked."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        except OSError as error:
-            if not (may_lack_locks and error.errno in _NO_LOCKS):
-                raise
-            return True
-        else:
-            return True
+    try:
+        return try_flock(fd, fcntl.LOCK_EX, wait_s)
+    except OSError as error:
+        if not (may_lack_locks and error.errno in _NO_LOCKS):
+            raise
+        return True
 
 
 def claim_shared(path: Path, engine: str) -> int:
@@ -170,9 +163,8 @@ def holder(claim: Path) -> Owner | None:
         return None
     try:
         # A shared lock is enough to find out, and two that ask do not see each other as owners.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _settled_owner(fd, claim)
+        if not try_flock(fd, fcntl.LOCK_SH):
+            return _settled_owner(fd, claim)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -25,9 +25,9 @@ from offload.namespaces.manifest import (
     Namespace,
     differing_fields,
     read_manifest,
-    sync_folder,
 )
 from offload.sizes import format_size
+from tiers.folders.folder import sync_folder
 from tiers.lmdb.index import LOCK_NAME as READERS_NAME
 
 logger = logging.getLogger(__name__)

@@ -36,11 +36,10 @@ from offload.namespaces.manifest import (
     NewerFormatError,
     read_manifest,
     read_small_file,
-    sync_folder,
     write_durably,
     write_manifest,
 )
-from tiers.folders.folder import FolderError
+from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
 
 __all__ = [  # all that a start-up needs, in one place

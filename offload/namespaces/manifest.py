@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import NamespaceError
+from tiers.folders.folder import sync_folder
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "kvt-manifest.json"
@@ -177,15 +178,6 @@ def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | No
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new entries in ``folder`` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _checked(document: Any, path: Path) -> Namespace:

@@ -18,7 +18,7 @@ from offload.telemetry.counters import WorkerStats
 from offload.worker.pending import ExecutorLimits, OpenLoad
 from offload.worker.staging import Staging, Window
 from offload.worker.tier_monitor import TierMonitor
-from tiers.base import ALIGNMENT, ReadOutcome, Tier
+from tiers.base import ReadOutcome, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.copy.failures import Tally
 from tiers.slab.slab import HostSlab
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from offload.worker.verify import Verifier
 
 logger = logging.getLogger(__name__)
-
-
-def io_bytes(group: GroupRegions) -> int:
-    """Bytes of a chunk's record: padded, so that a tier can use direct I/O on the slot itself."""
-    return -(-group.chunk_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class LoadLane:
@@ -333,7 +328,7 @@ class LoadTask:
         lane = self._lane
         if self._abandoned:
             return [ReadOutcome.BUSY] * len(items)
-        sizes = [io_bytes(lane.groups[item.group]) for item in items]
+        sizes = [lane.groups[item.group].record_bytes for item in items]
         views = [lane.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
         started = time.perf_counter()
         try:

@@ -21,7 +21,6 @@ from offload.layout.registration import GroupCaches, LayerTensors, Registration
 from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
-from offload.worker.loads import io_bytes
 from policies.base import EntryInfo
 from policies.registry import make_admission, make_policy
 from tiers.base import SharedTier, Tier
@@ -65,7 +64,7 @@ def group_infos(
             "full",
             kv_cache_config.kv_cache_groups[group.group].kv_cache_spec.block_size
             * config.chunk_blocks,
-            tuple(tier.footprint_bytes(io_bytes(group)) for tier in tiers),
+            tuple(tier.footprint_bytes(group.record_bytes) for tier in tiers),
         )
         for group in registration.groups
     }

@@ -12,7 +12,7 @@ from tiers.adapters.reopening import ReopeningTier, SharedReopeningTier
 from tiers.base import Tier
 from tiers.files.shared_tier import SharedFileTier
 from tiers.files.tier import FileTier
-from tiers.lmdb.files import LmdbOptions, Recovery
+from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.lmdb.tier import LmdbTier
 from tiers.mooncake.bulletin import Notice

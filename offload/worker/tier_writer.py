@@ -19,7 +19,6 @@ from contextlib import suppress
 from offload.messages.plan import WriteThroughJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
-from offload.worker.loads import io_bytes
 from offload.worker.tier_monitor import TierMonitor
 from tiers.base import Tier, TierError, WriteOutcome
 from tiers.copy.base import GroupRegions
@@ -162,7 +161,7 @@ class TierWriter:
 
     async def _write(self, job: WriteThroughJob) -> None:
         result = JobResult(failed=True)
-        nbytes = io_bytes(self._groups[job.group])
+        nbytes = self._groups[job.group].record_bytes
         started = time.perf_counter()
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]

@@ -1,19 +1,17 @@
-"""Any tier, kept below its capacity by a policy: for use without a scheduler above.
+"""A tier that evicts: any tier, kept below its capacity by a policy, without a planner above.
 
-Inside vLLM the scheduler's index decides what every tier keeps, and calls ``delete``. In-process
-users, benchmarks and the command line have no such index; they wrap their tier in this one.
+Inside vLLM the planner decides what every tier keeps and calls ``delete``. The connector's
+secondary tier (``offload.connector.secondary_tier``) has no planner, so it wraps its tier in
+``EvictingTier``.
 
-The policy is any object shaped like ``policies.base.EvictionPolicy``; so are the two causes that
-its ``remove`` wants and the facts that its ``insert`` wants (``describe``). When the tier is
-fuller than the high watermark, victims go in the background until it is down to the low one, in
-transactions of their own; a write waits for that only when it would not fit otherwise.
-``admit`` and a budget of bytes per day keep an SSD from being written to death.
+The policy is any object shaped like ``policies.base.EvictionPolicy``. When the tier is fuller than
+the high watermark, a background task evicts victims in small transactions until the tier is down
+to the low watermark. A write waits for that task only if it would not fit otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -22,12 +20,11 @@ from tiers.adapters.wrapper import TierWrapper
 from tiers.base import Buffer, Key, ReadOutcome, Tier, TierError, TierInfo, WriteOutcome
 from tiers.io.awaiting import settled
 
-DAY_S = 86_400.0
 VICTIMS_PER_DELETE = 64
 
 
 class Policy(Protocol):
-    """The part of an eviction policy that is used here."""
+    """The methods of an eviction policy that ``EvictingTier`` calls."""
 
     def insert(self, key: Any, info: Any) -> None: ...
     def touch(self, keys: Sequence[Any]) -> None: ...
@@ -36,34 +33,8 @@ class Policy(Protocol):
     def clear(self) -> None: ...
 
 
-class WriteBudget:
-    """At most ``bytes_per_day``, saved up for at most ``burst_s`` (a leaky bucket)."""
-
-    def __init__(
-        self,
-        bytes_per_day: float,
-        burst_s: float = 3600.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._rate = bytes_per_day / DAY_S
-        self._most = self._rate * burst_s
-        self._clock = clock
-        self._left = self._most
-        self._at = clock()
-
-    def take(self, byte_count: int) -> bool:
-        """Spend this much if it is there."""
-        now = self._clock()
-        self._left = min(self._most, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if byte_count > self._left:
-            return False
-        self._left -= byte_count
-        return True
-
-
 class EvictingTier(TierWrapper):
-    """See the module. A record that is not admitted is ``FULL``, as if there were no room."""
+    """See the module. Everything belongs to the event loop's thread, unless stated otherwise."""
 
     def __init__(
         self,
@@ -74,11 +45,10 @@ class EvictingTier(TierWrapper):
         causes: tuple[Any, Any],
         high: float = 0.95,
         low: float = 0.90,
-        admit: Callable[[Key, Any], bool] | None = None,
-        budget: WriteBudget | None = None,
     ) -> None:
-        """``describe(key, payload bytes)`` gives the policy's info; ``causes`` are its words for
-        evicted and dropped; ``high`` and ``low`` are shares of the capacity."""
+        """``describe(key, payload bytes)`` returns what the policy's ``insert`` takes; ``causes``
+        are what its ``remove`` takes for an evicted and for a dropped record; ``high`` and ``low``
+        are shares of the capacity."""
         super().__init__(inner)
         if not 0 < low <= high <= 1:
             raise ValueError(f"watermarks need 0 < low <= high <= 1, got {low} and {high}")
@@ -86,8 +56,6 @@ class EvictingTier(TierWrapper):
         self._describe = describe
         self._evicted, self._dropped = causes
         self._high, self._low = high, low
-        self._admit = admit
-        self._budget = budget
         self._sizes: dict[Key, int] = {}
         self._busy: Counter[Key] = Counter()
         self._used_bytes = self._capacity_bytes = 0
@@ -95,7 +63,7 @@ class EvictingTier(TierWrapper):
         self._counts: Counter[str] = Counter()
 
     def __contains__(self, key: Key) -> bool:
-        """Whether a record is kept; from any thread, true of a moment ago."""
+        """True if the tier holds the record. Any thread may ask; the answer is a hint."""
         return key in self._sizes
 
     async def open(self) -> TierInfo:
@@ -121,15 +89,13 @@ class EvictingTier(TierWrapper):
             self._policy.remove(key, cause)
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
         outcomes = [WriteOutcome.OK] * len(keys)
         chosen: dict[Key, int] = {}
-        for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
-            if key in self._sizes or key in chosen:
-                continue
-            if self._is_wanted(key, data.nbytes):
+        for position, key in enumerate(keys):
+            if key not in self._sizes and key not in chosen:
                 chosen[key] = position
-            else:
-                outcomes[position] = WriteOutcome.FULL
         await self._make_room(sum(self.footprint_bytes(buffers[n].nbytes) for n in chosen.values()))
         written = await self.inner.write(list(chosen), [buffers[n] for n in chosen.values()])
         for (key, position), outcome in zip(chosen.items(), written, strict=True):
@@ -140,17 +106,8 @@ class EvictingTier(TierWrapper):
             self._start_evicting(0)
         return outcomes
 
-    def _is_wanted(self, key: Key, payload_bytes: int) -> bool:
-        if self._admit is not None and not self._admit(key, self._describe(key, payload_bytes)):
-            self._counts["not_admitted"] += 1
-            return False
-        if self._budget is not None and not self._budget.take(payload_bytes):
-            self._counts["over_budget"] += 1
-            return False
-        return True
-
     async def _make_room(self, incoming_bytes: int) -> None:
-        """Wait until this much fits, or until nothing more can be evicted."""
+        """Wait until the incoming bytes fit, or until nothing more can be evicted."""
         while self._used_bytes + incoming_bytes > self._capacity_bytes:
             before = self._used_bytes
             self._start_evicting(incoming_bytes)
@@ -175,11 +132,10 @@ class EvictingTier(TierWrapper):
             try:
                 await self.inner.delete(victims)
             except TierError:
-                # The tier itself is gone; whoever uses it next is told by its own call.
-                return
+                return  # the medium has failed: the next call of the tier raises it
 
     def _choose(self, excess_bytes: float) -> list[Key]:
-        """Victims for about this many bytes, no more than one transaction's worth."""
+        """Choose victims for about this many bytes, at most one transaction of them."""
         found: list[Key] = []
         for key in self._policy.victims(VICTIMS_PER_DELETE, lambda key: not self._busy[key]):
             if excess_bytes <= 0:
@@ -203,14 +159,14 @@ class EvictingTier(TierWrapper):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT) and key in self._sizes
         ]
-        if lost:  # deleted as well, in case one was written again in the meantime
+        if lost:  # delete them too: one may have been written again in the meantime
             await self.delete(lost)
         await self.touch(found)
         return outcomes
 
     async def touch(self, keys: Sequence[Key]) -> None:
         self._policy.touch(keys)
-        # The tier's own order is oldest first; a request's head is its youngest key.
+        # The tier lists its oldest key first; the head of a request is its youngest key.
         await self.inner.touch(list(reversed(keys)))
 
     async def delete(self, keys: Sequence[Key]) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tiers.base import ALIGNMENT
+
 BlockIds = npt.NDArray[np.int64]
 SlotIds = npt.NDArray[np.int64]
 
@@ -47,6 +49,12 @@ class GroupRegions:
     def chunk_bytes(self) -> int:
         """Bytes of one chunk in a slot."""
         return self.chunk_blocks * self.block_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a chunk's record in a tier: the chunk, padded to whole pages so that a tier can
+        use direct I/O on the slot itself."""
+        return -(-self.chunk_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

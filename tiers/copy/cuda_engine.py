@@ -25,7 +25,7 @@ from typing import Protocol
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
 from tiers.copy.cuda_lanes import CudaEvent, CudaLane, EventPool
 from tiers.copy.descriptors import CopyShape, DescriptorBuilder, Descriptors
-from tiers.copy.failures import Failures
+from tiers.copy.failures import Failures, type_name
 from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
 from tiers.slab.numa import NODES, PCI_DEVICES, node_count, pci_node
 from tiers.slab.slab import HostSlab
@@ -124,7 +124,7 @@ class CudaCopyEngine(CopyEngine):
         means = Means(batch=self._driver.has_batch_copy, kernel=self._kernel is not None)
         self._paths = {group: choose_path(shape, means, path) for group, shape in shapes.items()}
         self._compute_stream = compute_stream or (lambda: _torch_stream(device))
-        self._failures = Failures()
+        self._failures = Failures(_kind_of)
         self._closed = False
         with ExitStack() as undo:
             self._context = self._driver.retain_context(self._handle)
@@ -277,6 +277,10 @@ def gpu_node(
         return pci_node(driver.pci_bus_id(driver.device(device)), devices)
     except DriverError:
         return None
+
+
+def _kind_of(error: Exception) -> str:
+    return error.kind if isinstance(error, DriverError) else type_name(error)
 
 
 def _triton_kernel(device: int) -> Kernel:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tiers.copy.base import TransferError
-from tiers.cuda_driver import DriverError
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +41,18 @@ class Tally:
             return dict(self._counts)
 
 
-class Failures:
-    """Runs work and keeps account of what went wrong in ways that no caller asked for."""
+def type_name(error: Exception) -> str:
+    """The kind of a failure where nothing more is known of it."""
+    return type(error).__name__
 
-    def __init__(self) -> None:
+
+class Failures:
+    """Runs work and counts failures that are no answer to a wrong request. ``kind_of`` names the
+    kind of an exception: failures of one kind share a count and a log line."""
+
+    def __init__(self, kind_of: Callable[[Exception], str] = type_name) -> None:
         self._tally = Tally()
+        self._kind_of = kind_of
 
     def run(self, work: Work) -> TransferError | None:
         """Run ``work`` and say how it failed, if it did. A ``TransferError`` is the answer to a
@@ -65,8 +71,7 @@ class Failures:
         return self._tally.counts()
 
     def _note(self, error: Exception) -> None:
-        kind = error.kind if isinstance(error, DriverError) else type(error).__name__
-        count = self._tally.add(kind)
+        count = self._tally.add(self._kind_of(error))
         if count == 1:
             logger.error("a copy failed in an unforeseen way (%s)", error, exc_info=error)
         elif count:

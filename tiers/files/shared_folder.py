@@ -37,7 +37,7 @@ from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, TierIoError, WriteOu
 from tiers.files.exclusive_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
 from tiers.files.members import Announced, LiveEngines, engine_name
 from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use
-from tiers.folders.folder import LOCK_NAME, FolderError, prepare
+from tiers.folders.folder import LOCK_NAME, FolderError, prepare, try_flock
 from tiers.io.direct_io import pages_for
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
@@ -416,9 +416,6 @@ def _is_locked(path: Path) -> bool:
     """Whether a tier of this machine that does not share holds its lock."""
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not try_flock(file.fileno(), fcntl.LOCK_SH)
         except OSError:
             return False  # a file system without locks: nobody holds one
-    return False

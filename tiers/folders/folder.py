@@ -10,6 +10,7 @@ quarantined bytes do not count towards any capacity.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -22,6 +23,7 @@ from tiers.base import TierIoError
 
 LOCK_NAME = "owner.lock"
 LOCK_WAIT_S = 0.2
+"""A process that only asks for the owner holds the lock for a moment."""
 QUARANTINE_PREFIX = "quarantine-"
 MODE = 0o700
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -118,7 +120,8 @@ class OwnerLock:
         except OSError as error:
             raise FolderError(f"cannot open the lock {path}: {error}") from error
         try:
-            _take(self._fd)
+            if not try_flock(self._fd, fcntl.LOCK_EX, LOCK_WAIT_S):
+                raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
         except OSError as error:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._fd)
@@ -136,17 +139,19 @@ class OwnerLock:
             self._fd = -1
 
 
-def _take(fd: int) -> None:
-    """Lock it; whoever only asks for the owner holds it for a moment. Raises ``OSError``."""
-    deadline = time.monotonic() + LOCK_WAIT_S
+def try_flock(fd: int, kind: int, wait_s: float = 0.0) -> bool:
+    """Take the ``flock`` of an open file (``kind`` is ``fcntl.LOCK_SH`` or ``LOCK_EX``). Returns
+    False if others held it for ``wait_s`` seconds. Raises ``OSError`` where locks do not work."""
+    deadline = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
+        else:
+            return True
 
 
 def quarantine(folder: Path, names: Iterable[str]) -> Path:

@@ -18,14 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import lmdb
 
-from tiers.base import Key, WriteOutcome
+from tiers.base import WriteOutcome
 from tiers.io.direct_io import PayloadFile
-from tiers.io.extents import Runs
+from tiers.lmdb.changes import Change, Clear, Put, Refresh, Remove
 from tiers.lmdb.index import Changes, LmdbIndex
 
 GATHER_S = 0.1
@@ -34,49 +33,6 @@ LAZY_S = 0.1
 CHANGES_MAX = 8192
 HALVED_MIN = 512
 """Smaller batches that do not fit the map are refused whole: deletions need what that leaves."""
-
-
-@dataclass(slots=True, eq=False)
-class Put:
-    """A record whose payload is written but not yet flushed. ``outcome`` is set by the commit."""
-
-    key: Key
-    value: bytes
-    epoch: int
-    payload_bytes: int
-    runs: Runs
-    stored_pages: int = 0
-    """How many of its pages the record turned out to need."""
-    outcome: WriteOutcome = WriteOutcome.FAILED
-    is_named: bool = False
-    """Whether a committed transaction names its place."""
-    waiters: list[Any] = field(default_factory=list)
-    """Whoever asked for it; the event loop's own."""
-
-
-@dataclass(slots=True, eq=False)
-class Remove:
-    """Keys to forget, and the places that are free once that is durable."""
-
-    keys: list[Key]
-    places: list[Runs]
-
-
-@dataclass(slots=True, eq=False)
-class Refresh:
-    """New values of present records (their recency)."""
-
-    values: list[tuple[Key, bytes]]
-
-
-@dataclass(slots=True, eq=False)
-class Clear:
-    """Forget everything and begin an epoch."""
-
-    epoch: int
-
-
-Change = Put | Remove | Refresh | Clear
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from tiers.io.awaiting import settled
 from tiers.io.extents import Runs
 from tiers.io.use_clock import UseClock
 from tiers.lmdb.allocations import Allocations
-from tiers.lmdb.commit_thread import Clear, CommitThread, Put, Refresh, Remove
+from tiers.lmdb.changes import Clear, Put, Refresh, Remove
+from tiers.lmdb.commit_thread import CommitThread
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import runs_of
 

@@ -16,7 +16,7 @@ from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
 from tiers.io.codec import Codec
 from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
 from tiers.io.extents import Runs, clip
-from tiers.lmdb.commit_thread import Change, Put
+from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.index import header_of, pack_value
 from tiers.record import flags_of, stored_bytes_of
 

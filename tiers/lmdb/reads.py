@@ -11,9 +11,10 @@ from tiers.base import Buffer, Key, ReadOutcome
 from tiers.io.awaiting import Call, from_threads, settled
 from tiers.io.io_threads import IoThreads, Together
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbFiles, LmdbOptions, job_bytes
+from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import payload_bytes_of, runs_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
+from tiers.lmdb.options import LmdbOptions, job_bytes
 from tiers.lmdb.recovery.record_table import USE_BYTES
 
 

@@ -13,10 +13,11 @@ from tiers.io.awaiting import Call, settled
 from tiers.io.daemon_threads import in_thread
 from tiers.io.direct_io import pages_for
 from tiers.io.io_threads import IoThreads
-from tiers.lmdb.commit_thread import Change, Put
+from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.contents import LmdbContents
-from tiers.lmdb.files import LmdbFiles, LmdbOptions, job_bytes
+from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.io_jobs import WriteJob
+from tiers.lmdb.options import LmdbOptions, job_bytes
 
 
 class LmdbWrites:

@@ -1,15 +1,12 @@
-"""Registering host memory with CUDA ("pinning"), so that the GPU's copy engines reach it directly.
+"""Pinning: registering host memory with CUDA, so that the GPU's copy engines can reach it.
 
-Registering memory of our own takes exactly what was configured; torch's pinned allocator rounds
-up to powers of two.
+``CudaRegistrar`` in ``cuda_registrar`` does it; this module has what the slab needs to know of it.
 """
 
 from __future__ import annotations
 
 import resource
 from typing import Protocol
-
-from tiers.cuda_driver import Driver, DriverError, load_driver
 
 
 class PinningError(Exception):
@@ -27,51 +24,6 @@ class Registrar(Protocol):
 
     def close(self) -> None:
         """Let go of the device; raises ``PinningError``. Nothing is registered any more."""
-
-
-class CudaRegistrar:
-    """Registers memory for every CUDA context of this process, through that of ``device``.
-
-    ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU
-    opens none on another one. Callable from any thread. Raises ``PinningError`` where there is
-    no CUDA. A context that it opened itself is let go by ``close``.
-    """
-
-    def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:
-        self._retained: int | None = None
-        try:
-            self._driver = driver or load_driver()
-            context = self._driver.current_context() if device is None else None
-            if context is None:
-                handle = self._driver.device(device or 0)
-                context = self._driver.retain_context(handle)
-                self._retained = handle
-        except DriverError as error:
-            raise PinningError(f"pinned memory needs CUDA: {error}") from error
-        self._context = context
-
-    def register(self, address: int, nbytes: int) -> None:
-        try:
-            with self._driver.within(self._context):
-                self._driver.register(address, nbytes)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
-
-    def unregister(self, address: int) -> None:
-        try:
-            with self._driver.within(self._context):
-                self._driver.unregister(address)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
-
-    def close(self) -> None:
-        handle, self._retained = self._retained, None
-        if handle is None:
-            return
-        try:
-            self._driver.release_context(handle)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
 
 
 def pinning_advice(error: PinningError, total_bytes: int, pinned_bytes: int) -> str:

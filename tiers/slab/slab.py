@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tiers.base import ALIGNMENT
 from tiers.slab.numa import available_bytes, prefer_node
-from tiers.slab.pinning import CudaRegistrar, PinningError, Registrar, pinning_advice
+from tiers.slab.pinning import PinningError, Registrar, pinning_advice
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +266,8 @@ class HostSlab:
 
 
 def _cuda_registrar() -> Registrar:
+    from tiers.slab.cuda_registrar import CudaRegistrar
+
     try:
         return CudaRegistrar()
     except PinningError as error:

@@ -374,8 +374,8 @@ class TierContract:
     async def test_a_restart_keeps_records_and_recency(self, tmp_path: Path) -> None:
         keys = [key_of(n) for n in range(12)]
         async with self.opened(tmp_path) as (tier, info):
-            if not info.persistent:
-                pytest.skip("not persistent")
+            if not (info.persistent and self.is_listed):
+                pytest.skip("not persistent, or not listed")
             await put(tier, keys, self.payload_bytes)
             await tier.touch([keys[3]])
             await tier.delete([keys[0]])
@@ -391,8 +391,8 @@ class TierContract:
     async def test_a_reset_survives_a_restart(self, tmp_path: Path) -> None:
         keys = [key_of(n) for n in range(4)]
         async with self.opened(tmp_path) as (tier, info):
-            if not info.persistent:
-                pytest.skip("not persistent")
+            if not (info.persistent and self.is_listed):
+                pytest.skip("not persistent, or not listed")
             await put(tier, keys, self.payload_bytes)
             await tier.reset(3)
             await put(tier, keys[:1], self.payload_bytes)
@@ -403,8 +403,8 @@ class TierContract:
 
     async def test_a_full_tier_survives_a_restart(self, tmp_path: Path) -> None:
         async with self.opened(tmp_path) as (tier, info):
-            if not info.persistent:
-                pytest.skip("not persistent")
+            if not (info.persistent and self.is_listed):
+                pytest.skip("not persistent, or not listed")
             fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
             keys = [key_of(n) for n in range(fits)]
             assert await put(tier, keys, self.payload_bytes) == [OK] * fits

@@ -28,7 +28,6 @@ from offload.namespaces.manifest import Namespace
 from offload.sizes import format_size
 from offload.telemetry.counters import WorkerStats
 from offload.worker.executor import Executor
-from offload.worker.loads import io_bytes
 from offload.worker.pending import Drained, ExecutorLimits
 from offload.worker.tier_factory import TierSpec, make_tier, scrub_limits
 from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier, TierError
@@ -95,8 +94,8 @@ class WorkerSide:
         self._keep_alive = registration.tensors
         self._verifier = self._make_verifier(registration)
         groups = registration.groups
-        slot_bytes = max(io_bytes(group) for group in groups)
-        smallest = min(io_bytes(group) for group in groups)
+        slot_bytes = max(group.record_bytes for group in groups)
+        smallest = min(group.record_bytes for group in groups)
         problems = check_capacity(self._config, slot_bytes, self._shares, smallest)
         if problems:
             raise ConfigError(problems)
@@ -279,8 +278,8 @@ async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...
     except ValueError as error:  # its share of what others have left is too small
         fix = "Give more, or remove what else lies below the path (kvtiers clear)."
         raise ConfigError([Problem(f"{spec.where}.capacity", str(error), fix)]) from error
-    footprints = {group.group: tier.footprint_bytes(io_bytes(group)) for group in groups}
-    sizes = {group.group: io_bytes(group) for group in groups}
+    footprints = {group.group: tier.footprint_bytes(group.record_bytes) for group in groups}
+    sizes = {group.group: group.record_bytes for group in groups}
     columns: list[KeyColumn] = []
     if not isinstance(tier, SharedTier):
         batches = tier.keys()

@@ -20,7 +20,7 @@ from offload.namespaces.folders import open_place
 from offload.namespaces.manifest import Namespace
 from tiers.base import ALIGNMENT
 from tiers.files.tier import FileTier, record_name
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import LmdbIndex, Manifest, runs_of
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import Identity

@@ -31,7 +31,7 @@ from tests.offload.cli.stores import (
     writer,
 )
 from tests.offload.cli.test_verify import RESET
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.offline.archive import HEAD_BYTES, Frame, PortableError, read_frames
 from tiers.offline.inspect import Checker, Health
 from tiers.testing import key_of, payload_of

@@ -18,7 +18,7 @@ from offload.worker.tier_factory import TierSpec, make_tier
 from tests.offload.cli.stores import kvtiers
 from tests.offload.worker.reopening_child import NAMESPACE, places
 from tiers.base import TierInfo, TierIoError, WriteOutcome
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.testing import key_of, payload_of
 
 KEYS = [key_of(number) for number in range(8)]

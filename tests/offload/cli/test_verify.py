@@ -25,7 +25,7 @@ from tests.offload.cli.stores import (
     records_of,
     writer,
 )
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import Changes
 from tiers.offline.inspect import Checker, Found, Health
 from tiers.offline.lmdb_reader import LmdbReader

@@ -35,7 +35,7 @@ from offload.errors import TierUnavailableError
 from tests.offload.connector.model.tiny_configs import config_of, make_model
 from tests.threads import no_thread_is_left
 from tiers.base import TierIoError
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.tier import LmdbTier
 
 CHUNKS = 4

@@ -15,7 +15,7 @@ from offload.config.tier_capacity import SMALL_FILES_BYTES, check_capacity
 from offload.worker.tier_factory import TierSpec, make_tier
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.files.tier import FileTier
-from tiers.lmdb.files import Recovery
+from tiers.lmdb.options import Recovery
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned
 

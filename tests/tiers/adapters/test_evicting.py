@@ -1,4 +1,4 @@
-"""A tier below its watermarks by a policy: churn, budget, admission."""
+"""A tier kept below its watermarks by a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from policies.base import EntryInfo, RemoveCause
 from policies.eviction.lru import LruPolicy
-from tiers.adapters.evicting import EvictingTier, WriteBudget
+from tiers.adapters.evicting import EvictingTier
 from tiers.base import Key, Tier, WriteOutcome
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, key_of, put
@@ -87,35 +87,6 @@ async def test_a_write_larger_than_the_tier_is_full() -> None:
     tier = evicting(MemoryTier(10_000))
     await tier.open()
     assert await put(tier, [key_of(1)], 20_000) == [WriteOutcome.FULL]
-    await tier.aclose()
-
-
-async def test_the_budget_refills_with_time() -> None:
-    now = 0.0
-    budget = WriteBudget(86_400 * 100, burst_s=50, clock=lambda: now)
-    tier = evicting(MemoryTier(1 << 20), budget=budget)
-    await tier.open()
-    outcomes = await put(tier, [key_of(n) for n in range(10)], 1000)
-    assert outcomes == [WriteOutcome.OK] * 5 + [WriteOutcome.FULL] * 5
-    now = 20.0
-    outcomes = await put(tier, [key_of(n) for n in range(10, 15)], 1000)
-    assert outcomes == [WriteOutcome.OK] * 2 + [WriteOutcome.FULL] * 3
-    assert tier.stats()["over_budget"] == 8
-    await tier.aclose()
-
-
-async def test_only_what_is_admitted_is_written() -> None:
-    seen: set[Key] = set()
-
-    def second_use(key: Key, info: EntryInfo) -> bool:
-        known = key in seen
-        seen.add(key)
-        return known
-
-    tier = evicting(MemoryTier(1 << 20), admit=second_use)
-    await tier.open()
-    assert await put(tier, [key_of(1)], 1000) == [WriteOutcome.FULL]
-    assert await put(tier, [key_of(1), key_of(2)], 1000) == [WriteOutcome.OK, WriteOutcome.FULL]
     await tier.aclose()
 
 

@@ -10,7 +10,7 @@ from tests.tiers.copy.fake_cuda import FakeCuda
 from tests.tiers.copy.known_caches import Cache
 from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, Kernel
 from tiers.cuda_driver import Addresses, Driver
-from tiers.slab.pinning import CudaRegistrar
+from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab
 
 BLOCKS = 12

@@ -15,7 +15,7 @@ from tests.tiers.copy.known_caches import Cache, batch, separate_layers
 from tiers.copy.base import TransferError
 from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine
 from tiers.cuda_driver import Driver
-from tiers.slab.pinning import CudaRegistrar
+from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab, SlabError
 
 

@@ -10,7 +10,8 @@ from tests.tiers.copy.fake_cuda import FakeCuda
 from tiers.copy.cuda_engine import KERNEL_BELOW_BYTES, CopyPath, Means, choose_path, gpu_node
 from tiers.copy.descriptors import CopyShape
 from tiers.cuda_driver import Driver, DriverError, load_driver
-from tiers.slab.pinning import CudaRegistrar, PinningError
+from tiers.slab.cuda_registrar import CudaRegistrar
+from tiers.slab.pinning import PinningError
 from tiers.slab.slab import HostSlab, SlabError
 
 SMALL, LARGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from tiers.base import ReadOutcome, WriteOutcome
-from tiers.lmdb.files import PAYLOAD_NAME, Recovery
-from tiers.lmdb.folder import open_or_set_aside
+from tiers.lmdb.folder import PAYLOAD_NAME, open_or_set_aside
 from tiers.lmdb.index import check_file
+from tiers.lmdb.options import Recovery
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import all_keys, fetch, key_of, payload_of, put
 

@@ -16,7 +16,8 @@ import pytest
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.io import codec
 from tiers.io.direct_io import DiskIo
-from tiers.lmdb.files import PAYLOAD_NAME, Recovery
+from tiers.lmdb.folder import PAYLOAD_NAME
+from tiers.lmdb.options import Recovery
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import assert_holds, assert_misses, fetch, key_of, put
 

@@ -15,7 +15,7 @@ import pytest
 from tests.offload.cli.stores import flip
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, Scrubbed, TierClosedError, WriteOutcome
 from tiers.io.direct_io import DiskIo
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import runs_of
 from tiers.lmdb.scrub import KEYS_AT_ONCE, MARK_NAME
 from tiers.lmdb.tier import LmdbTier

@@ -9,8 +9,10 @@ import lmdb
 import pytest
 
 from tiers.base import TierIoError, WriteOutcome
-from tiers.lmdb.files import PAYLOAD_NAME, LmdbOptions, Recovery, payload_capacity_bytes
+from tiers.lmdb.files import payload_capacity_bytes
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import Changes, LmdbIndex
+from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned, all_keys, assert_holds, key_of, put

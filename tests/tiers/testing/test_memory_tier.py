@@ -1,17 +1,36 @@
-"""The memory tier keeps the contract and catches damage done behind its back."""
+"""The memory tiers keep the contract, and detect damage to their records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tiers.adapters.wrapper import SharedTierWrapper
 from tiers.base import ReadOutcome, Tier
 from tiers.testing import TierContract, fetch, key_of, put
-from tiers.testing.memory_tier import MemoryTier
+from tiers.testing.memory_tier import MemoryTier, SharedMemory, SharedMemoryTier
 
 
 class TestMemoryTier(TierContract):
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
         return MemoryTier(capacity_bytes)
+
+
+class TestSharedMemoryTier(TierContract):
+    is_listed = False
+
+    @pytest.fixture(autouse=True)
+    def memory(self) -> None:
+        self.shared = SharedMemory(self.capacity_bytes)
+
+    def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return SharedMemoryTier(self.shared)
+
+
+class TestSharedTierWrapper(TestSharedMemoryTier):
+    def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return SharedTierWrapper(SharedMemoryTier(self.shared))
 
 
 async def test_a_flipped_bit_is_corrupt() -> None:

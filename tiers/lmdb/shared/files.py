@@ -22,7 +22,7 @@ import lmdb
 from tiers.base import ALIGNMENT, TierIoError
 from tiers.folders.folder import prepare
 from tiers.io.direct_io import DiskIo, PayloadFile
-from tiers.lmdb.files import LmdbOptions, Recovery, make_codec
+from tiers.lmdb.files import make_codec
 from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     check_capacity,
@@ -34,6 +34,7 @@ from tiers.lmdb.folder import (
     room_bytes,
 )
 from tiers.lmdb.index import Changes, IndexUnusableError, Limits, LmdbIndex, index_exists
+from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import store_free_runs

@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError
+from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError, try_flock
 
 SHARERS_MAX = 64
 OPENING_NAME = "opening.lock"
@@ -31,7 +30,7 @@ def opening(folder: Path) -> Iterator[None]:
     """Only one process at a time opens the folder. Raises ``FolderError``."""
     fd = _open(folder / OPENING_NAME)
     try:
-        if not _lock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
+        if not try_flock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
             raise FolderError(f"{folder} is being opened by another process for too long")
         yield
     finally:
@@ -46,10 +45,10 @@ class Member:
         self._folder = folder
         self._common = _open(folder / LOCK_NAME)
         self._own = self.number = -1
-        self.is_alone = _lock(self._common, fcntl.LOCK_EX, 0.0)
+        self.is_alone = try_flock(self._common, fcntl.LOCK_EX)
         """Whether nobody else has the folder, until ``join``."""
         try:
-            if not self.is_alone and not _lock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
+            if not self.is_alone and not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
                 owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
                 raise FolderError(
                     f"{folder} is in use by process {owner or 'unknown'}, which does not share it. "
@@ -63,7 +62,7 @@ class Member:
     def _take_number(self) -> None:
         for number in range(SHARERS_MAX):
             fd = _open(_path(self._folder, number))
-            if _lock(fd, fcntl.LOCK_EX, 0.0):
+            if try_flock(fd, fcntl.LOCK_EX):
                 self._own, self.number = fd, number
                 with contextlib.suppress(OSError):  # a full disk: the lock holds anyway
                     os.ftruncate(fd, 0)
@@ -74,7 +73,7 @@ class Member:
 
     def join(self) -> None:
         """Let others in. Raises ``FolderError`` if one that does not share came in between."""
-        if not _lock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
+        if not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
             raise FolderError(f"{self._folder} was taken by a process that does not share it")
         self.is_alone = False
 
@@ -84,7 +83,7 @@ class Member:
             return True
         fd = _open(_path(self._folder, number))
         try:
-            return not _lock(fd, fcntl.LOCK_EX, 0.0)
+            return not try_flock(fd, fcntl.LOCK_EX)
         finally:
             os.close(fd)
 
@@ -105,15 +104,3 @@ def _open(path: Path) -> int:
         return os.open(path, _FLAGS, 0o600)
     except OSError as error:
         raise FolderError(f"cannot open the lock {path}: {error}") from error
-
-
-def _lock(fd: int, kind: int, wait_s: float) -> bool:
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)

@@ -44,7 +44,7 @@ from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.direct_io import DiskIo, pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.io.resets import Resets
-from tiers.lmdb.files import LmdbOptions, job_bytes
+from tiers.lmdb.options import LmdbOptions, job_bytes
 from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob

@@ -24,7 +24,7 @@ from typing import Any
 
 from tiers.base import Key, WriteOutcome
 from tiers.io.extents import Extent, Runs, clip
-from tiers.lmdb.commit_thread import Put
+from tiers.lmdb.changes import Put
 from tiers.lmdb.index import runs_of
 from tiers.lmdb.recovery.record_table import RUN_BYTES, USE_BYTES, with_use
 from tiers.lmdb.shared.free_extents import FreeRuns

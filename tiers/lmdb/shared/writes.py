@@ -14,9 +14,9 @@ from tiers.io.awaiting import Call, settled
 from tiers.io.direct_io import pages_for
 from tiers.io.extents import Runs
 from tiers.io.io_threads import IoThreads
-from tiers.lmdb.commit_thread import Change, Put
-from tiers.lmdb.files import LmdbOptions, job_bytes
+from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.io_jobs import WriteJob
+from tiers.lmdb.options import LmdbOptions, job_bytes
 from tiers.lmdb.shared.commit_thread import Asking
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import Reservation, WriteTransaction

@@ -20,7 +20,7 @@ from offload.worker.tier_factory import TierSpec, scrub_limits
 from tests.offload.cli.stores import flip
 from tests.offload.small_model import BLOCKS, kv_caches
 from tiers.base import ALIGNMENT, WriteOutcome
-from tiers.lmdb.files import PAYLOAD_NAME
+from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import runs_of
 from tiers.lmdb.tier import LmdbTier
 from tiers.slab.slab import HostSlab, SlabError

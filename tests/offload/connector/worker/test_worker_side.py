@@ -15,7 +15,6 @@ from offload.connector.worker import worker_side
 from offload.connector.worker.worker_side import WorkerSide
 from offload.layout.keys import group_suffix
 from offload.messages.plan import StepPlan, StoreJob
-from offload.worker.loads import io_bytes
 from offload.worker.tier_factory import make_tier
 from tests.offload.connector.worker.test_worker_setup import file_tier, registration, worker
 from tiers.base import WriteOutcome
@@ -32,7 +31,7 @@ def one(tmp_path: Path) -> Iterator[WorkerSide]:
 
 def record_bytes() -> int:
     (group,) = registration().groups
-    return io_bytes(group)
+    return group.record_bytes
 
 
 async def write(folder: Path, records: dict[bytes, int]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.tiers.shared.contract import SharedTierContract
 from tiers.base import Tier, TierIoError
-from tiers.lmdb.files import PAYLOAD_NAME, Recovery
+from tiers.lmdb.folder import PAYLOAD_NAME
+from tiers.lmdb.options import Recovery
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.testing import key_of, put
 
