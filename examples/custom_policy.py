@@ -98,8 +98,12 @@ def in_a_server(folder: Path) -> bool:
             ],
         },
     }
-    flags = ("--enforce-eager", "--max-model-len=4096", "--block-size=32")
-    flags += ("--kv-cache-memory-bytes=67108864",)
+    flags = (
+        "--enforce-eager",
+        "--max-model-len=4096",
+        "--block-size=32",
+        "--kv-cache-memory-bytes=67108864",
+    )
     model = make_llama(folder / "model")
     restored = {"cpu": 0, "disk": 0}
     log = folder / "server.log"

@@ -1,4 +1,4 @@
-"""Admission: what may enter a tier at all. For tiers whose writes are dear."""
+"""Admission policies: which chunks may enter a tier. For tiers whose writes are expensive."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from policies.sketch import COUNT_MAX, FrequencySketch
 
 
 class AdmitAll(AdmissionPolicy):
-    """Everything may enter."""
+    """Admits every chunk."""
 
     def admit(self, key: Key, info: EntryInfo) -> bool:
         return True
 
 
 class SecondUse(AdmissionPolicy):
-    """What was offered before, among the last ``window`` keys refused.
+    """Admits a chunk that is among the last ``window`` keys it has refused.
 
-    Keeps prefixes closed, since a head is offered at least as often as its tail (T. Johnson and
-    D. Shasha's 2Q, VLDB 1994, has the same filter in its A1out queue).
+    Keeps prefixes closed, since the head of a prefix is offered at least as often as its tail (T.
+    Johnson and D. Shasha's 2Q, VLDB 1994, has the same filter in its A1out queue).
     """
 
     def __init__(self, window: Annotated[int, Range(1, 1 << 28)] = 1_000_000) -> None:
@@ -39,9 +39,10 @@ class SecondUse(AdmissionPolicy):
 
 
 class FrequencyAdmission(AdmissionPolicy):
-    """What was offered at least ``uses`` times lately, by a sketch for about ``width`` keys.
+    """Admits a chunk that was offered at least ``uses`` times lately.
 
-    Needs 8 bytes per key, where ``SecondUse`` needs the keys themselves.
+    A sketch for about ``width`` keys counts the offers. It needs 8 bytes per key, while
+    ``SecondUse`` needs the keys themselves.
     """
 
     def __init__(
@@ -57,10 +58,9 @@ class FrequencyAdmission(AdmissionPolicy):
 
 
 class WriteBudget(AdmissionPolicy):
-    """At most ``bytes_per_s`` on average and ``burst_bytes`` at once (a token bucket).
+    """Admits at most ``bytes_per_s`` on average and ``burst_bytes`` at once (a token bucket).
 
-    Protects a disk's endurance; hits fall where the budget binds. ``clock`` gives monotonic
-    seconds; a simulator replaces it.
+    It protects a disk's endurance. Where the budget binds, there are fewer hits.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class WriteBudget(AdmissionPolicy):
     ) -> None:
         if bytes_per_s <= 0:
             raise ValueError(f"bytes_per_s must be positive (got {bytes_per_s})")
-        self.clock: Callable[[], float] = time.monotonic
+        self._clock: Callable[[], float] = time.monotonic
         self._rate = bytes_per_s
         self._most = burst_bytes or 10 * bytes_per_s
         self._left = self._most
         self._filled_s: float | None = None
 
     def admit(self, key: Key, info: EntryInfo) -> bool:
-        now = self.clock()
+        now = self._clock()
         if self._filled_s is not None:
             self._left = min(self._most, self._left + (now - self._filled_s) * self._rate)
         self._filled_s = now
@@ -85,3 +85,6 @@ class WriteBudget(AdmissionPolicy):
             return False
         self._left -= info.size_bytes
         return True
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        self._clock = clock

@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Key = Hashable
+"""A chunk of one tier, equal only to itself. Policies compare keys and never look inside."""
+
 NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -115,6 +117,10 @@ class EvictionPolicy(ABC):
         for key in keys:
             self.remove(key, cause)
 
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
+        """Take the time from ``clock``, which returns monotonic seconds: the simulator's. Override
+        it in a policy that depends on the time; others ignore it."""
+
     @abstractmethod
     def clear(self) -> None:
         """Forget all members and all history."""
@@ -130,3 +136,6 @@ class AdmissionPolicy(ABC):
     @abstractmethod
     def admit(self, key: Key, info: EntryInfo) -> bool:
         """Whether to store this key now. May count the attempt."""
+
+    def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
+        """Take the time from ``clock``, as ``EvictionPolicy.use_clock`` does."""

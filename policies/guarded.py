@@ -124,6 +124,9 @@ class GuardedPolicy(EvictionPolicy):
             deque(map(self._own.pop, keys, repeat(None)), maxlen=0)
         self._call("remove_all", len(keys), keys, cause)
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        self._call("use_clock", None, clock)
+
     def clear(self) -> None:
         if self._own is not None:
             self._own.clear()

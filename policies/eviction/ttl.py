@@ -29,8 +29,7 @@ class TtlPolicy(EvictionPolicy):
 
     A key expires ``ttl_s`` seconds after its insertion. A tool call holds the keys of its request
     for ``hold_s`` seconds, plus the time after which the client expects to be back. An operation
-    takes O(1) per key, a hold O(log n). ``clock`` returns monotonic seconds; the simulator
-    replaces it.
+    takes O(1) per key, a hold O(log n).
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class TtlPolicy(EvictionPolicy):
         ttl_s: Annotated[float, Range(0, above=True)] = 3600.0,
         hold_s: Annotated[float, Range(0)] = 30.0,
     ) -> None:
-        self.clock: Callable[[], float] = time.monotonic
+        self._clock: Callable[[], float] = time.monotonic
         self._ttl_s = ttl_s
         self._hold_s = hold_s
         self._born: OrderedDict[Key, float] = OrderedDict()
@@ -48,7 +47,7 @@ class TtlPolicy(EvictionPolicy):
         self._ticket = 0
 
     def insert(self, key: Key, info: EntryInfo) -> None:
-        self._born[key] = self.clock()
+        self._born[key] = self._clock()
         self._free.insert(key, info)
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -60,10 +59,10 @@ class TtlPolicy(EvictionPolicy):
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
         if hints.get(names.TOOL_CALL):
-            self._hold(keys, self.clock() + hints.get(names.RETURN_S, 0.0) + self._hold_s)
+            self._hold(keys, self._clock() + hints.get(names.RETURN_S, 0.0) + self._hold_s)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        now = self.clock()
+        now = self._clock()
         self._expire_holds(now)
         found: list[Key] = []
         for key, born in self._born.items():
@@ -81,6 +80,9 @@ class TtlPolicy(EvictionPolicy):
         if self._born.pop(key, None) is not None:
             self._held.pop(key, None)
             self._free.remove(key, cause)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
 
     def clear(self) -> None:
         self._born.clear()

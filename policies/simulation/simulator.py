@@ -74,7 +74,7 @@ class Result:
         return self.policy_ns / self.policy_ops if self.policy_ops else 0.0
 
     def count(self, request: Request, hits: int, model: FlopModel) -> None:
-        """Book one request's hit of ``hits`` blocks."""
+        """Count one request and its hit of ``hits`` blocks."""
         tokens = min(hits * self.block_tokens, request.prompt_tokens)
         self.requests += 1
         self.prompt_tokens += request.prompt_tokens
@@ -82,6 +82,12 @@ class Result:
         self.hit_tokens += tokens
         self.flops += model.prefix(request.prompt_tokens)
         self.flops_saved += model.prefix(tokens)
+
+    def count_work(self, upper: SimTier, *lower: SimTier) -> None:
+        """Take over what the upper tier stored and evicted, and the time spent in all policies."""
+        self.stored_blocks, self.evicted_blocks = upper.stored, upper.evicted
+        self.policy_ns = sum(tier.ns for tier in (upper, *lower))
+        self.policy_ops = sum(tier.ops for tier in (upper, *lower))
 
 
 class SimTier:
@@ -206,11 +212,22 @@ class Infos:
         return known
 
 
-def set_clock(now_s: float, *parts: object) -> None:
-    """Let policies that take the time from an attribute ``clock`` see the trace's time."""
-    for part in parts:
-        if hasattr(part, "clock"):
-            part.clock = lambda: now_s
+class TraceClock:
+    """The time of the request that is being simulated; policies that need the time take it here."""
+
+    def __init__(self, *policies: EvictionPolicy | AdmissionPolicy | None) -> None:
+        self._now_s = 0.0
+        for policy in policies:
+            if policy is not None:
+                policy.use_clock(self.now_s)
+
+    def now_s(self) -> float:
+        """Seconds since the trace began."""
+        return self._now_s
+
+    def advance(self, now_s: float) -> None:
+        """Go to the time of the next request."""
+        self._now_s = now_s
 
 
 def simulate(
@@ -234,8 +251,9 @@ def simulate(
     result = Result(trace.name, name or type(policy).__name__, capacity, trace.block_tokens)
     infos = Infos(trace.block_tokens, model, hints)
     tier = SimTier(policy, capacity)
+    clock, logged_ns = TraceClock(policy, admission), 0
     for index, request in enumerate(trace.requests):
-        set_clock(request.time_s, policy, admission)
+        clock.advance(request.time_s)
         blocks = request.blocks()
         hits = tier.leading(blocks)
         depths = [d for d in range(hits, len(blocks)) if blocks[d] not in tier.resident]
@@ -252,17 +270,15 @@ def simulate(
         if hit_log is not None:
             hit_log.append(hits)
         if ns_log is not None:
-            ns_log.append(tier.ns)
-            tier.ns = 0
+            ns_log.append(tier.ns - logged_ns)
+            logged_ns = tier.ns
         if progress is not None and index % 256 == 255:
             progress(256)
     if len(policy) != len(tier.resident):
         raise AssertionError(
             f"{result.policy} has {len(policy)} keys, the tier {len(tier.resident)}"
         )
-    result.stored_blocks, result.evicted_blocks = tier.stored, tier.evicted
-    result.policy_ns = tier.ns if ns_log is None else sum(ns_log)
-    result.policy_ops = tier.ops
+    result.count_work(tier)
     return result
 
 

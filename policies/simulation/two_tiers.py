@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from policies.base import AdmissionPolicy, EvictionPolicy, Key
-from policies.simulation.simulator import FlopModel, Infos, Result, SimTier, set_clock
+from policies.simulation.simulator import FlopModel, Infos, Result, SimTier, TraceClock
 from policies.simulation.trace import Request, Trace
 
 MODES = ("write-through", "inclusive", "exclusive", "selective")
@@ -112,8 +112,9 @@ def simulate_two(
     infos = Infos(trace.block_tokens, model, hints)
     tiers = TwoTiers(SimTier(upper, capacities[0]), SimTier(lower, capacities[1]), mode, admission)
     below = 0
+    clock = TraceClock(upper, lower, admission)
     for index, request in enumerate(trace.requests):
-        set_clock(request.time_s, upper, lower, admission)
+        clock.advance(request.time_s)
         blocks = request.blocks()
         hits, promoted = tiers.hits(blocks)
         tiers.serve(request, blocks, hits, infos)
@@ -125,14 +126,11 @@ def simulate_two(
         below += promoted
         if progress is not None and index % 256 == 255:
             progress(256)
-    result.stored_blocks = tiers.upper.stored
-    result.evicted_blocks = tiers.upper.evicted
-    result.policy_ns = tiers.upper.ns + tiers.lower.ns
-    result.policy_ops = tiers.upper.ops + tiers.lower.ops
+    result.count_work(tiers.upper, tiers.lower)
     lower_ratio = below * trace.block_tokens / max(1, result.prompt_tokens)
-    result.extra = {
-        "upper_ratio": result.token_hit_ratio - lower_ratio,
-        "lower_ratio": lower_ratio,
-        "lower_writes": float(tiers.lower.stored),
-    }
+    result.extra.update(
+        upper_ratio=result.token_hit_ratio - lower_ratio,
+        lower_ratio=lower_ratio,
+        lower_writes=float(tiers.lower.stored),
+    )
     return result

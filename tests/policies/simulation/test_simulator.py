@@ -102,7 +102,7 @@ def test_admission_keeps_chunks_out() -> None:
 def test_write_budget_is_a_token_bucket_on_the_trace_time() -> None:
     budget = WriteBudget(bytes_per_s=2, burst_bytes=3)
     now = [0.0]
-    budget.clock = lambda: now[0]
+    budget.use_clock(lambda: now[0])
     assert [budget.admit(key, INFO) for key in range(5)] == [True, True, True, False, False]
     now[0] = 1.0
     assert [budget.admit(key, INFO) for key in range(4)] == [True, True, False, False]
@@ -117,7 +117,7 @@ def test_write_budget_is_a_token_bucket_on_the_trace_time() -> None:
 def test_ttl_expires_and_holds() -> None:
     policy = TtlPolicy(ttl_s=100, hold_s=10)
     now = [0.0]
-    policy.clock = lambda: now[0]
+    policy.use_clock(lambda: now[0])
     for key in ("old", "tool", "new"):
         policy.insert(key, INFO)
         now[0] += 1

@@ -1,0 +1,112 @@
+"""The public surface: every exported name exists and is documented, imports are cheap, and code
+that follows the guides passes ``mypy --strict``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import offload
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("offload", "policies")
+
+
+def reference() -> ModuleType:
+    """The generator of the page, which is a script."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/api_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = reference()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_exists(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert sorted(set(module.__all__) - set(dir(module))) == []
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = module.Nonsense
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_lazy_name_is_what_the_type_checker_sees(package: str) -> None:
+    """The type checker reads the imports, Python the table: both name the same object."""
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        entry = REFERENCE.find(package, name)
+        assert getattr(module, name) is getattr(importlib.import_module(entry.module), name)
+
+
+@pytest.mark.parametrize("package", REFERENCE.MODULES)
+def test_every_public_name_is_documented(package: str) -> None:
+    entries = [REFERENCE.find(package, name) for name in REFERENCE.public_names(package)]
+    assert [missing for entry in entries for missing in REFERENCE.undocumented(entry)] == []
+
+
+def test_the_reference_is_up_to_date() -> None:
+    if os.environ.get("KVTIERS_REWRITE"):
+        REFERENCE.PAGE.write_text(REFERENCE.page())
+    assert REFERENCE.PAGE.read_text() == REFERENCE.page()
+
+
+def test_importing_the_packages_imports_neither_torch_nor_vllm() -> None:
+    look = (
+        "import offload, policies, tiers, sys; print(*{'torch', 'vllm', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
+    config = pytest.importorskip("setuptools.config.pyprojecttoml")
+    text = (ROOT / "pyproject.toml").read_text()
+    assert not re.search(r'(?m)^version = "', text)
+    read = config.read_configuration(ROOT / "pyproject.toml")
+    assert read["project"]["version"] == offload.__version__
+    assert read["tool"]["setuptools"]["package-data"] == {"": ["py.typed"]}, "in every package"
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").exists()] == []
+
+
+def test_code_that_follows_the_guides_passes_mypy_strict(tmp_path: Path) -> None:
+    """The examples, and the guides' policy, tier and tests as they are printed."""
+    for guide in ("write-a-policy", "write-a-tier"):
+        text = (ROOT / f"docs/guides/{guide}.md").read_text()
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            named = re.match(r"# (\w+\.py)\n", block)
+            (tmp_path / (named[1] if named else f"{guide.replace('-', '_')}.py")).write_text(block)
+    example = (ROOT / "examples/custom_tier.py").read_text()
+    (tmp_path / "my_tier.py").write_text(example.replace("SqliteTier", "MyTier"))
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\nmypy_path = {ROOT}\nfollow_imports = silent\n"
+        "[mypy-torch.*,vllm.*,lmdb.*,llvmlite.*,xxhash.*,zstandard.*,cuda.*,triton.*,"
+        "numpy.*,pytest.*,hypothesis.*]\n"
+        "follow_imports = skip\nignore_missing_imports = True\n"
+    )
+    written = sorted(tmp_path.glob("*.py"))
+    assert {"my_policy.py", "test_my_policy.py", "test_my_tier.py"} <= {f.name for f in written}
+    command = ["-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache"]
+    done = subprocess.run(
+        [sys.executable, *command, *written, *sorted((ROOT / "examples").glob("*.py"))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
