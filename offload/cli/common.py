@@ -155,7 +155,7 @@ def at_a_store(command: str) -> Iterator[None]:
     everything closed and nothing half done left behind.
     """
     from tiers.base import TierError
-    from tiers.folders.folder import StoreUnusableError
+    from tiers.folders.folder import FolderUnusableError
     from tiers.offline.inspect import StoreChangedError
 
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
@@ -164,7 +164,7 @@ def at_a_store(command: str) -> Iterator[None]:
         yield
     except StoreChangedError as error:
         give_up(command, f"{error} while it was read. Run this again")
-    except StoreUnusableError as error:
+    except FolderUnusableError as error:
         text = "A server that opens it starts empty; kvtiers clear removes it"
         give_up(command, f"the store is damaged: {error}. {text}")
     except (TierError, NamespaceError, TierUnavailableError, OSError) as error:

@@ -40,7 +40,7 @@ from offload.namespaces.manifest import (
 )
 from tiers.adapters.read_only import ForeignKey, Source
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
-from tiers.folders.folder import StoreUnusableError
+from tiers.folders.folder import FolderUnusableError
 from tiers.offline.inspect import Checker, Health, OfflineStore, StoreChangedError
 from tiers.record import Identity
 
@@ -67,7 +67,7 @@ class ForeignStore:
         """Look at its records with the geometry ``now``; ``None`` if there is nothing to see."""
         try:
             return TranslatedSource(self.folder, self.epoch, self.ranks, now, key_file)
-        except (OSError, StoreUnusableError, NamespaceError) as error:
+        except (OSError, FolderUnusableError, NamespaceError) as error:
             logger.warning("kvtiers: what %s holds cannot be translated: %s", self.folder, error)
             return None
 

@@ -32,10 +32,10 @@ from offload.namespaces.manifest import (
 )
 from tiers.adapters.reopening import judge_epochs
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
-from tiers.folders.folder import QUARANTINE_PREFIX, StoreUnusableError
-from tiers.lmdb.folder import is_lmdb_store
+from tiers.folders.folder import QUARANTINE_PREFIX, FolderUnusableError
+from tiers.lmdb.folder import is_lmdb_folder
 from tiers.lmdb.index import IndexUnusableError, check_owner
-from tiers.offline.file_reader import FileReader, is_file_store
+from tiers.offline.file_reader import FileReader, is_file_folder
 from tiers.offline.inspect import OfflineStore
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.record import Identity
@@ -90,9 +90,9 @@ class RankFolder:
     @property
     def kind(self) -> str:
         """``lmdb``, ``file``, or ``empty``."""
-        if is_lmdb_store(self.folder):
+        if is_lmdb_folder(self.folder):
             return "lmdb"
-        return "file" if is_file_store(self.folder) else "empty"
+        return "file" if is_file_folder(self.folder) else "empty"
 
     @property
     def claim(self) -> Path:
@@ -129,7 +129,7 @@ class RankFolder:
             return verdict or Verdict(Standing.EMPTY), None
         try:
             outside = self.open(key_file)
-        except StoreUnusableError as error:
+        except FolderUnusableError as error:
             return verdict or Verdict(Standing.DAMAGED, str(error)), None
         if verdict is None and has_folders:
             verdict = self._judge_records(outside)
@@ -152,7 +152,7 @@ class RankFolder:
             if outside.owner is not None:
                 records_of = self._described() or outside.owner.namespace
                 check_owner(outside.owner, Identity(records_of, self.rank))
-        except (StoreUnusableError, NamespaceError) as error:
+        except (FolderUnusableError, NamespaceError) as error:
             return Verdict(Standing.DAMAGED, str(error))
         if outside.is_shared:  # epochs are a matter of those who share it
             return None
@@ -249,7 +249,7 @@ def find_homes(folder: Path) -> list[NamespaceFolder]:
     homes += [_home(path) for path in aside if _is_real(path)]
     trash = [folder / name for name in names if TRASH.fullmatch(name)]
     homes += [NamespaceFolder(path.name, path, problem="could not be deleted") for path in trash]
-    if not homes and (is_lmdb_store(folder) or is_file_store(folder)):
+    if not homes and (is_lmdb_folder(folder) or is_file_folder(folder)):
         homes = [NamespaceFolder("", folder, stores=[RankFolder(folder)])]
     return homes
 

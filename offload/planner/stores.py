@@ -116,7 +116,7 @@ class StorePlanner:
         if (granted := len(grant.places)) < len(fresh):
             self._is_full = evict
             self._stats.store_refusals += len(fresh) - granted
-            self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_ROOM)
+            self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_SPACE)
             settled = run.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.places)
@@ -148,7 +148,7 @@ class StorePlanner:
             seen = next(islice(compress(count(), wanted), room, None))
             if room == left:
                 self._stats.store_refusals += 1
-                self._stats.refused(CPU, [run.keys[seen]], Cause.NO_ROOM)
+                self._stats.refused(CPU, [run.keys[seen]], Cause.NO_SPACE)
             run, wanted = run.part(0, seen), wanted[:seen]
         return run.chosen(wanted), len(wanted)
 

@@ -31,7 +31,7 @@ class Reason(enum.Enum):
     COMPLETE = "complete"
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
-    NO_ROOM = "no_room"
+    NO_SPACE = "no_room"
     NOT_ADMITTED = "not_admitted"
     STORING = "storing"
     STORE_FAILED = "store_failed"
@@ -53,7 +53,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.COMPLETE: "nothing was missing",
     Reason.NEVER_STORED: "nobody has stored this prefix here, or so long ago that it is forgotten",
     Reason.EVICTED: "it was stored and had to make room; the tier is too small for this traffic",
-    Reason.NO_ROOM: "it found no place when it was computed: everything was in use, or too much "
+    Reason.NO_SPACE: "it found no place when it was computed: everything was in use, or too much "
     "was being stored at once",
     Reason.NOT_ADMITTED: "the tier's admission policy turned it away",
     Reason.STORING: "it is being stored at this moment",
@@ -79,7 +79,7 @@ _OF_CAUSE = {
     Cause.LOST: Reason.LOST,
     Cause.FAILED: Reason.STORE_FAILED,
     Cause.CANCELLED: Reason.STORE_FAILED,
-    Cause.NO_ROOM: Reason.NO_ROOM,
+    Cause.NO_SPACE: Reason.NO_SPACE,
     Cause.NOT_ADMITTED: Reason.NOT_ADMITTED,
     Cause.RESET: Reason.RESET,
 }

@@ -73,7 +73,7 @@ class Cause(enum.Enum):
     CORRUPT = "corrupt"
     LOST = "lost"
     FAILED = "failed"
-    NO_ROOM = "no_room"
+    NO_SPACE = "no_room"
     NOT_ADMITTED = "not_admitted"
     CANCELLED = "cancelled"
     RESET = "reset"

@@ -117,7 +117,7 @@ def test_no_room(recorded: Path, tmp_path: Path) -> None:
         cpu.pin(list(cpu.resident))  # everything is in use
         serve(world, "a", [9, *PROMPT])
         world.forget_locally()
-        assert reason(serve(world, "b", [9, *PROMPT])) is Reason.NO_ROOM
+        assert reason(serve(world, "b", [9, *PROMPT])) is Reason.NO_SPACE
 
 
 def test_not_admitted(world: World) -> None:

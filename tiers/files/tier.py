@@ -96,14 +96,14 @@ class FileTier(FolderTier[RecordFolder]):
         return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
-        self._open_store()
+        self._open_files()
         found = sorted(self._entries.items(), key=lambda item: item[1])
         for batch in stored_keys((key, entry.payload_bytes) for key, entry in found):
             yield batch
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
-        if self._store is not None:
+        if self._files is not None:
             counts |= {"records": len(self._entries), "used_bytes": self._used_bytes}
             counts["epoch"] = self._epoch
         return counts

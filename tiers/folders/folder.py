@@ -39,7 +39,7 @@ class FolderError(TierIoError):
     """The folder must not be used as it is; the message says why and what to do."""
 
 
-class StoreUnusableError(Exception):
+class FolderUnusableError(Exception):
     """A tier cannot go on with what lies in its folder; the message says why. Whoever opens it
     moves that aside or refuses to start, whoever only looks says so."""
 

@@ -22,7 +22,7 @@ from tiers.io.awaiting import settled
 from tiers.io.daemon_threads import in_thread
 
 
-class Store(Protocol):
+class OpenFiles(Protocol):
     """The open files of a tier."""
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class Ending(Protocol):
         """Finish what is queued and end. Blocks, for as long as some thread hangs."""
 
 
-Open = TypeVar("Open", bound=Store)
+Open = TypeVar("Open", bound=OpenFiles)
 T = TypeVar("T")
 
 
@@ -48,14 +48,14 @@ class FolderTier(Tier, Generic[Open]):
         to their end). What hangs longer is left behind, and closes the store when it is through."""
         self._folder = folder
         self._close_timeout_s = close_timeout_s
-        self._store: Open | None = None
+        self._files: Open | None = None
         self._closing: asyncio.Task[None] | None = None
         self._counts: dict[str, int] = {}
 
     # -- what a tier says of itself --------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, store: Open, undo: ExitStack) -> None:
+    def _begin(self, files: Open, undo: ExitStack) -> None:
         """Make what works on a store that was just opened. ``undo`` ends the threads of it if
         something fails. Raises ``RuntimeError`` if the process may have no more."""
 
@@ -75,12 +75,12 @@ class FolderTier(Tier, Generic[Open]):
     async def _open_in_thread(self, make: Callable[..., Open], *arguments: object) -> Open:
         """Have a thread make the store, and begin to work on it. Raises ``TierIoError``; nothing
         is left open then."""
-        if self._store is not None:
+        if self._files is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
         with self._saying("opened"):
             opening = in_thread(make, *arguments)
         try:
-            store = await settled(opening)
+            files = await settled(opening)
         except OSError as error:
             raise TierIoError(f"cannot open the tier in {self._folder}: {error}") from error
         except asyncio.CancelledError:
@@ -92,11 +92,11 @@ class FolderTier(Tier, Generic[Open]):
         self._idle: asyncio.Future[None] | None = None
         self._closing = None
         with ExitStack() as undo, self._saying("opened"):
-            undo.callback(store.close)  # here, because it may be a thread that cannot be had
-            self._begin(store, undo)
+            undo.callback(files.close)  # here, because it may be a thread that cannot be had
+            self._begin(files, undo)
             undo.pop_all()
-        self._store = store
-        return store
+        self._files = files
+        return files
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
@@ -108,9 +108,9 @@ class FolderTier(Tier, Generic[Open]):
 
     # -- being open ------------------------------------------------------------------------
 
-    def _open_store(self) -> Open:
+    def _open_files(self) -> Open:
         """The store, if it can be used. Raises ``TierClosedError`` and ``TierIoError``."""
-        if self._store is None or self._closing is not None:
+        if self._files is None or self._closing is not None:
             raise TierClosedError(f"the tier in {self._folder} is not open")
         if os.getpid() != self._pid:
             raise TierIoError(
@@ -118,7 +118,7 @@ class FolderTier(Tier, Generic[Open]):
                 f"in process {os.getpid()}. Open it after the fork"
             )
         self._check_index()
-        return self._store
+        return self._files
 
     def _check_index(self) -> None:
         failure = self._index_failure()
@@ -131,10 +131,10 @@ class FolderTier(Tier, Generic[Open]):
     @contextmanager
     def _working(self) -> Iterator[Open]:
         """Around every public call: checks, and lets ``aclose`` wait for those inside."""
-        store = self._open_store()
+        files = self._open_files()
         self._active += 1
         try:
-            yield store
+            yield files
         finally:
             self._active -= 1
             if not self._active and self._idle is not None and not self._idle.done():
@@ -153,8 +153,8 @@ class FolderTier(Tier, Generic[Open]):
 
     async def aclose(self) -> None:
         never_began = self._closing is not None and self._closing.cancelled()
-        if self._store is not None and (self._closing is None or never_began):
-            self._closing = asyncio.ensure_future(self._close(self._store))
+        if self._files is not None and (self._closing is None or never_began):
+            self._closing = asyncio.ensure_future(self._close(self._files))
         if self._closing is None:
             return
         if self._close_timeout_s is not None:  # it ends: a cancelled caller sees a free folder too
@@ -162,26 +162,26 @@ class FolderTier(Tier, Generic[Open]):
         else:
             await asyncio.shield(self._closing)  # goes on although nobody waits for it any more
 
-    async def _close(self, store: Open) -> None:
+    async def _close(self, files: Open) -> None:
         try:
             if self._active:
                 self._idle = asyncio.get_running_loop().create_future()
                 await asyncio.wait([self._idle], timeout=self._close_timeout_s)
             await self._end_work()
             with self._saying("closed"):
-                closing = in_thread(_close_store, store, *self._threads_in_use())
+                closing = in_thread(_close_files, files, *self._threads_in_use())
         except BaseException:  # also of a loop that ends
             self._closing = None  # it is still open, and can be closed later
             raise
         try:
             await asyncio.wait([closing], timeout=self._close_timeout_s)
         finally:
-            self._store = self._closing = None  # the thread closes it, whoever waits for that
+            self._files = self._closing = None  # the thread closes it, whoever waits for that
         if closing.done():  # else hung threads use the files, which are closed when they end
             closing.result()
 
 
-def _close_store(store: Store, *threads: Ending) -> None:
+def _close_files(files: OpenFiles, *threads: Ending) -> None:
     for each in threads:
         each.stop()
-    store.close()
+    files.close()

@@ -144,25 +144,27 @@ class Codec:
         return frozenset(self._keys.ciphers) if self._keys else frozenset()
 
     @staticmethod
-    def room_bytes(payload_bytes: int) -> int:
+    def scratch_bytes(payload_bytes: int) -> int:
         """Aligned memory that encoding or decoding one record needs."""
         return pages_for(payload_bytes + TAG_BYTES) * ALIGNMENT
 
-    def encode(self, key: Key, epoch: int, payload: Buffer, room: Buffer) -> tuple[bytes, Buffer]:
+    def encode(
+        self, key: Key, epoch: int, payload: Buffer, scratch: Buffer
+    ) -> tuple[bytes, Buffer]:
         """Header and stored bytes; these lie in ``room``, or are ``payload`` itself."""
         small = self._planes.compress(payload) if self._planes else None
         if self._keys is not None:
-            return self._encrypt(key, epoch, payload, small, room)
+            return self._encrypt(key, epoch, payload, small, scratch)
         if small is None:
             return seal(self._identity, key, epoch, payload, payload.nbytes), payload
         head = prefix(
             self._identity, key, epoch, payload.nbytes, stored_bytes=len(small), flags=COMPRESSED
         )
-        room[: len(small)] = np.frombuffer(small, np.uint8)
-        return head + tag_of(head, key, payload), room[: len(small)]
+        scratch[: len(small)] = np.frombuffer(small, np.uint8)
+        return head + tag_of(head, key, payload), scratch[: len(small)]
 
     def _encrypt(
-        self, key: Key, epoch: int, payload: Buffer, small: bytes | None, room: Buffer
+        self, key: Key, epoch: int, payload: Buffer, small: bytes | None, scratch: Buffer
     ) -> tuple[bytes, Buffer]:
         assert self._keys is not None, "only called with keys"
         source = payload.data if small is None else small
@@ -179,21 +181,21 @@ class Codec:
             key_id=self._keys.current_id,
         )
         cipher = self._keys.ciphers[self._keys.current_id]
-        cipher.encrypt_into(nonce, source, head + key, room[: size + TAG_BYTES].data)
-        return head + room[size : size + TAG_BYTES].tobytes(), room[:size]
+        cipher.encrypt_into(nonce, source, head + key, scratch[: size + TAG_BYTES].data)
+        return head + scratch[size : size + TAG_BYTES].tobytes(), scratch[:size]
 
-    def decode(self, header: bytes, key: Key, epoch: int, room: Buffer, into: Buffer) -> bool:
+    def decode(self, header: bytes, key: Key, epoch: int, scratch: Buffer, into: Buffer) -> bool:
         """Fill ``into`` from the stored bytes at the front of ``room``; whether they were exactly
         what was encoded for this key, identity and epoch. ``room`` has ``room_bytes``, and is
         ``into`` itself for a record without flags. May change ``room``. Never raises."""
         try:
             if self._keys is None and not flags_of(header):
                 return verify(header, self._identity, key, epoch, into)
-            return self._decode(header, key, epoch, room, into)
+            return self._decode(header, key, epoch, scratch, into)
         except Exception:  # whatever a damaged record makes zstd or AES say: it is no record
             return False
 
-    def _decode(self, header: bytes, key: Key, epoch: int, room: Buffer, into: Buffer) -> bool:
+    def _decode(self, header: bytes, key: Key, epoch: int, scratch: Buffer, into: Buffer) -> bool:
         fields = parse(header)
         size = fields.stored_bytes
         if size > into.nbytes:
@@ -202,7 +204,7 @@ class Codec:
             return False
         if self._keys is None:
             if fields.flags & COMPRESSED:
-                BytePlanes.decompress(room[:size], into)
+                BytePlanes.decompress(scratch[:size], into)
             return verify(header, self._identity, key, epoch, into)
         expected = prefix(
             self._identity,
@@ -217,8 +219,8 @@ class Codec:
         cipher = self._keys.ciphers.get(fields.key_id)
         if cipher is None or expected != header[:PREFIX_BYTES]:
             return False
-        room[size : size + TAG_BYTES] = np.frombuffer(fields.tag, np.uint8)
-        sealed = room[: size + TAG_BYTES].data
+        scratch[size : size + TAG_BYTES] = np.frombuffer(fields.tag, np.uint8)
+        sealed = scratch[: size + TAG_BYTES].data
         if not fields.flags & COMPRESSED:
             cipher.decrypt_into(fields.nonce, sealed, expected + key, into.data)
             return True

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tiers.base import ALIGNMENT, Buffer
-from tiers.io.extents import Runs
+from tiers.io.extents import Extents
 
 IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
@@ -185,16 +185,16 @@ class Mover:
         self._offset = self._end = 0
         self._copies: list[tuple[Buffer, Buffer]] = []
 
-    def add(self, runs: Runs, data: Buffer) -> None:
+    def add(self, extents: Extents, data: Buffer) -> None:
         """Move ``data`` to or from ``runs``; the last page may be partial. May do I/O."""
         address = _address_of(data)
-        if len(runs) == 1 and not (address | data.nbytes) % ALIGNMENT:
-            self._push(runs[0].start * ALIGNMENT, data)
+        if len(extents) == 1 and not (address | data.nbytes) % ALIGNMENT:
+            self._push(extents[0].start * ALIGNMENT, data)
             return
         done = 0
-        for run in runs:
-            part = data[done : done + run.pages * ALIGNMENT]
-            self._add_part(run.start * ALIGNMENT, part, (address + done) % ALIGNMENT == 0)
+        for extent in extents:
+            part = data[done : done + extent.pages * ALIGNMENT]
+            self._add_part(extent.start * ALIGNMENT, part, (address + done) % ALIGNMENT == 0)
             done += part.nbytes
 
     def _add_part(self, offset: int, part: Buffer, is_aligned: bool) -> None:
@@ -204,9 +204,9 @@ class Mover:
         while whole < part.nbytes:
             if self._scratch_used == self._scratch.nbytes:
                 self.flush()
-            room = self._scratch[self._scratch_used :]
-            piece = part[whole : whole + room.nbytes]
-            bounce = room[: pages_for(piece.nbytes) * ALIGNMENT]
+            buffer = self._scratch[self._scratch_used :]
+            piece = part[whole : whole + buffer.nbytes]
+            bounce = buffer[: pages_for(piece.nbytes) * ALIGNMENT]
             self._scratch_used += bounce.nbytes
             if self._writing:
                 np.copyto(bounce[: piece.nbytes], piece)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 PROBES = 32
 """Free runs looked at from the cursor on before the whole map is searched."""
-RUNS_PER_RECORD_MAX = 64
+EXTENTS_PER_RECORD_MAX = 64
 
 
 class Extent(NamedTuple):
@@ -27,15 +27,15 @@ class Extent(NamedTuple):
     pages: int
 
 
-Runs = tuple[Extent, ...]
+Extents = tuple[Extent, ...]
 
 
-def clip(runs: Runs, pages: int) -> tuple[Runs, Runs]:
+def clip(extents: Extents, pages: int) -> tuple[Extents, Extents]:
     """The first ``pages`` pages of a place, and what is left of it."""
-    if len(runs) == 1 and runs[0].pages == pages:
-        return runs, ()
+    if len(extents) == 1 and extents[0].pages == pages:
+        return extents, ()
     kept, rest = [], []
-    for start, length in runs:
+    for start, length in extents:
         part = min(length, pages)
         pages -= part
         if part:
@@ -82,7 +82,7 @@ class ExtentMap:
         start, self.pages = self.pages, self.pages + pages
         self.release((Extent(start, pages),))
 
-    def allocate(self, pages: int) -> Runs | None:
+    def allocate(self, pages: int) -> Extents | None:
         """Take ``pages`` pages, in one run if there is one. ``None`` if they are not free."""
         if pages > self.free_pages:
             return None
@@ -102,19 +102,19 @@ class ExtentMap:
                 return start
         return None
 
-    def _gather(self, pages: int) -> Runs | None:
+    def _gather(self, pages: int) -> Extents | None:
         """Put the longest free runs together; ``None`` if even they are not enough."""
-        longest = heapq.nlargest(RUNS_PER_RECORD_MAX, self._starts, key=self._length.__getitem__)
+        longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, self._starts, key=self._length.__getitem__)
         if sum(self._length[start] for start in longest) < pages:
             return None
-        runs = []
+        extents = []
         for start in longest:
             part = min(pages, self._length[start])
-            runs.append(self._take(start, part))
+            extents.append(self._take(start, part))
             pages -= part
             if not pages:
                 break
-        return tuple(runs)
+        return tuple(extents)
 
     def _take(self, start: int, pages: int) -> Extent:
         """Cut ``pages`` pages off the front of the free run at ``start``."""
@@ -131,9 +131,9 @@ class ExtentMap:
         self._cursor = start + pages
         return Extent(start, pages)
 
-    def release(self, runs: Sequence[Extent]) -> None:
+    def release(self, extents: Sequence[Extent]) -> None:
         """Give runs back and join them with their free neighbours."""
-        for start, pages in runs:
+        for start, pages in extents:
             self.free_pages += pages
             end = start + pages
             if end in self._length:  # a free run begins where this one ends
@@ -152,7 +152,7 @@ class ExtentMap:
         del self._starts[bisect_left(self._starts, start)]
         return length
 
-    def free_runs(self) -> list[Extent]:
+    def free_extents(self) -> list[Extent]:
         """The free runs in order; no two of them touch."""
         return [Extent(start, self._length[start]) for start in self._starts]
 

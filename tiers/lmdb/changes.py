@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.base import Key, WriteOutcome
-from tiers.io.extents import Runs
+from tiers.io.extents import Extents
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class Put:
     value: bytes
     epoch: int
     payload_bytes: int
-    runs: Runs
+    extents: Extents
     stored_pages: int = 0
     """How many of its pages the record turned out to need."""
     outcome: WriteOutcome = WriteOutcome.FAILED
@@ -35,7 +35,7 @@ class Remove:
     """Keys to forget, and the places that are free once that is durable."""
 
     keys: list[Key]
-    places: list[Runs]
+    allocations: list[Extents]
 
 
 @dataclass(slots=True, eq=False)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from tiers.base import Key, WriteOutcome
 from tiers.io.awaiting import settled
-from tiers.io.extents import Runs
+from tiers.io.extents import Extents
 from tiers.io.use_clock import UseClock
 from tiers.lmdb.allocations import Allocations
 from tiers.lmdb.changes import Clear, Put, Refresh, Remove
 from tiers.lmdb.commit_thread import CommitThread
 from tiers.lmdb.files import LmdbFiles
-from tiers.lmdb.index import runs_of
+from tiers.lmdb.index import extents_of
 
 TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
@@ -32,11 +32,11 @@ class LmdbContents:
 
     committer: CommitThread
 
-    def __init__(self, store: LmdbFiles, counts: dict[str, int]) -> None:
-        found = store.recovered
-        self.epoch = store.index.epoch
+    def __init__(self, files: LmdbFiles, counts: dict[str, int]) -> None:
+        found = files.recovered
+        self.epoch = files.index.epoch
         self.records = found.records
-        self.places = Allocations(store.file_pages, found.free)
+        self.allocations = Allocations(files.file_pages, found.free)
         self.uses = UseClock(found.next_use)
         self.filling: dict[Key, Put] = {}
         self._counts = counts
@@ -62,29 +62,29 @@ class LmdbContents:
             del self.filling[put.key]
         if put.outcome is WriteOutcome.OK and put.epoch == self.epoch:
             self.records.add(put.key, put.value)
-            self.places.adopt(put.runs, put.stored_pages)
+            self.allocations.adopt(put.extents, put.stored_pages)
         elif put.is_named:  # a reset overtook it: its place is free when that is durable
             put.outcome = WriteOutcome.FAILED
-            self._leave(Remove([], [put.runs]))
+            self._leave(Remove([], [put.extents]))
         else:
-            self.places.freed(put.runs)
+            self.allocations.freed(put.extents)
 
     # -- out -------------------------------------------------------------------------------
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Take keys out of memory now and off the disk soon."""
         gone: list[Key] = []
-        places: list[Runs] = []
+        allocations: list[Extents] = []
         for key in keys:
             value = self.records.pop(key)
             if value is not None:
-                runs = runs_of(value)
-                self.places.forget(runs)
+                extents = extents_of(value)
+                self.allocations.forget(extents)
                 gone.append(key)
-                places.append(runs)
+                allocations.append(extents)
         self._counts["deleted"] += len(gone)
         if gone:
-            self._leave(Remove(gone, places))
+            self._leave(Remove(gone, allocations))
 
     async def reset(self, epoch: int) -> None:
         """Forget everything and begin this epoch, or the next one if that is greater; durable
@@ -104,16 +104,16 @@ class LmdbContents:
         """A removal was committed, or the committer has failed."""
         if self.committer.failure is None:
             if isinstance(change, Clear):
-                self.places.cleared()
+                self.allocations.cleared()
             else:
-                for runs in change.places:
-                    self.places.freed(runs)
+                for extents in change.allocations:
+                    self.allocations.freed(extents)
         self._leaving.pop(change).set_result(None)
 
     async def wait_for_room(self) -> bool:
         """Wait until something changed here, if places are on their way to be free. ``False``:
         none is."""
-        if not self._leaving and not self.places.is_waiting:
+        if not self._leaving and not self.allocations.is_waiting:
             return False
         if self._leaving:
             self.committer.hurry()
@@ -151,4 +151,4 @@ class LmdbContents:
     def check(self) -> None:
         """Raise ``AssertionError`` if records and places disagree. For tests."""
         self.records.check()
-        self.places.check([runs_of(value) for _, value in self.records.items()])
+        self.allocations.check([extents_of(value) for _, value in self.records.items()])

@@ -20,10 +20,10 @@ from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     check_capacity,
     divide,
+    free_bytes,
     keep_good,
     open_index,
     open_or_set_aside,
-    room_bytes,
 )
 from tiers.lmdb.index import RECORD_INDEX_BYTES, Changes, Limits
 from tiers.lmdb.options import LmdbOptions, Recovery
@@ -99,9 +99,9 @@ class LmdbFiles:
     def grow(self, pages: int) -> int:
         """Lengthen the payload file by at least ``pages`` if the reserve allows; the pages
         gained (0: none). Blocks. Raises ``OSError``."""
-        room = room_bytes(self.file, self._options.reserve_bytes) // ALIGNMENT
+        free = free_bytes(self.file, self._options.reserve_bytes) // ALIGNMENT
         wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
-        gain = min(wanted, self.pages_max - self.file_pages, room)
+        gain = min(wanted, self.pages_max - self.file_pages, free)
         if gain < pages:
             return 0
         self.file.grow((self.file_pages + gain) * ALIGNMENT)

@@ -103,7 +103,7 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
     return index
 
 
-def is_lmdb_store(folder: Path) -> bool:
+def is_lmdb_folder(folder: Path) -> bool:
     """Whether an LMDB tier has stored something in this folder, whatever is left of it."""
     try:
         return index_exists(folder) or not is_new(folder)
@@ -216,7 +216,7 @@ def least_capacity(
     return max(fixed + INDEX_BYTES_MIN, grown)
 
 
-def room_bytes(file: PayloadFile, configured: int | None) -> int:
+def free_bytes(file: PayloadFile, configured: int | None) -> int:
     """What the payload file may still take of its file system. So many ``configured`` bytes stay
     free of that; unless configured 5 %, at least 2 GiB."""
     if configured is None:

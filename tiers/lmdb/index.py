@@ -41,10 +41,16 @@ import lmdb
 from lmdb.verify import VerifyError, verify
 
 from tiers.base import ALIGNMENT, Key
-from tiers.folders.folder import StoreUnusableError
-from tiers.io.extents import Extent, Runs
+from tiers.folders.folder import FolderUnusableError
+from tiers.io.extents import Extent, Extents
 from tiers.lmdb.recovery.pages import DamagedError, UnsoundError
-from tiers.lmdb.recovery.record_table import RUN_BYTES, RUNS_AT, USE_BYTES, RecordTable, tables_of
+from tiers.lmdb.recovery.record_table import (
+    EXTENT_BYTES,
+    EXTENTS_AT,
+    USE_BYTES,
+    RecordTable,
+    tables_of,
+)
 from tiers.lmdb.recovery.walk import walk
 from tiers.record import Identity
 
@@ -106,8 +112,8 @@ READER_CHECK_EVERY = 64
 """Transactions from one look for killed readers to the next; a look takes microseconds."""
 
 _PAYLOAD_AT = USE_BYTES + 24
-_RUN = struct.Struct("<QI")
-assert _RUN.size == RUN_BYTES, "the layout of a run"
+_EXTENT = struct.Struct("<QI")
+assert _EXTENT.size == EXTENT_BYTES, "the layout of a run"
 
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -118,7 +124,7 @@ _DAMAGE = (
 )
 
 
-class IndexUnusableError(StoreUnusableError):
+class IndexUnusableError(FolderUnusableError):
     """The index on disk, or what lies beside it, cannot be used; the message says why."""
 
 
@@ -126,15 +132,15 @@ class ForeignIndexError(IndexUnusableError):
     """A healthy index of somebody else: another namespace, rank or format."""
 
 
-def pack_value(use: int, header: bytes, runs: Runs) -> bytes:
+def pack_value(use: int, header: bytes, extents: Extents) -> bytes:
     """The value of one record."""
-    places = b"".join(_RUN.pack(start, pages) for start, pages in runs)
-    return use.to_bytes(USE_BYTES, "big") + header + places
+    packed = b"".join(_EXTENT.pack(start, pages) for start, pages in extents)
+    return use.to_bytes(USE_BYTES, "big") + header + packed
 
 
 def header_of(value: bytes) -> bytes:
     """The record's header."""
-    return value[USE_BYTES:RUNS_AT]
+    return value[USE_BYTES:EXTENTS_AT]
 
 
 def payload_bytes_of(value: bytes) -> int:
@@ -142,12 +148,13 @@ def payload_bytes_of(value: bytes) -> int:
     return int.from_bytes(value[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
 
 
-def runs_of(value: bytes) -> Runs:
+def extents_of(value: bytes) -> Extents:
     """Where the record's stored bytes lie."""
-    if len(value) == RUNS_AT + RUN_BYTES:  # nearly always
-        return (Extent._make(_RUN.unpack_from(value, RUNS_AT)),)
+    if len(value) == EXTENTS_AT + EXTENT_BYTES:  # nearly always
+        return (Extent._make(_EXTENT.unpack_from(value, EXTENTS_AT)),)
     return tuple(
-        Extent(*_RUN.unpack_from(value, at)) for at in range(RUNS_AT, len(value), RUN_BYTES)
+        Extent(*_EXTENT.unpack_from(value, at))
+        for at in range(EXTENTS_AT, len(value), EXTENT_BYTES)
     )
 
 

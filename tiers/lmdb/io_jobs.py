@@ -15,7 +15,7 @@ from typing import Any
 from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
 from tiers.io.codec import Codec
 from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
-from tiers.io.extents import Runs, clip
+from tiers.io.extents import Extents, clip
 from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.index import header_of, pack_value
 from tiers.record import flags_of, stored_bytes_of
@@ -54,14 +54,14 @@ class WriteJob:
 
     def _move(self, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=True)
-        rooms = CodecScratch(self.codec, scratch, [] if self.codec.is_plain else self.data)
+        buffers = CodecScratch(self.codec, scratch, [] if self.codec.is_plain else self.data)
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
-            room = rooms.take(data.nbytes)
-            header, stored = self.codec.encode(put.key, put.epoch, data, room)
+            encoded = buffers.take(data.nbytes)
+            header, stored = self.codec.encode(put.key, put.epoch, data, encoded)
             put.stored_pages = pages_for(stored.nbytes)
-            runs, _ = clip(put.runs, put.stored_pages)
-            put.value = pack_value(use, header, runs)
-            mover.add(runs, stored)
+            extents, _ = clip(put.extents, put.stored_pages)
+            put.value = pack_value(use, header, extents)
+            mover.add(extents, stored)
         mover.flush()
 
 
@@ -71,7 +71,7 @@ class ReadItem:
 
     key: Key
     value: bytes
-    runs: Runs
+    extents: Extents
     into: Buffer
     position: int
     """Index of the key in its call."""
@@ -116,16 +116,16 @@ class ReadJob:
     def _move(self, items: Sequence[ReadItem], scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=False)
         coded = [item.into for item in items if flags_of(header_of(item.value))]
-        rooms = CodecScratch(self.codec, scratch, coded)
+        buffers = CodecScratch(self.codec, scratch, coded)
         found = []
         for item in items:
             header = header_of(item.value)
-            room = rooms.take(item.into.nbytes) if flags_of(header) else item.into
-            mover.add(item.runs, room[: min(stored_bytes_of(header), item.into.nbytes)])
-            found.append((item, header, room))
+            encoded = buffers.take(item.into.nbytes) if flags_of(header) else item.into
+            mover.add(item.extents, encoded[: min(stored_bytes_of(header), item.into.nbytes)])
+            found.append((item, header, encoded))
         mover.flush()
-        for item, header, room in found:
-            if self.codec.decode(header, item.key, self.epoch, room, item.into):
+        for item, header, encoded in found:
+            if self.codec.decode(header, item.key, self.epoch, encoded, item.into):
                 item.outcome = ReadOutcome.OK
 
 
@@ -133,11 +133,11 @@ class CodecScratch:
     """Memory for what is encoded: one part for each of these payloads."""
 
     def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
-        total = sum(codec.room_bytes(data.nbytes) for data in payloads)
+        total = sum(codec.scratch_bytes(data.nbytes) for data in payloads)
         self._codec = codec
         self._left = scratch.codec(total) if total else scratch.data[:0]
 
     def take(self, payload_bytes: int) -> Buffer:
-        size = self._codec.room_bytes(payload_bytes)
-        room, self._left = self._left[:size], self._left[size:]
-        return room
+        size = self._codec.scratch_bytes(payload_bytes)
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken

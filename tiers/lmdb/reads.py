@@ -12,7 +12,7 @@ from tiers.io.awaiting import Call, from_threads, settled
 from tiers.io.io_threads import IoThreads, Together
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
-from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.index import extents_of, payload_bytes_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.options import LmdbOptions, job_bytes
 from tiers.lmdb.recovery.record_table import USE_BYTES
@@ -23,13 +23,13 @@ class LmdbReads:
 
     def __init__(
         self,
-        store: LmdbFiles,
+        files: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
         counts: dict[str, int],
         threads: IoThreads,
     ) -> None:
-        self._store = store
+        self._files = files
         self._contents = contents
         self._options = options
         self._counts = counts
@@ -47,14 +47,14 @@ class LmdbReads:
         size_max = job_bytes(self._options, sum(item.into.nbytes for item in items))
         whole = Together(self._post)
         jobs, tell = whole.jobs, whole.one_ended
-        store, epoch = self._store, self._contents.epoch
+        files, epoch = self._files, self._contents.epoch
         start = size = 0
         for stop, item in enumerate(items, 1):
-            self._contents.places.pin(item.runs)
+            self._contents.allocations.pin(item.extents)
             call.expect(item.waiters, item.position)
             size += item.into.nbytes
             if size >= size_max or stop == len(items):
-                jobs.append(ReadJob(items[start:stop], epoch, store.codec, store.file, tell))
+                jobs.append(ReadJob(items[start:stop], epoch, files.codec, files.file, tell))
                 start, size = stop, 0
         self._queued += len(items)
         for job in jobs:
@@ -75,8 +75,8 @@ class LmdbReads:
                 self._counts["read_corrupt"] += 1
                 call.outcomes[position] = ReadOutcome.CORRUPT
             else:
-                items.append(ReadItem(key, value, runs_of(value), data, position))
-        items.sort(key=lambda item: item.runs[0].start)
+                items.append(ReadItem(key, value, extents_of(value), data, position))
+        items.sort(key=lambda item: item.extents[0].start)
         return items
 
     def _end(self, whole: Together) -> None:
@@ -91,7 +91,7 @@ class LmdbReads:
         self._counts["io_errors"] += job.io_errors
         damaged = []
         for item in job.items:
-            contents.places.unpin(item.runs)
+            contents.allocations.unpin(item.extents)
             if job.epoch != contents.epoch:
                 item.outcome = ReadOutcome.MISS
             elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):

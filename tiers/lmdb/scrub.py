@@ -28,7 +28,7 @@ from tiers.io.direct_io import Scratch, pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
-from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.index import extents_of, payload_bytes_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import USE_BYTES
 from tiers.record import KEY_BYTES_MAX
@@ -79,14 +79,14 @@ class LmdbScrub:
     def __init__(
         self,
         folder: Path,
-        store: LmdbFiles,
+        files: LmdbFiles,
         contents: LmdbContents,
         counts: dict[str, int],
         threads: IoThreads,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = folder / MARK_NAME
-        self._store = store
+        self._files = files
         self._contents = contents
         self._counts = counts
         self._threads = threads
@@ -106,7 +106,7 @@ class LmdbScrub:
                 return None
             begun = now
         after = mark.last
-        keys = await self._in_thread(lambda _: self._store.index.keys_after(after, KEYS_AT_ONCE))
+        keys = await self._in_thread(lambda _: self._files.index.keys_after(after, KEYS_AT_ONCE))
         items, seen = self._choose(keys, most_bytes)
         found = await self._check(items)
         if found.trouble:
@@ -130,14 +130,14 @@ class LmdbScrub:
                 size += pages_for(count) * ALIGNMENT
             if size >= most_bytes:
                 break
-        room = self._room(size)
+        buffer = self._buffer(size)
         items = []
         for position, (key, value, count) in enumerate(chosen):
-            into, room = room[:count], room[pages_for(count) * ALIGNMENT :]
-            items.append(ReadItem(key, value, runs_of(value), into, position))
+            into, buffer = buffer[:count], buffer[pages_for(count) * ALIGNMENT :]
+            items.append(ReadItem(key, value, extents_of(value), into, position))
         return items, seen
 
-    def _room(self, size: int) -> Buffer:
+    def _buffer(self, size: int) -> Buffer:
         """Memory for so many bytes; only that of ordinary records is kept."""
         scratch = self._scratch if size <= KEPT_BYTES_MAX else Scratch(ALIGNMENT)
         return scratch.at_least(size)
@@ -146,14 +146,14 @@ class LmdbScrub:
         """Read and verify; forget what is damaged."""
         contents, epoch = self._contents, self._contents.epoch
         for item in items:
-            contents.places.pin(item.runs)
+            contents.allocations.pin(item.extents)
         try:
             bad = await self._read(items, epoch)
             bad = await self._read(bad, epoch)
             is_sick = bool(bad) and not await self._in_thread(self._can_read)
         finally:
             for item in items:
-                contents.places.unpin(item.runs)
+                contents.allocations.unpin(item.extents)
             contents.tell_waiting()
         if is_sick:
             return Scrubbed(trouble="its payload file cannot be read")
@@ -169,13 +169,13 @@ class LmdbScrub:
             return []
         for item in items:
             item.outcome = ReadOutcome.CORRUPT
-        job = ReadJob(list(items), epoch, self._store.codec, self._store.file, _tell_nobody)
+        job = ReadJob(list(items), epoch, self._files.codec, self._files.file, _tell_nobody)
         await self._in_thread(job.run)
         return [item for item in items if item.outcome is not ReadOutcome.OK]
 
     def _can_read(self, scratch: Scratch) -> bool:
         try:
-            self._store.file.read([scratch.at_least(ALIGNMENT)], 0)
+            self._files.file.read([scratch.at_least(ALIGNMENT)], 0)
         except OSError:
             return False
         return True

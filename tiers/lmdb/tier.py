@@ -86,27 +86,27 @@ class LmdbTier(FolderTier[LmdbFiles]):
 
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        store = await self._open_in_thread(LmdbFiles, *arguments)
-        capacity_bytes, count = (store.pages_max - 1) * ALIGNMENT, len(self._contents.records)
-        medium, epochs = store.index.manifest.file_id, (self.epoch, store.found_epoch)
+        files = await self._open_in_thread(LmdbFiles, *arguments)
+        capacity_bytes, count = (files.pages_max - 1) * ALIGNMENT, len(self._contents.records)
+        medium, epochs = files.index.manifest.file_id, (self.epoch, files.found_epoch)
         return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
-    def _begin(self, store: LmdbFiles, undo: ExitStack) -> None:
+    def _begin(self, files: LmdbFiles, undo: ExitStack) -> None:
         counts = self._counts = dict.fromkeys(_COUNTERS, 0)
-        counts["dropped_at_open"] = len(store.recovered.bad)
-        counts["quarantined"] = int(store.was_set_aside)
+        counts["dropped_at_open"] = len(files.recovered.bad)
+        counts["quarantined"] = int(files.was_set_aside)
         threads = self._options.io_threads + SPARE_THREADS
         self._read_threads = IoThreads("tier-read", threads)
         undo.callback(self._read_threads.stop)
         self._write_threads = IoThreads("tier-write", threads)
         undo.callback(self._write_threads.stop)
-        contents = self._contents = LmdbContents(store, counts)
-        common = (store, contents, self._options, counts)
+        contents = self._contents = LmdbContents(files, counts)
+        common = (files, contents, self._options, counts)
         self._reads = LmdbReads(*common, self._read_threads)
         ended = from_threads(self._on_commit)
         self._writes = LmdbWrites(*common, self._write_threads, ended)
-        self._scrub = LmdbScrub(self._folder, store, contents, counts, self._read_threads)
-        self._committer = CommitThread(store.index, store.file, self._write_threads.busy, ended)
+        self._scrub = LmdbScrub(self._folder, files, contents, counts, self._read_threads)
+        self._committer = CommitThread(files.index, files.file, self._write_threads.busy, ended)
         contents.committer = self._committer
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
@@ -137,25 +137,25 @@ class LmdbTier(FolderTier[LmdbFiles]):
     @property
     def used_bytes(self) -> int:
         """Bytes of places that are not free, those on their way in or out included."""
-        return self._contents.places.used_pages * ALIGNMENT
+        return self._contents.allocations.used_pages * ALIGNMENT
 
     def footprint_bytes(self, payload_bytes: int) -> int:
         return pages_for(payload_bytes) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
-        self._open_store()
+        self._open_files()
         for batch in self._contents.records.by_use():
             yield batch
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
-        store = self._store
-        if store is not None:
+        files = self._files
+        if files is not None:
             counts["records"] = len(self._contents.records)
             counts["used_bytes"] = self.used_bytes
-            counts["file_bytes"] = store.file_pages * ALIGNMENT
+            counts["file_bytes"] = files.file_pages * ALIGNMENT
             counts["epoch"] = self.epoch
-            counts["direct_io"] = int(store.file.direct)
+            counts["direct_io"] = int(files.file.direct)
             counts["commits"] = self._committer.counters.commits
             counts["sync_failures"] = self._committer.counters.sync_failures
         return counts
@@ -181,7 +181,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
             self._contents.forget(keys)
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        self._open_store()
+        self._open_files()
         self._contents.touch(keys)
 
     async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:

@@ -26,14 +26,14 @@ class LmdbWrites:
 
     def __init__(
         self,
-        store: LmdbFiles,
+        files: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
         counts: dict[str, int],
         threads: IoThreads,
         fail: Callable[[Sequence[Change]], None],
     ) -> None:
-        self._store = store
+        self._files = files
         self._contents = contents
         self._options = options
         self._counts = counts
@@ -66,12 +66,12 @@ class LmdbWrites:
         contents = self._contents
         if batch.epoch != contents.epoch or contents.is_known(key):
             return False
-        if contents.count() >= self._store.records_max:
+        if contents.count() >= self._files.records_max:
             return False
-        runs = contents.places.allocate(pages_for(data.nbytes))
-        if runs is None:
+        extents = contents.allocations.allocate(pages_for(data.nbytes))
+        if extents is None:
             return False
-        put = contents.filling[key] = Put(key, b"", batch.epoch, data.nbytes, runs)
+        put = contents.filling[key] = Put(key, b"", batch.epoch, data.nbytes, extents)
         call.expect(put.waiters, position)
         batch.add(put, data)
         return True
@@ -99,11 +99,11 @@ class LmdbWrites:
 
     async def _make_space(self, pages: int) -> bool:
         """Grow the file, or wait for places on their way to be free. ``False``: neither."""
-        contents, store = self._contents, self._store
+        contents, files = self._contents, self._files
         if contents.committer.failure is not None:
             return False
-        has_room = contents.count() < store.records_max
-        if has_room and contents.places.pages < store.pages_max and await self._grow(pages):
+        has_room = contents.count() < files.records_max
+        if has_room and contents.allocations.pages < files.pages_max and await self._grow(pages):
             return True
         return await contents.wait_for_room()
 
@@ -117,7 +117,7 @@ class LmdbWrites:
 
     def _grow_file(self, pages: int) -> int:
         try:
-            return self._store.grow(pages)
+            return self._files.grow(pages)
         except OSError:
             return 0
 
@@ -125,7 +125,7 @@ class LmdbWrites:
         self._growing = None
         gain = growing.result()
         if gain:
-            self._contents.places.extend(gain)
+            self._contents.allocations.extend(gain)
         else:
             self._counts["grow_failures"] += 1
 
@@ -148,9 +148,9 @@ class LmdbWrites:
     def submit(self, puts: list[Put], data: list[Buffer]) -> None:
         """Send records on their way to the disk, as one job."""
         uses = list(self._contents.uses.take(len(puts)))
-        store, commit = self._store, self._contents.committer.submit
+        files, commit = self._files, self._contents.committer.submit
         self._threads.submit(
-            WriteJob(puts, data, uses, store.codec, store.file, commit, self._fail)
+            WriteJob(puts, data, uses, files.codec, files.file, commit, self._fail)
         )
 
     def end(self, put: Put) -> None:

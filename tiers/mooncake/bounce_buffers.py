@@ -21,7 +21,7 @@ import numpy as np
 
 from tiers.base import Buffer, TierIoError
 
-ROOM_BYTES = 32 << 20
+BUFFER_BYTES = 32 << 20
 """Payloads of one call together, or one that is larger."""
 GIVEN_UP_AFTER_S = 10.0
 """Over TCP what has failed sooner has ended."""
@@ -34,7 +34,7 @@ is read any more."""
 class Lent:
     """Places. ``is_over``: nothing will be moved to or from there any more."""
 
-    places: list[Buffer]
+    parts: list[Buffer]
     is_over: bool = False
     since: float = field(default_factory=time.monotonic)
 
@@ -48,9 +48,9 @@ class BounceBuffers:
         protocol: str,
         register: Callable[[int, int], object],
         unregister: Callable[[int], object],
-        room_bytes: int,
+        buffer_bytes: int,
     ) -> None:
-        self._room_bytes = room_bytes
+        self._buffer_bytes = buffer_bytes
         self._ends_what_fails = protocol == "tcp"
         self._register = register
         self._unregister = unregister
@@ -64,19 +64,19 @@ class BounceBuffers:
         if not sizes:
             yield Lent([])
             return
-        if sum(room.nbytes for room in self.given_up) > GIVEN_UP_MAX:
+        if sum(buffer.nbytes for buffer in self.given_up) > GIVEN_UP_MAX:
             raise TierIoError("too many transfers were given up; restart the server to go on")
-        room = self._room(sum(sizes))
+        buffer = self._buffer(sum(sizes))
         starts = np.cumsum([0, *sizes])
-        lent = Lent([room[at : at + size] for at, size in zip(starts, sizes, strict=False)])
+        lent = Lent([buffer[at : at + size] for at, size in zip(starts, sizes, strict=False)])
         try:
             yield lent
         finally:
             if lent.is_over:
-                self._free.put(room)
+                self._free.put(buffer)
             else:
-                self.given_up.append(room)
-                self._unregister(room.ctypes.data)
+                self.given_up.append(buffer)
+                self._unregister(buffer.ctypes.data)
 
     def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
         """The call has ended with these codes, negative for what has failed; ``untouched`` are
@@ -87,27 +87,27 @@ class BounceBuffers:
         else:
             lent.is_over = not any(c < 0 and (is_late or c not in untouched) for c in codes)
 
-    def _room(self, nbytes: int) -> Buffer:
+    def _buffer(self, nbytes: int) -> Buffer:
         try:
-            room = self._free.get_nowait()
+            buffer = self._free.get_nowait()
         except queue.Empty:
             return self._new(nbytes)
-        if room.nbytes >= nbytes:
-            return room
-        self._unregister(room.ctypes.data)
+        if buffer.nbytes >= nbytes:
+            return buffer
+        self._unregister(buffer.ctypes.data)
         return self._new(nbytes)
 
     def _new(self, nbytes: int) -> Buffer:
-        room = np.empty(max(self._room_bytes, nbytes), np.uint8)
-        self._register(room.ctypes.data, room.nbytes)
-        return room
+        buffer = np.empty(max(self._buffer_bytes, nbytes), np.uint8)
+        self._register(buffer.ctypes.data, buffer.nbytes)
+        return buffer
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
     """Neighbours that go into a call together."""
     first = held = 0
     for n, size in enumerate(sizes):
-        if n > first and held + size > ROOM_BYTES:
+        if n > first and held + size > BUFFER_BYTES:
             yield slice(first, n)
             first = n
             held = 0

@@ -25,7 +25,7 @@ from tiers.mooncake.client import MooncakeClient
 
 logger = logging.getLogger(__name__)
 
-PLACES = 32
+SLOTS_PER_BOARD = 32
 KEEP_S = 60.0
 """How often a document is looked after."""
 AGAIN_S = 1.0
@@ -53,9 +53,9 @@ class Notice(NamedTuple):
     heard: Callable[[Sequence[Posted]], None] = lambda _all: None
 
 
-def places_of(board: str) -> list[str]:
+def slots_of(board: str) -> list[str]:
     """The names of a board's places."""
-    return [f"{board}/{place}" for place in range(PLACES)]
+    return [f"{board}/{place}" for place in range(SLOTS_PER_BOARD)]
 
 
 def today() -> int:
@@ -71,14 +71,14 @@ def _signs(name: str) -> list[str]:
 
 def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Posted]]:
     """What lies on each board, as far as it can be read now. Raises ``TierIoError``."""
-    names = [name for board in boards for name in places_of(board)]
+    names = [name for board in boards for name in slots_of(board)]
     contents = client.documents(names)
     held = [n for n, content in enumerate(contents) if content]
     signs = client.have_documents([sign for n in held for sign in _signs(names[n])])
     alive = {n: any(signs[3 * at : 3 * at + 3]) for at, n in enumerate(held)}
 
     def on(board: int) -> Iterator[Posted]:
-        for n in range(board * PLACES, (board + 1) * PLACES):
+        for n in range(board * SLOTS_PER_BOARD, (board + 1) * SLOTS_PER_BOARD):
             if content := contents[n]:
                 yield Posted(content, alive[n])
 
@@ -88,7 +88,7 @@ def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Post
 def post(client: MooncakeClient, board: str, content: bytes) -> bool:
     """Have ``content`` on the board, with a sign of life; whether it is there then. Raises
     ``TierIoError``."""
-    names = places_of(board)
+    names = slots_of(board)
     tried: set[int] = set()
     while True:
         found = client.documents(names)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
-from tiers.mooncake.bounce_buffers import ROOM_BYTES, BounceBuffers, portions
+from tiers.mooncake.bounce_buffers import BUFFER_BYTES, BounceBuffers, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
 BATCH = 64
@@ -35,7 +35,7 @@ CALL_TIMEOUT_MS = 4000
 SETUP_BUFFER_BYTES = 16 << 20
 """What the store keeps for copies of its own; we make none."""
 
-NO_ROOM = -200
+NO_SPACE = -200
 NO_SUCH_OBJECT = -704
 NOT_READY = -703
 MASTER_AWAY = (-900, -901)
@@ -43,7 +43,7 @@ MASTER_AWAY = (-900, -901)
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 EXISTS = -705
-NOT_TAKEN = (NO_ROOM, EXISTS)
+NOT_TAKEN = (NO_SPACE, EXISTS)
 DOCUMENT_BYTES_MAX = 2 << 20
 DOCUMENT_COPIES = 3
 
@@ -83,8 +83,8 @@ class MooncakeClient:
         self._memory = memory or range(0)
         self._store = _joined(settings)
         about = (settings.protocol, self._register, self._store.unregister_buffer)
-        self._rooms = BounceBuffers(*about, ROOM_BYTES + HEADERS_BYTES)
-        self._header_rooms = BounceBuffers(*about, HEADERS_BYTES)
+        self._payload_buffers = BounceBuffers(*about, BUFFER_BYTES + HEADERS_BYTES)
+        self._header_buffers = BounceBuffers(*about, HEADERS_BYTES)
         try:
             if self._memory:
                 self._register(self._memory.start, len(self._memory))
@@ -131,23 +131,23 @@ class MooncakeClient:
         buffers = [data[n] for n in fresh]
         outside = [n for n, buffer in enumerate(buffers) if not self._is_known(buffer)]
         with (
-            self._header_rooms.lend([HEADER_STEP] * len(fresh)) as headers,
-            self._rooms.lend([buffers[n].nbytes for n in outside]) as copies,
+            self._header_buffers.lend([HEADER_STEP] * len(fresh)) as headers,
+            self._payload_buffers.lend([buffers[n].nbytes for n in outside]) as copies,
         ):
-            for place, n in zip(headers.places, fresh, strict=True):
+            for place, n in zip(headers.parts, fresh, strict=True):
                 sealed = seal(self._identity, keys[n], epoch, data[n], data[n].nbytes)
                 place[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
-            for place, n in zip(copies.places, outside, strict=True):
+            for place, n in zip(copies.parts, outside, strict=True):
                 np.copyto(place, buffers[n])
                 buffers[n] = place
             codes = self._store.batch_put_from_multi_buffers(
-                [names[n] for n in fresh], *_parts(headers.places, buffers)
+                [names[n] for n in fresh], *_parts(headers.parts, buffers)
             )
-            self._header_rooms.ended(headers, codes, NOT_TAKEN)
-            self._rooms.ended(copies, codes, NOT_TAKEN)
+            self._header_buffers.ended(headers, codes, NOT_TAKEN)
+            self._payload_buffers.ended(copies, codes, NOT_TAKEN)
         for n, code in zip(fresh, _checked(codes), strict=True):
             if code != 0:
-                outcomes[n] = WriteOutcome.FULL if code == NO_ROOM else WriteOutcome.FAILED
+                outcomes[n] = WriteOutcome.FULL if code == NO_SPACE else WriteOutcome.FAILED
         return outcomes
 
     def get(
@@ -175,10 +175,10 @@ class MooncakeClient:
         names = [self.name(key, epoch, of) for key in keys]
         sizes = [data.nbytes for data in into]
         outcomes = []
-        with self._rooms.lend([*sizes, *[HEADER_STEP] * len(sizes)]) as lent:
-            payloads, headers = lent.places[: len(sizes)], lent.places[len(sizes) :]
+        with self._payload_buffers.lend([*sizes, *[HEADER_STEP] * len(sizes)]) as lent:
+            payloads, headers = lent.parts[: len(sizes)], lent.parts[len(sizes) :]
             codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, payloads))
-            self._rooms.ended(lent, codes, ABSENT)
+            self._payload_buffers.ended(lent, codes, ABSENT)
             for n, code in enumerate(_checked(codes)):
                 if code != HEADER_BYTES + sizes[n]:
                     outcomes.append(self._failed(names[n], code, sizes[n]))

@@ -17,7 +17,7 @@ from typing import Any
 from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
 from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
-from tiers.folders.folder import StoreUnusableError
+from tiers.folders.folder import FolderUnusableError
 from tiers.offline.inspect import Found, StoreChangedError
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
@@ -26,7 +26,7 @@ _RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
 
 
-def is_file_store(folder: Path) -> bool:
+def is_file_folder(folder: Path) -> bool:
     """Whether a file tier has worked in this folder."""
     names = [path.name for path in folder.glob("epoch*")]
     return EPOCH_NAME in names or any(map(_EPOCH.fullmatch, names))
@@ -66,7 +66,7 @@ class FileReader:
             if not trouble:
                 return epoch
             if self._text(EPOCH_NAME) == text:  # else its owner has begun another one meanwhile
-                raise StoreUnusableError(trouble)
+                raise FolderUnusableError(trouble)
 
     def _holds_files(self, epoch: int) -> bool:
         return any((self.folder / f"{PREFIX}{epoch}").iterdir())

@@ -36,10 +36,10 @@ from tiers.lmdb.index import (
     Limits,
     Manifest,
     check_file,
-    runs_of,
+    extents_of,
 )
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
-from tiers.lmdb.recovery.record_table import RUN_BYTES, RUNS_AT, USE_BYTES
+from tiers.lmdb.recovery.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
 from tiers.offline.inspect import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity
@@ -176,7 +176,7 @@ class LmdbReader:
 
 def _found(key: bytes, value: bytes) -> Found:
     """What one entry of the index says; zeros where it is no value of ours."""
-    if len(value) < RUNS_AT or (len(value) - RUNS_AT) % RUN_BYTES:
+    if len(value) < EXTENTS_AT or (len(value) - EXTENTS_AT) % EXTENT_BYTES:
         return Found(key, 0, 0, 0, False, value[USE_BYTES:])
     use, flags, payload_bytes, stored_bytes = _FIELDS.unpack_from(value)
     use_ns = int.from_bytes(use, "big")
@@ -192,11 +192,11 @@ def _found(key: bytes, value: bytes) -> Found:
 
 def _place(item: tuple[bytes, bytes]) -> bytes:
     """The page where a record begins, as bytes that sort like it."""
-    return item[1][RUNS_AT + 7 : RUNS_AT - 1 : -1]
+    return item[1][EXTENTS_AT + 7 : EXTENTS_AT - 1 : -1]
 
 
 def _runs(found: Found) -> Any:
-    return runs_of(bytes(USE_BYTES) + found.mark)
+    return extents_of(bytes(USE_BYTES) + found.mark)
 
 
 def _tell_nobody() -> None:

@@ -29,7 +29,7 @@ def available_bytes(
 ) -> int | None:
     """Memory that this process can still take without swapping: the machine's ``MemAvailable``
     or what its control groups leave, whichever is less. ``None`` when neither is known."""
-    limits = [_meminfo_available(proc / "meminfo"), *_cgroup_room(proc / "self/cgroup", cgroups)]
+    limits = [_meminfo_available(proc / "meminfo"), *_cgroup_free(proc / "self/cgroup", cgroups)]
     known = [limit for limit in limits if limit is not None]
     return min(known, default=None)
 
@@ -47,7 +47,7 @@ def _meminfo_available(meminfo: Path) -> int | None:
     return None
 
 
-def _cgroup_room(membership: Path, cgroups: Path) -> list[int | None]:
+def _cgroup_free(membership: Path, cgroups: Path) -> list[int | None]:
     """What each version-2 control group above this process leaves: ``memory.max`` less
     ``memory.current``, with reclaimable file pages counted as free."""
     try:
@@ -59,10 +59,10 @@ def _cgroup_room(membership: Path, cgroups: Path) -> list[int | None]:
         return []
     folder = cgroups / path.lstrip("/")
     folders = [folder, *folder.parents]
-    return [_group_room(one) for one in folders if one.is_relative_to(cgroups)]
+    return [_group_free(one) for one in folders if one.is_relative_to(cgroups)]
 
 
-def _group_room(group: Path) -> int | None:
+def _group_free(group: Path) -> int | None:
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":

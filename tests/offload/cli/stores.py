@@ -21,7 +21,7 @@ from offload.namespaces.manifest import Namespace
 from tiers.base import ALIGNMENT
 from tiers.files.tier import FileTier, record_name
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.lmdb.index import LmdbIndex, Manifest, runs_of
+from tiers.lmdb.index import LmdbIndex, Manifest, extents_of
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import Identity
 from tiers.testing import key_of, payload_of
@@ -105,7 +105,7 @@ def records_of(folder: Path) -> dict[bytes, bytes]:
 
 def place_in_file(folder: Path, number: int) -> int:
     """The offset of a record's payload; it never moves. For a store at rest."""
-    return runs_of(records_of(folder)[key_of(number)])[0].start * ALIGNMENT
+    return extents_of(records_of(folder)[key_of(number)])[0].start * ALIGNMENT
 
 
 def flip(path: Path, offset: int) -> None:

@@ -23,7 +23,7 @@ from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bulletin as mooncake_board
 from tiers.mooncake import client as mooncake_client
-from tiers.mooncake.bulletin import places_of, post
+from tiers.mooncake.bulletin import post, slots_of
 from tiers.record import HEADER_BYTES
 from tiers.testing import aligned, fetch
 
@@ -284,7 +284,7 @@ async def test_rubbish_on_the_board_harms_nobody(
     rubbish = [b"{}", b"[1]", b"\xff", good.replace(b"LBHNC", b"BLHNC"), b"[" * 100_000]
     async with opened(store_specs(master, 2, 1, model=model), 0) as tier:
         client: Any = tier._client  # type: ignore[attr-defined]  # to plant it
-        for name, content in zip(places_of(board_of(fields, 0)), rubbish, strict=False):
+        for name, content in zip(slots_of(board_of(fields, 0)), rubbish, strict=False):
             assert client.put_document(name, content, is_pinned=True)
         async with engine(master, 2, model=model):
             specs = store_specs(master, 1, how="translate", model=model)

@@ -49,7 +49,7 @@ def test_memory_is_bounded() -> None:
 def test_the_latest_departure_counts(most: int) -> None:
     """Whether they share a part or not."""
     departures = RemovalCauses(most)
-    for number, cause in enumerate((Cause.NO_ROOM, Cause.EVICTED, Cause.CORRUPT)):
+    for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):
         departures.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))
         departures.note([b"%d of %d" % (n, number) for n in range(5)], Removed(cause, 0, 0.0))
     assert departures.find(b"k") == Removed(Cause.CORRUPT, 0, 2.0)

@@ -64,7 +64,7 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
     stats = PlannerStats(["lmdb"], now=7.0)
     stats.evicted(-1, [b"a", b"b"])
     stats.dropped(0, [b"c", b"d", b"e"], corrupt={b"d"})
-    stats.refused(-1, [b"f"], Cause.NO_ROOM)
+    stats.refused(-1, [b"f"], Cause.NO_SPACE)
     stats.stored(0, [b"g"], [b"h"])
     assert stats.removed == {"cpu:evicted": 2, "lmdb:corrupt": 1, "lmdb:lost": 2}
     found = {key: stats.departures.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
@@ -72,7 +72,7 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
         b"a": Removed(Cause.EVICTED, -1, 7.0),
         b"c": Removed(Cause.LOST, 0, 7.0),
         b"d": Removed(Cause.CORRUPT, 0, 7.0),
-        b"f": Removed(Cause.NO_ROOM, -1, 7.0),
+        b"f": Removed(Cause.NO_SPACE, -1, 7.0),
         b"h": Removed(Cause.FAILED, 0, 7.0),
     }
     assert stats.departures.find(b"g") is None

@@ -311,8 +311,8 @@ async def test_an_engine_that_cannot_be_looked_at_now_keeps_its_epoch(
         [own] = [path for path in folder.glob("epoch-*") if path.name != "epoch-0"]
         long_ago = time.time() - 7200
         os.utime(own, (long_ago, long_ago))
-        assert one._store is not None
-        name = one._store.engines.name
+        assert one._files is not None
+        name = one._files.engines.name
         with monkeypatch.context() as patched:
             if what == "announced":
                 _fail_for(patched, "open", name)
@@ -322,8 +322,8 @@ async def test_an_engine_that_cannot_be_looked_at_now_keeps_its_epoch(
                 _fail_for(patched, "stat", other)
             else:
                 patched.setattr(Path, "read_text", _fails)
-            assert two._store is not None
-            await asyncio.to_thread(two._store.scan)
+            assert two._files is not None
+            await asyncio.to_thread(two._files.scan)
         assert own.exists()
         await assert_holds(one, [key_of(0)], SIZE)
 

@@ -61,9 +61,9 @@ KINDS = ["plain", "compressed", "encrypted", "both"]
 
 
 def in_room(codec: Codec, stored: Buffer, payload_bytes: int) -> Buffer:
-    room = np.zeros(codec.room_bytes(payload_bytes), np.uint8)
-    room[: stored.nbytes] = stored
-    return room
+    scratch = np.zeros(codec.scratch_bytes(payload_bytes), np.uint8)
+    scratch[: stored.nbytes] = stored
+    return scratch
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,14 +71,14 @@ def in_room(codec: Codec, stored: Buffer, payload_bytes: int) -> Buffer:
 def test_there_and_back(tmp_path: Path, kind: str, length: int) -> None:
     codec = codecs(tmp_path / "keys")[kind]
     payload = bfloat16_like(length // 2 + 1)[:length]
-    header, stored = codec.encode(KEY, 3, payload, np.zeros(codec.room_bytes(length), np.uint8))
+    header, stored = codec.encode(KEY, 3, payload, np.zeros(codec.scratch_bytes(length), np.uint8))
     into = np.zeros(length, np.uint8)
     if flags_of(header):
-        room = in_room(codec, stored, length)
+        scratch = in_room(codec, stored, length)
     else:
-        room = into
+        scratch = into
         into[:] = stored
-    assert codec.decode(header, KEY, 3, room, into)
+    assert codec.decode(header, KEY, 3, scratch, into)
     assert np.array_equal(into, payload)
     if kind in ("compressed", "both") and length > 10_000:
         assert stored.nbytes < 0.85 * length
@@ -92,13 +92,13 @@ def test_every_damage_is_caught(tmp_path: Path, kind: str) -> None:
     codec = codecs(tmp_path / "keys")[kind]
     payload = bfloat16_like(5_000)
     size = payload.nbytes
-    header, stored = codec.encode(KEY, 3, payload, np.zeros(codec.room_bytes(size), np.uint8))
+    header, stored = codec.encode(KEY, 3, payload, np.zeros(codec.scratch_bytes(size), np.uint8))
     into = np.zeros(size, np.uint8)
     rng = np.random.default_rng(1)
     for _ in range(300):
-        room = in_room(codec, stored, size)
-        room[rng.integers(stored.nbytes)] ^= 1 << rng.integers(8)
-        same = codec.decode(header, KEY, 3, room, into)
+        scratch = in_room(codec, stored, size)
+        scratch[rng.integers(stored.nbytes)] ^= 1 << rng.integers(8)
+        same = codec.decode(header, KEY, 3, scratch, into)
         # A frame of zstd has bits that mean nothing; then the payload must be whole.
         assert not same or (kind == "compressed" and np.array_equal(into, payload))
     for bit in range(8 * len(header)):
@@ -114,8 +114,8 @@ def test_nonces_never_repeat_and_namespaces_do_not_share_keys(tmp_path: Path) ->
     mine, other = KeyRing.load(path, ME.namespace), KeyRing.load(path, bytes(16))
     assert not set(mine.ciphers) & set(other.ciphers)
     codec = Codec(ME, keys=mine, compress=False)
-    room = np.zeros(codec.room_bytes(100), np.uint8)
-    nonces = {parse(codec.encode(KEY, 0, aligned(100), room)[0]).nonce for _ in range(1000)}
+    scratch = np.zeros(codec.scratch_bytes(100), np.uint8)
+    nonces = {parse(codec.encode(KEY, 0, aligned(100), scratch)[0]).nonce for _ in range(1000)}
     assert len(nonces) == 1000
 
 

@@ -16,7 +16,7 @@ from tests.offload.cli.stores import flip
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, Scrubbed, TierClosedError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.lmdb.index import runs_of
+from tiers.lmdb.index import extents_of
 from tiers.lmdb.scrub import KEYS_AT_ONCE, MARK_NAME
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, put
@@ -59,7 +59,7 @@ def damage(tier: LmdbTier, folder: Path, number: int) -> None:
     """Flip a bit of a record under the open tier."""
     value = tier._contents.records.get(key_of(number))
     assert value is not None
-    flip(folder / "tier" / PAYLOAD_NAME, runs_of(value)[0].start * ALIGNMENT + 77)
+    flip(folder / "tier" / PAYLOAD_NAME, extents_of(value)[0].start * ALIGNMENT + 77)
 
 
 async def scrubbed(tier: LmdbTier, most_bytes: int = 5 * SIZE) -> list[Scrubbed]:
@@ -172,7 +172,7 @@ async def test_a_sector_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     tier = await filled(tmp_path, io)
     value = tier._contents.records.get(key_of(9))
     assert value is not None
-    io.pages.add(runs_of(value)[0].start)
+    io.pages.add(extents_of(value)[0].start)
     assert told(await scrubbed(tier)) == {key_of(9)}
     await tier.aclose()
 
@@ -197,12 +197,12 @@ async def test_a_bit_that_is_wrong_in_memory_once_is_no_damage(
 ) -> None:
     """What is read right the second time is kept."""
     tier = await filled(tmp_path)
-    real, lies = tier._store.codec.decode, [True]
+    real, lies = tier._files.codec.decode, [True]
 
     def once(*about: Any) -> bool:
         return False if lies and lies.pop() else real(*about)
 
-    monkeypatch.setattr(type(tier._store.codec), "decode", lambda _, *about: once(*about))
+    monkeypatch.setattr(type(tier._files.codec), "decode", lambda _, *about: once(*about))
     assert told(await scrubbed(tier)) == set()
     assert not lies
     await tier.aclose()

@@ -13,7 +13,7 @@ import pytest
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.mooncake import bulletin as mooncake_board
 from tiers.mooncake import client as mooncake_client
-from tiers.mooncake.bulletin import PLACES, Notice, Posted, places_of, post, read_boards
+from tiers.mooncake.bulletin import SLOTS_PER_BOARD, Notice, Posted, post, read_boards, slots_of
 from tiers.mooncake.client import MooncakeClient
 from tiers.mooncake.tier import MooncakeTier
 from tiers.record import Identity
@@ -73,12 +73,12 @@ def test_whom_nobody_has_looked_after_for_a_day_is_not_alive(
 
 
 def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
-    contents = [b"%d" % number for number in range(PLACES)]
+    contents = [b"%d" % number for number in range(SLOTS_PER_BOARD)]
     for content in contents:
         assert post(client, "full", content)
     assert not post(client, "full", b"one more")
     assert contents_of(client, "full") == contents
-    assert client._store.remove(places_of("full")[3], True) == 0
+    assert client._store.remove(slots_of("full")[3], True) == 0
     assert post(client, "full", b"one more")
 
 
@@ -114,7 +114,7 @@ async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
             client = tier._client
             assert client is not None
             assert await tier.present([key_of(0)]) == [False], "nothing was evicted"
-            place = places_of("board")[0]
+            place = slots_of("board")[0]
             [found] = client.documents([place])
             while found == b"":  # the lease has ended while it was read
                 [found] = client.documents([place])
@@ -149,14 +149,14 @@ async def test_what_the_store_has_lost_is_posted_again(
     await tier.open()
     try:
         assert contents_of(client, "lost") == [b"another's", b"document"]
-        assert client._store.remove(places_of("lost")[1], True) == 0
+        assert client._store.remove(slots_of("lost")[1], True) == 0
         async with asyncio.timeout(30):
             while len(contents_of(client, "lost")) < 2:
                 await tier.present([key_of(0)])  # time passes
         assert heard == [[b"another's", b"document"]], "once"
     finally:
         await tier.aclose()
-    assert client._store.remove(places_of("lost")[1], True) == 0
+    assert client._store.remove(slots_of("lost")[1], True) == 0
     threads = [thread.name for thread in threading.enumerate()]
     assert not [name for name in threads if name.startswith("tier-mooncake-keep")]
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.tiers.mooncake.real_store import Master, skip_without_mooncake
 from tiers.base import ReadOutcome, TierIoError
-from tiers.mooncake import bounce_buffers as mooncake_rooms
+from tiers.mooncake import bounce_buffers as bounce_buffers
 from tiers.mooncake.client import MooncakeClient
 from tiers.record import Identity
 from tiers.testing import key_of
@@ -105,7 +105,7 @@ def test_what_arrives_late_is_not_written_into_slots(
 ) -> None:
     """Mooncake gives a transfer up after a minute; when its other end goes on, so does the
     transfer. By then the slots may hold other blocks."""
-    monkeypatch.setattr(mooncake_rooms, "ROOM_BYTES", RECORDS * SIZE)  # all in one call
+    monkeypatch.setattr(bounce_buffers, "ROOM_BYTES", RECORDS * SIZE)  # all in one call
     slab = np.zeros(RECORDS * SIZE, np.uint8)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
     keys = [key_of(n) for n in range(RECORDS)]

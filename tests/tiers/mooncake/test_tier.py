@@ -19,9 +19,9 @@ import pytest
 from demo.mooncake import free_port
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
-from tiers.mooncake import bounce_buffers as mooncake_rooms
+from tiers.mooncake import bounce_buffers as bounce_buffers
 from tiers.mooncake import client as mooncake_client
-from tiers.mooncake.bounce_buffers import ROOM_BYTES
+from tiers.mooncake.bounce_buffers import BUFFER_BYTES
 from tiers.mooncake.client import HEADERS_BYTES, MooncakeClient, MooncakeSettings
 from tiers.mooncake.tier import MooncakeTier
 from tiers.record import HEADER_BYTES
@@ -159,7 +159,7 @@ async def test_the_slab_is_used_where_it_lies(
             slab[16 * SIZE :] = 0
             assert await tier.read(KEYS[:16], slots[16:]) == [ReadOutcome.OK] * 16
             assert np.array_equal(slab[: 16 * SIZE], slab[16 * SIZE :])
-        assert registered[2:] == [ROOM_BYTES + HEADERS_BYTES]
+        assert registered[2:] == [BUFFER_BYTES + HEADERS_BYTES]
 
 
 class GivesUp:
@@ -190,8 +190,8 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
         store, gives_up = client._store, GivesUp(client._store)
         monkeypatch.setattr(client, "_store", gives_up)
         assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
-        assert not client._rooms.given_up
-        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+        assert not client._payload_buffers.given_up
+        monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
         gives_up.used.clear()
         for _ in range(3):
             assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
@@ -202,7 +202,7 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
         for key, slot in zip(KEYS, slots, strict=False):
             assert np.array_equal(slot, payload_of(key, SIZE))
         monkeypatch.setattr(client, "_store", gives_up)
-        monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_MAX", 40 * SIZE)
+        monkeypatch.setattr(bounce_buffers, "GIVEN_UP_MAX", 40 * SIZE)
         with pytest.raises(TierIoError, match="given up"):
             await tier.read(KEYS[:16], slots)
         monkeypatch.setattr(client, "_store", store)
@@ -237,7 +237,7 @@ async def test_late_bytes_of_a_read_damage_no_other(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its payload nor its header: healthy records would be removed for everybody."""
-    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
     async with opened(master.settings(), tmp_path, threads=1) as tier:
         assert await put(tier, KEYS[:4], SIZE) == [OK] * 4
         store, late = tier._client._store, ComesLate(tier._client._store)
@@ -251,7 +251,7 @@ async def test_late_bytes_of_a_read_damage_no_other(
 async def test_a_write_that_goes_on_late_has_its_own_header(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_rooms, "GIVEN_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
     async with opened(master.settings(), tmp_path, threads=1) as tier:
         store, late = tier._client._store, ComesLate(tier._client._store)
         monkeypatch.setattr(tier._client, "_store", late)

@@ -87,8 +87,8 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
     tier = make_tier(kind, folder, capacity_bytes, io)
     await tier.open()
     if isinstance(tier, SharedLmdbTier):
-        assert tier._store is not None
-        io.look = tier._store.index.env.begin
+        assert tier._files is not None
+        io.look = tier._files.index.env.begin
     say("@", [number])
     await read_byte()
     for step in range(0, count, BATCH):

@@ -31,8 +31,8 @@ def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | N
     return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
 
 
-def _grow_for_ever(store: shared_store.SharedLmdbFiles, file_pages: int, pages: int) -> int:
-    store.file.grow((file_pages + pages) * ALIGNMENT)
+def _grow_for_ever(files: shared_store.SharedLmdbFiles, file_pages: int, pages: int) -> int:
+    files.file.grow((file_pages + pages) * ALIGNMENT)
     return pages
 
 

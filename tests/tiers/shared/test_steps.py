@@ -204,59 +204,59 @@ async def tier(tmp_path: Path) -> AsyncIterator[SharedLmdbTier]:
 
 
 def store_of(tier: SharedLmdbTier) -> SharedLmdbFiles:
-    return tier._open_store()
+    return tier._open_files()
 
 
-def put_of(changes: WriteTransaction, store: SharedLmdbFiles, own_epoch: int | None = None) -> Put:
+def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | None = None) -> Put:
     """A record with a place, as if its payload had been written."""
-    reserved = changes.reserve([(KEY, 3)], own_epoch, 100, store.grow)
-    (runs,), (use,) = reserved.places, reserved.uses
-    assert runs is not None
+    reserved = changes.reserve([(KEY, 3)], own_epoch, 100, files.grow)
+    (extents,), (use,) = reserved.allocations, reserved.uses
+    assert extents is not None
     header = prefix(Identity(), KEY, reserved.epoch, SIZE) + bytes(16)
-    made = Put(KEY, pack_value(use, header, runs), reserved.epoch, SIZE, runs)
+    made = Put(KEY, pack_value(use, header, extents), reserved.epoch, SIZE, extents)
     made.stored_pages = 3
     return made
 
 
 async def test_a_place_that_was_given_to_another_is_not_published(tier: SharedLmdbTier) -> None:
     """Others took this process for dead, and gave its place away."""
-    store = store_of(tier)
-    number = store.sharer.number
-    with changing(store.index, number) as changes:
-        one = put_of(changes, store)
+    files = store_of(tier)
+    number = files.sharer.number
+    with changing(files.index, number) as changes:
+        one = put_of(changes, files)
         changes.roll_back_one(number)
         changes.publish([one], None)
     assert one.outcome is WriteOutcome.FAILED
-    assert store.index.find([KEY], None)[1] == [None]
+    assert files.index.find([KEY], None)[1] == [None]
 
 
 async def test_what_was_written_under_old_weights_is_not_published(tier: SharedLmdbTier) -> None:
-    store = store_of(tier)
-    with changing(store.index, store.sharer.number) as changes:
-        one = put_of(changes, store)
+    files = store_of(tier)
+    with changing(files.index, files.sharer.number) as changes:
+        one = put_of(changes, files)
         changes.begin_epoch(None)  # by another engine: the common epoch is another one now
         changes.publish([one], None)
     assert one.outcome is WriteOutcome.FAILED
-    assert store.index.find([KEY], None)[1] == [None]
+    assert files.index.find([KEY], None)[1] == [None]
 
 
 async def test_damage_that_was_seen_before_removes_no_record_stored_since(
     tier: SharedLmdbTier,
 ) -> None:
-    store = store_of(tier)
+    files = store_of(tier)
     assert await put(tier, [KEY], SIZE) == [OK]
-    (seen,) = store.index.find([KEY], None)[1]
+    (seen,) = files.index.find([KEY], None)[1]
     assert seen is not None
     await tier.delete([KEY])
     assert await put(tier, [key_of(2), KEY], SIZE) == [OK, OK]
-    with changing(store.index, store.sharer.number) as changes:
+    with changing(files.index, files.sharer.number) as changes:
         changes.remove_damaged([(KEY, seen)])
     await assert_holds(tier, [KEY], SIZE)
-    (seen,) = store.index.find([KEY], None)[1]
+    (seen,) = files.index.find([KEY], None)[1]
     assert seen is not None
-    with changing(store.index, store.sharer.number) as changes:
+    with changing(files.index, files.sharer.number) as changes:
         changes.remove_damaged([(KEY, seen)])
-    assert store.index.find([KEY], None)[1] == [None]
+    assert files.index.find([KEY], None)[1] == [None]
 
 
 def test_a_sharer_lives_until_it_lets_go(tmp_path: Path) -> None:

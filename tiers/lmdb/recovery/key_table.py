@@ -109,15 +109,15 @@ def _placed(entries: _Words, homes: int) -> _Words:
     for start in range(0, entries.size, AT_ONCE):
         part = entries[start : start + AT_ONCE]
         steps = np.arange(part.size)
-        places = (part >> np.uint64(32)).astype(np.int64)
-        places -= 1 + steps
-        places[0] = max(int(places[0]), last + 1)
-        np.maximum.accumulate(places, out=places)
-        places += steps
-        last = int(places[-1])
+        positions = (part >> np.uint64(32)).astype(np.int64)
+        positions -= 1 + steps
+        positions[0] = max(int(positions[0]), last + 1)
+        np.maximum.accumulate(positions, out=positions)
+        positions += steps
+        last = int(positions[-1])
         if last + 1 >= slots.size:
             slots = np.concatenate((slots, np.zeros(last + 2 - slots.size, np.uint64)))
-        slots[places] = part
+        slots[positions] = part
     return slots
 
 

@@ -17,7 +17,7 @@ from tiers.lmdb.recovery.rows import Rows
 from tiers.record import HEADER_BYTES
 
 USE_BYTES = 8
-RUNS_AT = USE_BYTES + HEADER_BYTES
+EXTENTS_AT = USE_BYTES + HEADER_BYTES
 _VALUE = np.dtype(
     [
         ("use", ">u8"),
@@ -37,19 +37,19 @@ _VALUE = np.dtype(
         ("tag", "u1", 16),
     ]
 )
-_RUN = np.dtype([("start", "<u8"), ("pages", "<u4")])
-RUN_BYTES = _RUN.itemsize
-assert _VALUE.itemsize == RUNS_AT, "the layout of a header"
+_EXTENT = np.dtype([("start", "<u8"), ("pages", "<u4")])
+EXTENT_BYTES = _EXTENT.itemsize
+assert _VALUE.itemsize == EXTENTS_AT, "the layout of a header"
 
 
 class RecordTable:
     """Records of one shape: each row of ``memory`` is a key and then its value."""
 
-    def __init__(self, key_bytes: int, value_bytes: int, room: int = 0) -> None:
+    def __init__(self, key_bytes: int, value_bytes: int, rows: int = 0) -> None:
         """``room`` for so many records at once."""
         self.key_bytes = key_bytes
         self.value_bytes = value_bytes
-        self.memory = Rows(key_bytes + value_bytes, room)
+        self.memory = Rows(key_bytes + value_bytes, rows)
 
     @property
     def count(self) -> int:
@@ -77,18 +77,22 @@ class RecordTable:
     @property
     def is_whole(self) -> bool:
         """Whether values have the length of a header and at least one run."""
-        runs_bytes = self.value_bytes - RUNS_AT
-        return runs_bytes > 0 and not runs_bytes % RUN_BYTES
+        extents_bytes = self.value_bytes - EXTENTS_AT
+        return extents_bytes > 0 and not extents_bytes % EXTENT_BYTES
 
     @property
-    def run_count(self) -> int:
+    def extent_count(self) -> int:
         """Runs of a place. Only of whole values."""
-        return (self.value_bytes - RUNS_AT) // RUN_BYTES
+        return (self.value_bytes - EXTENTS_AT) // EXTENT_BYTES
 
     def fields(self) -> npt.NDArray[Any]:
         """``use`` and the header's fields by name, and ``runs`` of (``start``, ``pages``), in
         place. Only of whole values."""
-        layout = [("key", f"V{self.key_bytes}"), *_VALUE.descr, ("runs", _RUN, (self.run_count,))]
+        layout = [
+            ("key", f"V{self.key_bytes}"),
+            *_VALUE.descr,
+            ("extents", _EXTENT, (self.extent_count,)),
+        ]
         return self.memory.array().view(np.dtype(layout))
 
 

@@ -63,11 +63,11 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
     good, starts, ends, last_use = _check(tables, expected)
     if (starts[1:] < ends[:-1]).any():
         _drop_sharers(tables, good)
-        starts, ends = _places_of(tables, good)
+        starts, ends = _extents_of(tables, good)
     for table, mask in zip(tables, good, strict=True):
         if not mask.all():
             bad += table.keys(~mask)
-    free = _free_runs(starts, ends, expected.file_pages)
+    free = _free_extents(starts, ends, expected.file_pages)
     return Recovered(Records(tables, good), free, bad, last_use + 1)
 
 
@@ -84,46 +84,46 @@ def _check(
 ) -> tuple[list[_Mask], _Rows, _Rows, int]:
     """Which records are good in themselves, the places of these, and the last use of one."""
     good = [np.empty(table.count, np.bool_) for table in tables]
-    places = _Places(sum(table.count * table.run_count for table in tables))
+    extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
     last_use = 0
     for table, mask in zip(tables, good, strict=True):
         for part, fields in _parts(table):
             mask[part] = fits = _fits(fields, expected)
             chosen = fields if fits.all() else fields[fits]
-            places.add(chosen["runs"])
+            extents.add(chosen["extents"])
             last_use = max(last_use, int(chosen["use"].astype(np.int64).max(initial=0)))
-    return good, *places.sorted(), last_use
+    return good, *extents.sorted(), last_use
 
 
-def _places_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
+def _extents_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
     """The places of good records."""
-    places = _Places(sum(table.count * table.run_count for table in tables))
+    extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
     for table, mask in zip(tables, good, strict=True):
         for part, fields in _parts(table):
-            places.add(fields["runs"][mask[part]])
-    return places.sorted()
+            extents.add(fields["extents"][mask[part]])
+    return extents.sorted()
 
 
-class _Places:
+class _ExtentList:
     """Runs of pages, as one number each: where it starts, and how long it is in the low bits."""
 
     def __init__(self, most: int) -> None:
-        self._runs = np.empty(most, np.uint64)
+        self._extents = np.empty(most, np.uint64)
         self._count = 0
 
-    def add(self, runs: npt.NDArray[Any]) -> None:
-        part = self._runs[self._count : self._count + runs.size].reshape(runs.shape)
-        np.left_shift(runs["start"], np.uint64(_PAGES_BITS), out=part)
-        part |= runs["pages"]
-        self._count += runs.size
+    def add(self, extents: npt.NDArray[Any]) -> None:
+        part = self._extents[self._count : self._count + extents.size].reshape(extents.shape)
+        np.left_shift(extents["start"], np.uint64(_PAGES_BITS), out=part)
+        part |= extents["pages"]
+        self._count += extents.size
 
     def sorted(self) -> tuple[_Rows, _Rows]:
         """Starts and ends, by starts."""
-        runs = self._runs[: self._count]
-        runs.sort()
-        starts = (runs >> np.uint64(_PAGES_BITS)).view(np.int64)
-        runs &= np.uint64((1 << _PAGES_BITS) - 1)
-        ends = runs.view(np.int64)
+        extents = self._extents[: self._count]
+        extents.sort()
+        starts = (extents >> np.uint64(_PAGES_BITS)).view(np.int64)
+        extents &= np.uint64((1 << _PAGES_BITS) - 1)
+        ends = extents.view(np.int64)
         ends += starts
         return starts, ends
 
@@ -133,10 +133,10 @@ def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
     from ``good``."""
     starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
     for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
-        runs = table.fields()["runs"][mask]
-        starts.append(runs["start"].astype(np.int64).ravel())
-        ends.append(starts[-1] + runs["pages"].ravel())
-        owners.append(np.repeat(first + np.flatnonzero(mask), table.run_count))
+        extents = table.fields()["extents"][mask]
+        starts.append(extents["start"].astype(np.int64).ravel())
+        ends.append(starts[-1] + extents["pages"].ravel())
+        owners.append(np.repeat(first + np.flatnonzero(mask), table.extent_count))
     order = np.argsort(np.concatenate(starts), kind="stable")
     start, owner = np.concatenate(starts)[order], np.concatenate(owners)[order]
     reach = np.maximum.accumulate(np.concatenate(ends)[order])
@@ -165,10 +165,12 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     if expected.key_ids:
         known = [int.from_bytes(key_id, "little") for key_id in expected.key_ids]
         good &= np.isin(fields["key_id"], known)
-    places = fields["runs"]
+    extents = fields["extents"]
     total = np.zeros(fields.size, np.uint64)
-    for number in range(places.shape[1]):  # by columns: along rows of one each costs ten times more
-        starts, pages = places["start"][:, number], places["pages"][:, number].astype(np.uint64)
+    for number in range(
+        extents.shape[1]
+    ):  # by columns: along rows of one each costs ten times more
+        starts, pages = extents["start"][:, number], extents["pages"][:, number].astype(np.uint64)
         good &= (pages > 0) & (pages < 1 << _PAGES_BITS)
         good &= (starts >= 1) & (starts < expected.file_pages)
         good &= starts + pages <= expected.file_pages
@@ -180,7 +182,7 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     return good
 
 
-def _free_runs(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
+def _free_extents(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
     """What disjoint runs leave of the file, given sorted."""
     stop = max(file_pages, 1)
     if not starts.size:

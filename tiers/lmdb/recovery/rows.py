@@ -21,11 +21,11 @@ class Rows:
     """See the module. ``memory`` may be read and written in place, row ``n`` at ``n * width``; it
     stays the same object."""
 
-    def __init__(self, width: int, room: int = 0) -> None:
+    def __init__(self, width: int, rows: int = 0) -> None:
         """``width`` bytes per row; ``room`` for so many rows at once."""
         self.width = width
         self.count = 0
-        self._bytes = max(BYTES_MIN, room * width)
+        self._bytes = max(BYTES_MIN, rows * width)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.memory = mmap.mmap(-1, self._bytes, flags=flags)
 

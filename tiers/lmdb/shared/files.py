@@ -27,17 +27,17 @@ from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     check_capacity,
     divide,
+    free_bytes,
     keep_good,
     open_index,
     open_or_set_aside,
     read_id,
-    room_bytes,
 )
 from tiers.lmdb.index import Changes, IndexUnusableError, Limits, LmdbIndex, index_exists
 from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
-from tiers.lmdb.shared.free_extents import store_free_runs
+from tiers.lmdb.shared.free_extents import put_free_extents
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
 from tiers.lmdb.shared.members import SHARERS_MAX, Member, opening
 from tiers.lmdb.shared.transaction import changing
@@ -167,7 +167,7 @@ class SharedLmdbFiles:
                 txn.put(packed, key, db=tables.order, append=True)
                 last = use
             state.rolled_back += state.reserved
-            state.free_pages = store_free_runs(txn, tables.free, found.free)
+            state.free_pages = put_free_extents(txn, tables.free, found.free)
             state.records, state.reserved = len(found.records), 0
             state.next_use = max(found.next_use, last + 1)
             txn.put(b"state", state.dump(), db=tables.meta)
@@ -216,9 +216,9 @@ class SharedLmdbFiles:
 
     def grow(self, file_pages: int, pages: int) -> int:
         """Lengthen the payload file as ``shared_changes`` asks for."""
-        room = room_bytes(self.file, self._options.reserve_bytes)
+        free = free_bytes(self.file, self._options.reserve_bytes)
         wanted = max(pages, min(self._options.grow_bytes, GROW_BYTES_MAX) // ALIGNMENT)
-        gain = min(wanted, self.pages_max - file_pages, room // ALIGNMENT)
+        gain = min(wanted, self.pages_max - file_pages, free // ALIGNMENT)
         if gain < pages:
             return 0
         try:

@@ -15,13 +15,13 @@ import heapq
 from collections.abc import Iterable
 from typing import Any
 
-from tiers.io.extents import PROBES, RUNS_PER_RECORD_MAX, Extent, Runs
+from tiers.io.extents import EXTENTS_PER_RECORD_MAX, PROBES, Extent, Extents
 
 LOOKED_AT_MAX = 4096
 """Free runs looked at for a place of several pieces."""
 
 
-class FreeRuns:
+class FreeExtents:
     """The free runs in one transaction. ``cursor`` is where the last place ended, ``pages`` how
     many are free; whoever began the transaction keeps both."""
 
@@ -31,7 +31,7 @@ class FreeRuns:
         self.cursor = cursor
         self.pages = pages
 
-    def take(self, pages: int) -> Runs | None:
+    def take(self, pages: int) -> Extents | None:
         """A place of so many pages, in one run if one is near; ``None`` if there is none."""
         if pages > self.pages:
             return None
@@ -43,33 +43,33 @@ class FreeRuns:
     def _from_cursor(self, count: int) -> list[tuple[int, int]]:
         """At most ``count`` runs from the cursor on, round and round."""
         found: list[tuple[int, int]] = []
-        with self._txn.cursor(db=self._database) as runs:
-            if runs.set_range(_number(self.cursor)):
-                for start, length in runs.iternext():
+        with self._txn.cursor(db=self._database) as extents:
+            if extents.set_range(_number(self.cursor)):
+                for start, length in extents.iternext():
                     found.append((_value(start), _value(length)))
                     if len(found) == count:
                         return found
-            if runs.first():
-                for start, length in runs.iternext():
+            if extents.first():
+                for start, length in extents.iternext():
                     if _value(start) >= self.cursor or len(found) == count:
                         break
                     found.append((_value(start), _value(length)))
         return found
 
-    def _gather(self, pages: int) -> Runs | None:
+    def _gather(self, pages: int) -> Extents | None:
         """Put the longest runs together; ``None`` if even they are not enough."""
         seen = self._from_cursor(LOOKED_AT_MAX)
-        longest = heapq.nlargest(RUNS_PER_RECORD_MAX, seen, key=lambda run: run[1])
+        longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, seen, key=lambda extent: extent[1])
         if sum(length for _start, length in longest) < pages:
             return None
-        runs = []
+        extents = []
         for start, length in longest:
             part = min(pages, length)
-            runs.append(self._cut(start, length, part))
+            extents.append(self._cut(start, length, part))
             pages -= part
             if not pages:
                 break
-        return tuple(runs)
+        return tuple(extents)
 
     def _cut(self, start: int, length: int, pages: int) -> Extent:
         # In this order: LMDB gives up the page of a table that becomes empty until the commit, and
@@ -81,9 +81,9 @@ class FreeRuns:
         self.cursor = start + pages
         return Extent(start, pages)
 
-    def give(self, runs: Iterable[Extent]) -> None:
+    def give(self, extents: Iterable[Extent]) -> None:
         """Take runs back and join them with their free neighbours."""
-        for start, pages in runs:
+        for start, pages in extents:
             self.pages += pages
             end, after = start + pages, -1
             with self._txn.cursor(db=self._database) as near:
@@ -105,17 +105,17 @@ class FreeRuns:
                 self._txn.delete(_number(after), db=self._database)
 
 
-def free_runs(txn: Any, database: Any) -> list[Extent]:
+def free_extents(txn: Any, database: Any) -> list[Extent]:
     """All of them, in order."""
-    with txn.cursor(db=database) as runs:
-        return [Extent(_value(start), _value(length)) for start, length in runs.iternext()]
+    with txn.cursor(db=database) as extents:
+        return [Extent(_value(start), _value(length)) for start, length in extents.iternext()]
 
 
-def store_free_runs(txn: Any, database: Any, runs: Iterable[Extent]) -> int:
+def put_free_extents(txn: Any, database: Any, extents: Iterable[Extent]) -> int:
     """Make these, in order and not touching, the free runs; how many pages they have."""
     txn.drop(database, delete=False)
     pages = 0
-    for start, length in runs:
+    for start, length in extents:
         txn.put(_number(start), _number(length), db=database, append=True)
         pages += length
     return pages

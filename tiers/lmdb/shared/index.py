@@ -40,11 +40,11 @@ from tiers.lmdb.index import (
     IndexUnusableError,
     Limits,
     Manifest,
-    runs_of,
+    extents_of,
 )
 from tiers.lmdb.recovery.key_order import Part, keys_by_use
-from tiers.lmdb.recovery.record_table import RUNS_AT, USE_BYTES, tables_of
-from tiers.lmdb.shared.free_extents import free_runs
+from tiers.lmdb.recovery.record_table import EXTENTS_AT, USE_BYTES, tables_of
+from tiers.lmdb.shared.free_extents import free_extents
 
 WRITING_NAME = "writing.lock"
 """Held (flock) by the process whose write transaction is open."""
@@ -206,14 +206,14 @@ class SharedIndex:
             records = dict(txn.cursor(db=tables.records).iternext())
             intents = list(txn.cursor(db=tables.intents).iternext())
             order = dict(txn.cursor(db=tables.order).iternext())
-            free = free_runs(txn, tables.free)
-        held = [runs_of(value) for value in records.values()]
-        held += [runs_of(bytes(RUNS_AT) + runs) for _key, runs in intents]
-        taken = [Extent(0, 1), *(run for runs in held for run in runs)]
+            free = free_extents(txn, tables.free)
+        held = [extents_of(value) for value in records.values()]
+        held += [extents_of(bytes(EXTENTS_AT) + extents) for _key, extents in intents]
+        taken = [Extent(0, 1), *(extent for extents in held for extent in extents)]
         expected = gaps(state.file_pages, taken)
         assert free == expected, f"free {free}, but nobody owns {expected}"
         assert order == {v[:USE_BYTES]: k for k, v in records.items()}, "order and records differ"
-        counted = (len(records), len(intents), sum(run.pages for run in free))
+        counted = (len(records), len(intents), sum(extent.pages for extent in free))
         assert (state.records, state.reserved, state.free_pages) == counted
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tiers.base import Buffer, Key, ReadOutcome
 from tiers.io.codec import Codec
 from tiers.io.direct_io import PayloadFile, Scratch
-from tiers.lmdb.index import payload_bytes_of, runs_of
+from tiers.lmdb.index import extents_of, payload_bytes_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import USE_BYTES
 from tiers.lmdb.shared.index import SharedIndex
@@ -64,7 +64,9 @@ class SharedReadJob:
             for number, value in zip(left, values, strict=True):
                 if value is not None and self._fits(number, value):
                     into = self.into[number]
-                    items.append(ReadItem(self.keys[number], value, runs_of(value), into, number))
+                    items.append(
+                        ReadItem(self.keys[number], value, extents_of(value), into, number)
+                    )
             left = self._read_once(items, epoch, failed, scratch)
             if not left:
                 return
@@ -79,7 +81,7 @@ class SharedReadJob:
         self, items: list[ReadItem], epoch: int, failed: dict[int, bytes], scratch: Scratch
     ) -> list[int]:
         """Those to look up again: neither read nor known to be damaged."""
-        items.sort(key=lambda item: item.runs[0].start)
+        items.sort(key=lambda item: item.extents[0].start)
         job = ReadJob(items, epoch, self.codec, self.file, _tell_nobody)
         job.run(scratch)
         self.io_errors += job.io_errors

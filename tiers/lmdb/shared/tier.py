@@ -89,36 +89,36 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
 
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._capacity_bytes, self._options, self._io)
-        store = await self._open_in_thread(SharedLmdbFiles, *arguments)
+        files = await self._open_in_thread(SharedLmdbFiles, *arguments)
         try:
-            state, medium = await self._lookup(lambda: (store.index.state(), store.medium))
+            state, medium = await self._lookup(lambda: (files.index.state(), files.medium))
         except BaseException:
             await self.aclose()
             raise
-        capacity_bytes = (store.pages_max - 1) * ALIGNMENT
+        capacity_bytes = (files.pages_max - 1) * ALIGNMENT
         used_bytes = (state.file_pages - 1 - state.free_pages) * ALIGNMENT
         count, epoch = state.records, self._options.epoch
         return TierInfo("lmdb", capacity_bytes, used_bytes, count, True, medium, epoch, epoch)
 
-    def _begin(self, store: SharedLmdbFiles, undo: ExitStack) -> None:
+    def _begin(self, files: SharedLmdbFiles, undo: ExitStack) -> None:
         self._loop = asyncio.get_running_loop()
-        self._own_epoch = store.own_epoch
+        self._own_epoch = files.own_epoch
         self._resets = Resets()
         self._touched: dict[Key, None] = {}
         self._touch_timer: asyncio.TimerHandle | None = None
         self._reads_queued = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._counts["dropped_at_open"] = store.dropped
-        self._counts["quarantined"] = int(store.was_set_aside)
+        self._counts["dropped_at_open"] = files.dropped
+        self._counts["quarantined"] = int(files.was_set_aside)
         self._read_threads = IoThreads("tier-read", self._options.io_threads)
         undo.callback(self._read_threads.stop)
         self._lookups = DaemonThreads("tier-lookup", 2)
         undo.callback(self._lookups.stop)
-        self._commits = SharedCommits(store.index, store.sharer.number, store.file.sync)
+        self._commits = SharedCommits(files.index, files.sharer.number, files.file.sync)
         undo.callback(self._commits.stop)
         self._asking = Asking(self._commits)
         self._writes = SharedWrites(
-            store, self._asking, self._options, self._low_watermark, self._counts
+            files, self._asking, self._options, self._low_watermark, self._counts
         )
 
     def _index_failure(self) -> Exception | None:
@@ -143,31 +143,31 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         return pages_for(payload_bytes) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
-        store = self._open_store()
+        files = self._open_files()
         await self._noted()
-        for batch in await self._lookup(store.index.by_use, self._own_epoch):
+        for batch in await self._lookup(files.index.by_use, self._own_epoch):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         """Which of these can be read now, by this process, whoever stored them."""
-        with self._working() as store:
+        with self._working() as files:
             if self._resets.is_open:
                 return [False] * len(keys)
-            _epoch, values = await self._lookup(store.index.find, keys, self._own_epoch)
+            _epoch, values = await self._lookup(files.index.find, keys, self._own_epoch)
             return [value is not None for value in values]
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
-        store = self._store
-        if store is not None:
-            counts["direct_io"] = int(store.file.direct)
+        files = self._files
+        if files is not None:
+            counts["direct_io"] = int(files.file.direct)
             counts["commits"] = self._commits.commits
             counts["sync_failures"] = self._commits.sync_failures
         return counts
 
     def check(self) -> None:
         """Raise ``AssertionError`` if the tables of the index disagree. For tests."""
-        self._open_store().index.check()
+        self._open_files().index.check()
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -181,14 +181,14 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
     # -- reading ---------------------------------------------------------------------------
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        with self._working() as store:
+        with self._working() as files:
             if self._reads_queued and self._reads_queued + len(keys) > self._options.queue_records:
                 self._counts["read_busy"] += len(keys)
                 return [ReadOutcome.BUSY] * len(keys)
             if self._resets.is_open:
                 return [ReadOutcome.MISS] * len(keys)
             resets = self._resets.begun
-            jobs = self._read_jobs(store, keys, into)
+            jobs = self._read_jobs(files, keys, into)
             outcomes = [ReadOutcome.MISS] * len(keys)
             self._reads_queued += len(keys)
             try:
@@ -206,14 +206,14 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             return outcomes
 
     def _read_jobs(
-        self, store: SharedLmdbFiles, keys: Sequence[Key], into: Sequence[Buffer]
+        self, files: SharedLmdbFiles, keys: Sequence[Key], into: Sequence[Buffer]
     ) -> list[SharedReadJob]:
         most = job_bytes(self._options, sum(data.nbytes for data in into))
         jobs: list[SharedReadJob] = []
         size = most
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
             if size >= most:
-                rest = (self._own_epoch, store.index, store.codec, store.file)
+                rest = (self._own_epoch, files.index, files.codec, files.file)
                 jobs.append(SharedReadJob([], [], [], *rest, done=lambda: None))
                 size = 0
             jobs[-1].keys.append(key)
@@ -255,7 +255,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             self._check_index()
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        self._open_store()
+        self._open_files()
         for key in keys:
             self._note_use(key)
 

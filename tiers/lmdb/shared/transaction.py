@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiers.base import Key, WriteOutcome
-from tiers.io.extents import Extent, Runs, clip
+from tiers.io.extents import Extent, Extents, clip
 from tiers.lmdb.changes import Put
-from tiers.lmdb.index import runs_of
-from tiers.lmdb.recovery.record_table import RUN_BYTES, USE_BYTES, with_use
-from tiers.lmdb.shared.free_extents import FreeRuns
+from tiers.lmdb.index import extents_of
+from tiers.lmdb.recovery.record_table import EXTENT_BYTES, USE_BYTES, with_use
+from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 
 EVICTED_AT_ONCE = 1024
 """Records that one transaction evicts at most: others wait for it."""
 READER_CHECK_EVERY = 64
-_RUN = struct.Struct("<QI")
-assert _RUN.size == RUN_BYTES, "the layout of a run"
+_EXTENT = struct.Struct("<QI")
+assert _EXTENT.size == EXTENT_BYTES, "the layout of a run"
 _INTENT = struct.Struct(">HQ")
 
 Grow = Callable[[int, int], int]
@@ -48,7 +48,7 @@ class Reservation:
     already; ``epoch`` is what they must be sealed with, ``uses[i]`` their time of use."""
 
     epoch: int
-    places: list[Runs | None]
+    allocations: list[Extents | None]
     present: list[bool]
     uses: list[int]
 
@@ -62,7 +62,7 @@ class WriteTransaction:
         self._tables = index.tables
         self._number = number
         self.state = index.state_in(txn)
-        self._free = FreeRuns(txn, self._tables.free, self.state.cursor, self.state.free_pages)
+        self._free = FreeExtents(txn, self._tables.free, self.state.cursor, self.state.free_pages)
 
     def store_state(self) -> None:
         self.state.cursor, self.state.free_pages = self._free.cursor, self._free.pages
@@ -90,30 +90,30 @@ class WriteTransaction:
         for key, pages in wanted:
             value = self._txn.get(key, db=self._tables.records)
             is_present = value is not None and epoch_of(value) == epoch
-            runs = None
+            extents = None
             if not is_present and state.records + state.reserved < records_max:
-                runs = self._take(pages, grow)
-            if runs is not None:
-                packed = b"".join(_RUN.pack(*run) for run in runs)
-                self._txn.put(self._intent(runs), packed, db=self._tables.intents)
+                extents = self._take(pages, grow)
+            if extents is not None:
+                packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
+                self._txn.put(self._intent(extents), packed, db=self._tables.intents)
                 state.reserved += 1
-            found.places.append(runs)
+            found.allocations.append(extents)
             found.present.append(is_present)
             found.uses.append(self._next_use())
         return found
 
-    def _take(self, pages: int, grow: Grow) -> Runs | None:
-        runs = self._free.take(pages)
-        if runs is None:
+    def _take(self, pages: int, grow: Grow) -> Extents | None:
+        extents = self._free.take(pages)
+        if extents is None:
             gain = grow(self.state.file_pages, pages)
             if gain:
                 self._free.give((Extent(self.state.file_pages, gain),))
                 self.state.file_pages += gain
-                runs = self._free.take(pages)
-        return runs
+                extents = self._free.take(pages)
+        return extents
 
-    def _intent(self, runs: Runs) -> bytes:
-        return _INTENT.pack(self._number, runs[0].start)
+    def _intent(self, extents: Extents) -> bytes:
+        return _INTENT.pack(self._number, extents[0].start)
 
     def publish(self, puts: Sequence[Put], own_epoch: int | None) -> None:
         """Name records whose payloads are flushed; sets their outcomes."""
@@ -122,29 +122,29 @@ class WriteTransaction:
             put.outcome = self._publish(put, epoch)
 
     def _publish(self, put: Put, epoch: int) -> WriteOutcome:
-        if not self._end_intent(put.runs):
+        if not self._end_intent(put.extents):
             return WriteOutcome.FAILED  # rolled back: the place is somebody else's
         value = self._txn.get(put.key, db=self._tables.records)
         is_present = value is not None and epoch_of(value) == epoch
         if put.epoch != epoch or is_present:
-            self._free.give(put.runs)
+            self._free.give(put.extents)
             return WriteOutcome.OK if put.epoch == epoch else WriteOutcome.FAILED
         if value is not None:  # of an epoch that others work under, or nobody any more
             self._forget(put.key, value)
-        _, rest = clip(put.runs, put.stored_pages)
+        _, rest = clip(put.extents, put.stored_pages)
         self._free.give(rest)
         self._store(put.key, put.value)
         self.state.records += 1
         return WriteOutcome.OK
 
-    def abandon(self, places: Sequence[Runs]) -> None:
+    def abandon(self, allocations: Sequence[Extents]) -> None:
         """Give back places that nothing was written to."""
-        for runs in places:
-            if self._end_intent(runs):
-                self._free.give(runs)
+        for extents in allocations:
+            if self._end_intent(extents):
+                self._free.give(extents)
 
-    def _end_intent(self, runs: Runs) -> bool:
-        was_there = bool(self._txn.delete(self._intent(runs), db=self._tables.intents))
+    def _end_intent(self, extents: Extents) -> bool:
+        was_there = bool(self._txn.delete(self._intent(extents), db=self._tables.intents))
         self.state.reserved -= was_there
         return was_there
 
@@ -160,7 +160,7 @@ class WriteTransaction:
     # -- and out of it ---------------------------------------------------------------------
 
     def _forget(self, key: Key, value: bytes) -> None:
-        self._free.give(runs_of(value))
+        self._free.give(extents_of(value))
         self._txn.delete(value[:USE_BYTES], db=self._tables.order)
         self._txn.delete(key, db=self._tables.records)
         self.state.records -= 1
@@ -230,8 +230,8 @@ class WriteTransaction:
                     break
                 packed = intents.value()
                 intents.delete()
-                runs = [Extent(*run) for run in _RUN.iter_unpack(packed)]
-                self._free.give(runs)
+                extents = [Extent(*extent) for extent in _EXTENT.iter_unpack(packed)]
+                self._free.give(extents)
                 count += 1
         self.state.reserved -= count
         self.state.rolled_back += count

@@ -12,7 +12,7 @@ from functools import partial
 from tiers.base import Buffer, Key, WriteOutcome
 from tiers.io.awaiting import Call, settled
 from tiers.io.direct_io import pages_for
-from tiers.io.extents import Runs
+from tiers.io.extents import Extents
 from tiers.io.io_threads import IoThreads
 from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.io_jobs import WriteJob
@@ -32,13 +32,13 @@ class SharedWrites:
 
     def __init__(
         self,
-        store: SharedLmdbFiles,
+        files: SharedLmdbFiles,
         asking: Asking,
         options: LmdbOptions,
         low_watermark: float,
         counts: dict[str, int],
     ) -> None:
-        self._store = store
+        self._files = files
         self._asking = asking
         self._options = options
         self._low_watermark = low_watermark
@@ -46,7 +46,7 @@ class SharedWrites:
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
-        self._unused: list[Runs] = []  # places to give back, for which the index had no room
+        self._unused: list[Extents] = []  # places to give back, for which the index had no room
 
     def end_epoch(self) -> None:
         """What is on its way belongs to an epoch that is over: it ends by itself, as a failure."""
@@ -99,7 +99,7 @@ class SharedWrites:
 
     async def _place_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
         """Send all on their way that there is or can be made room for; the rest."""
-        pages_max, epochs_ended = self._store.pages_max - 1, self._epochs_ended
+        pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
         left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
         self._settle([r for r in own if pages_for(r[1].nbytes) > pages_max], WriteOutcome.FULL)
         for attempt in range(ROOM_ATTEMPTS):
@@ -113,7 +113,7 @@ class SharedWrites:
                 self._settle(left, WriteOutcome.FAILED)
                 return []
             if epochs_ended != self._epochs_ended:  # a reset overtook it
-                self._abandon([runs for runs in found.places if runs is not None])
+                self._abandon([extents for extents in found.allocations if extents is not None])
                 self._settle(left, WriteOutcome.FAILED)
                 return []
             left = self._send(left, found, own_epoch)
@@ -123,25 +123,25 @@ class SharedWrites:
         self, records: list[Record], own_epoch: int | None
     ) -> asyncio.Future[Reservation | None]:
         wanted = [(put.key, pages_for(data.nbytes)) for put, data in records]
-        store = self._store
+        files = self._files
         return self._asking.ask(
-            lambda changes: changes.reserve(wanted, own_epoch, store.records_max, store.grow)
+            lambda changes: changes.reserve(wanted, own_epoch, files.records_max, files.grow)
         )
 
     async def _make_room(self, pages: list[int]) -> bool:
         """Whether there may be room now for some of the records that need so many pages each."""
-        store = self._store
+        files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
-        if await self._asking.ask(lambda changes: changes.roll_back(store.sharer.is_alive)):
+        if await self._asking.ask(lambda changes: changes.roll_back(files.sharer.is_alive)):
             return True
         if has_unused and not self._unused:
             return True
-        most = store.pages_max - 1
+        most = files.pages_max - 1
         ahead = most - int(most * self._low_watermark)
         # Not for all of a long call at once, or it might throw out everything there is.
         free_pages = max(ahead, max(pages), min(sum(pages), most // 2))
-        records_most = int(store.records_max * self._low_watermark)
+        records_most = int(files.records_max * self._low_watermark)
         evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_most))
         return evicted is not None
 
@@ -154,13 +154,13 @@ class SharedWrites:
         most = job_bytes(self._options, sum(data.nbytes for _put, data in records))
         size = most
         for n, record in enumerate(records):
-            (put, data), runs = record, found.places[n]
+            (put, data), extents = record, found.allocations[n]
             if found.present[n]:
                 self._settle([record], WriteOutcome.OK)
-            elif runs is None:
+            elif extents is None:
                 left.append(record)
             else:
-                put.runs, put.epoch = runs, found.epoch
+                put.extents, put.epoch = extents, found.epoch
                 if size >= most:
                     jobs.append([])
                     size = 0
@@ -172,34 +172,34 @@ class SharedWrites:
 
     def _submit(self, job: list[tuple[Put, Buffer, int]], own_epoch: int | None) -> None:
         puts, data, uses = (list(column) for column in zip(*job, strict=True))
-        asking, store = self._asking, self._store
-        places: list[Runs] = [put.runs for put in puts]
+        asking, files = self._asking, self._files
+        allocations: list[Extents] = [put.extents for put in puts]
 
         def publish(_puts: Sequence[Change]) -> None:
             asking.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
 
         def end(is_published: bool) -> None:
             if not is_published:
-                self._abandon(places)
+                self._abandon(allocations)
             self._end_write(puts, is_published)
 
         def fail(_puts: Sequence[Change]) -> None:
-            asking.post(self._abandon, places)
+            asking.post(self._abandon, allocations)
             asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
 
-        self.threads.submit(WriteJob(puts, data, uses, store.codec, store.file, publish, fail))
+        self.threads.submit(WriteJob(puts, data, uses, files.codec, files.file, publish, fail))
 
-    def _abandon(self, places: Sequence[Runs]) -> None:
+    def _abandon(self, allocations: Sequence[Extents]) -> None:
         """Give back places that nothing was written to. Where the index has no room for that it is
         tried again when a record finds none: until then they are nobody's."""
-        given, self._unused = [*self._unused, *places], []
+        given, self._unused = [*self._unused, *allocations], []
 
         def end(is_done: bool) -> None:
             if not is_done:
                 self._unused += given
 
         if given:
-            self._asking.ask_then(partial(WriteTransaction.abandon, places=given), end)
+            self._asking.ask_then(partial(WriteTransaction.abandon, allocations=given), end)
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:
@@ -214,6 +214,6 @@ class SharedWrites:
             if self.filling.get(put.key) is put:
                 del self.filling[put.key]
             self._counts[names.get(outcome, "write_failed")] += 1
-            if outcome is WriteOutcome.OK and put.runs:
+            if outcome is WriteOutcome.OK and put.extents:
                 self._counts["written_bytes"] += put.payload_bytes
             Call.settle(put.waiters, outcome)

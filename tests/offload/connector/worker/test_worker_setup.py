@@ -21,7 +21,7 @@ from tests.offload.cli.stores import flip
 from tests.offload.small_model import BLOCKS, kv_caches
 from tiers.base import ALIGNMENT, WriteOutcome
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.lmdb.index import runs_of
+from tiers.lmdb.index import extents_of
 from tiers.lmdb.tier import LmdbTier
 from tiers.slab.slab import HostSlab, SlabError
 from tiers.testing import put
@@ -137,7 +137,7 @@ def filled(path: Path, keys: list[bytes], size: int) -> list[int]:
         assert set(await put(tier, keys, size)) == {WriteOutcome.OK}
         values = [tier._contents.records.get(key) or b"" for key in keys]
         await tier.aclose()
-        return [runs_of(value)[0].start * ALIGNMENT for value in values]
+        return [extents_of(value)[0].start * ALIGNMENT for value in values]
 
     return asyncio.run(fill())
 

@@ -20,9 +20,9 @@ from tiers.testing import key_of
 SEED = 20261121
 
 
-def value_of(key: bytes, use: int, runs: int = 1) -> bytes:
-    header = prefix(Identity(), key, 0, 4096 * runs) + bytes(16)
-    return pack_value(use, header, tuple(Extent(use + 10 * n, 1) for n in range(runs)))
+def value_of(key: bytes, use: int, extents: int = 1) -> bytes:
+    header = prefix(Identity(), key, 0, 4096 * extents) + bytes(16)
+    return pack_value(use, header, tuple(Extent(use + 10 * n, 1) for n in range(extents)))
 
 
 def some_key(rng: random.Random) -> bytes:

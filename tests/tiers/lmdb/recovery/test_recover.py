@@ -20,11 +20,11 @@ EXPECTED = Expected(Identity(), 3, PAGES)
 
 def record(rng: random.Random) -> tuple[bytes, int, list[Extent], int]:
     """Key, use, runs and epoch, most of them good and some of them over others."""
-    runs = [
+    extents = [
         Extent(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))
     ]
     key = rng.randbytes(rng.choice([8, 36, 36]))
-    return key, rng.randrange(1 << 60), runs, rng.choice([3] * 9 + [2])
+    return key, rng.randrange(1 << 60), extents, rng.choice([3] * 9 + [2])
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 30, 120])
@@ -33,18 +33,18 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
     rng = random.Random(f"{seed} {count}")
     records = [record(rng) for _ in range(count)]
     values = {}
-    for key, use, runs, epoch in records:
-        size = 4096 * sum(run.pages for run in runs)
+    for key, use, extents, epoch in records:
+        size = 4096 * sum(extent.pages for extent in extents)
         header = prefix(Identity(), key, epoch, size) + bytes(16)
-        values[key] = pack_value(use, header, tuple(runs))
+        values[key] = pack_value(use, header, tuple(extents))
     good = {
-        key: runs
-        for key, _, runs, epoch in records
-        if epoch == 3 and all(run.start >= 1 and sum(run) <= PAGES for run in runs)
+        key: extents
+        for key, _, extents, epoch in records
+        if epoch == 3 and all(extent.start >= 1 and sum(extent) <= PAGES for extent in extents)
     }
     owners: dict[int, list[bytes]] = {}
-    for key, runs in good.items():
-        for start, pages in runs:
+    for key, extents in good.items():
+        for start, pages in extents:
             for page in range(start, start + pages):
                 owners.setdefault(page, []).append(key)
     shared = {key for keys in owners.values() if len(keys) > 1 for key in keys}
@@ -52,7 +52,7 @@ def test_good_and_bad_records(count: int, seed: int) -> None:
     by_use = sorted(set(good) - shared, key={key: use for key, use, _, _ in records}.__getitem__)
     assert [key for batch in found.records.by_use() for key in batch.keys] == by_use
     assert sorted(found.bad) == sorted(set(values) - set(by_use))
-    used = [Extent(0, 1), *(run for key in by_use for run in good[key])]
+    used = [Extent(0, 1), *(extent for key in by_use for extent in good[key])]
     assert found.free == gaps(PAGES, used)
     assert dict(found.records.items()) == {key: values[key] for key in by_use}
     found.records.check()

@@ -99,8 +99,8 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
     found = 0
     try:
         tier.check()
-        assert tier._store is not None
-        index = tier._store.index
+        assert tier._files is not None
+        index = tier._files.index
         state = index.state()
         check_accounts(state, sum(map(len, by_child)))
         check_readers(index.env, dead)

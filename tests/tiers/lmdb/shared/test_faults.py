@@ -79,8 +79,8 @@ async def test_a_write_that_fails_leaves_nothing(
     assert await put(tier, KEYS, SIZE) == [outcome] * 6
     await assert_misses(tier, KEYS, SIZE)
     await tier.delete([])  # behind the places that are given back
-    assert tier._store is not None
-    assert tier._store.index.state().reserved == 0
+    assert tier._files is not None
+    assert tier._files.index.state().reserved == 0
     tier.check()
     io.error = 0
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 6
@@ -94,23 +94,23 @@ async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
 ) -> None:
     """The index is full just then; they would be nobody's until the process ends."""
 
-    def full(_changes: object, places: object) -> None:
-        raise lmdb.MapFullError(f"planted for {places}")
+    def full(_changes: object, allocations: object) -> None:
+        raise lmdb.MapFullError(f"planted for {allocations}")
 
     io = FailingIo("pwritev", errno.EIO)
     tier = await opened(tmp_path / "tier", io)
-    assert tier._store is not None
+    assert tier._files is not None
     with monkeypatch.context() as patched:
         patched.setattr(WriteTransaction, "abandon", full)
         assert await put(tier, KEYS, SIZE) == [WriteOutcome.FAILED] * 6
         await tier.delete([])
-        assert tier._store.index.state().reserved == 6
+        assert tier._files.index.state().reserved == 6
         io.error = 0
         many = [key_of(n) for n in range(100, 400)]  # more than there is room for
         assert await put(tier, many[:150], SIZE) == [WriteOutcome.OK] * 150
-        assert tier._store.index.state().reserved == 6, "it was tried again, and failed again"
+        assert tier._files.index.state().reserved == 6, "it was tried again, and failed again"
     assert await put(tier, many[150:], SIZE) == [WriteOutcome.OK] * 150
-    assert tier._store.index.state().reserved == 0
+    assert tier._files.index.state().reserved == 0
     await assert_holds(tier, many[-20:], SIZE)
     tier.check()
     await tier.aclose()

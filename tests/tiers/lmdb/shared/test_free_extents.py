@@ -8,8 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tiers.io.extents import Extent, Runs
-from tiers.lmdb.shared.free_extents import FreeRuns, free_runs, store_free_runs
+from tiers.io.extents import Extent, Extents
+from tiers.lmdb.shared.free_extents import FreeExtents, free_extents, put_free_extents
 
 PAGES = 400
 
@@ -17,21 +17,21 @@ PAGES = 400
 @pytest.mark.parametrize("seed", range(6))
 def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    held: list[Runs] = []
+    held: list[Extents] = []
     free = set(range(1, PAGES))
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=1 << 20) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            assert store_free_runs(txn, table, [Extent(1, PAGES - 1)]) == PAGES - 1
+            assert put_free_extents(txn, table, [Extent(1, PAGES - 1)]) == PAGES - 1
         cursor = 0
         for _ in range(60):
             with env.begin(write=True) as txn:
-                space = FreeRuns(txn, table, cursor, len(free))
+                space = FreeExtents(txn, table, cursor, len(free))
                 for _ in range(rng.randrange(12)):
                     if held and rng.random() < 0.5:
-                        runs = held.pop(rng.randrange(len(held)))
-                        space.give(runs)
-                        free |= {page for start, n in runs for page in range(start, start + n)}
+                        extents = held.pop(rng.randrange(len(held)))
+                        space.give(extents)
+                        free |= {page for start, n in extents for page in range(start, start + n)}
                     else:
                         wanted = rng.randrange(1, 40)
                         found = space.take(wanted)
@@ -45,7 +45,7 @@ def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
                 cursor = space.cursor
                 assert space.pages == len(free)
             with env.begin() as txn:
-                runs_now = free_runs(txn, table)
+                runs_now = free_extents(txn, table)
             assert {p for start, n in runs_now for p in range(start, start + n)} == free
             ends = [start + n for start, n in runs_now]
             assert all(end < start for end, (start, _n) in zip(ends, runs_now[1:], strict=False))
@@ -56,8 +56,8 @@ def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Extent) -> Non
     with lmdb.open(str(tmp_path), max_dbs=1) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            store_free_runs(txn, table, [Extent(10, 5)])
-            space = FreeRuns(txn, table, 0, 5)
+            put_free_extents(txn, table, [Extent(10, 5)])
+            space = FreeExtents(txn, table, 0, 5)
             with pytest.raises(ValueError, match="free already"):
                 space.give([wrong])
 
@@ -67,9 +67,9 @@ def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=64 * 4096) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
-            space = FreeRuns(txn, table, 0, store_free_runs(txn, table, [Extent(1, 5000)]))
-            places = [space.take(1) for _ in range(4999)]
-            for runs in places:
-                assert runs is not None
-                space.give(runs)
-            assert free_runs(txn, table) == [Extent(1, 5000)]
+            space = FreeExtents(txn, table, 0, put_free_extents(txn, table, [Extent(1, 5000)]))
+            allocations = [space.take(1) for _ in range(4999)]
+            for extents in allocations:
+                assert extents is not None
+                space.give(extents)
+            assert free_extents(txn, table) == [Extent(1, 5000)]

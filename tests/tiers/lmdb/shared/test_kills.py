@@ -77,11 +77,11 @@ async def survive(folder: Path, kills: int, seed: int) -> None:
         assert await put(tier, many[start : start + 60], SIZE) == [OK] * 60
     await assert_holds(tier, many[-30:], SIZE)
     tier.check()
-    assert tier._store is not None
-    state = tier._store.index.state()
+    assert tier._files is not None
+    state = tier._files.index.state()
     assert state.reserved == 0, "places of the dead are not free again"
-    tier._store.index.env.reader_check()
-    rows = len(tier._store.index.env.readers().splitlines()) - 1
+    tier._files.index.env.reader_check()
+    rows = len(tier._files.index.env.readers().splitlines()) - 1
     assert rows <= 8, "readers that are dead"
     await tier.aclose()
     assert bytes_of(folder) <= CAPACITY

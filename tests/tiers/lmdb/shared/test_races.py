@@ -252,8 +252,8 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
     assert await put(tier, many, SIZE) == [OK] * 60
     await assert_holds(tier, many[-10:], SIZE)
     tier.check()
-    assert tier._store is not None
-    assert tier._store.index.state().reserved == 0
+    assert tier._files is not None
+    assert tier._files.index.state().reserved == 0
     await tier.aclose()
 
 
