@@ -87,7 +87,7 @@ TORCH_IN = (
     "tiers/copy/",
     "tiers/testing/simulated_copy.py",
 )
-ASYNCIO_IN = ("offload/worker/", "offload/loop.py", "offload/manager.py", "tiers/")
+ASYNCIO_IN = ("offload/worker/", "offload/loop.py", "offload/manager/", "tiers/")
 
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}

@@ -36,7 +36,7 @@ from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import agreed_namespace, make_planner, unit_bytes
+from offload.planner.build import WorkLimits, agreed_namespace, make_planner, unit_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -145,8 +145,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
-            registration, device = self._setup.register(kv_caches)
-            self._worker.register(registration, device, self._setup.tier_specs())
+            registration = self._setup.register(kv_caches)
+            self._worker.register(registration, self._setup.tier_specs())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         state = self._worker.state() if self._worker is not None else None
@@ -223,7 +223,8 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             config, layout = self._setup.config, self._setup.layout
             self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
             num_blocks = self._setup.kv_cache_config.num_blocks
-            planner = make_planner(config, layout, ranks, num_blocks)
+            limits = WorkLimits.of_server(config, ranks, num_blocks)
+            planner = make_planner(config, layout.groups, ranks, limits)
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()

@@ -166,13 +166,13 @@ class ServerSetup:
         for skipped in self.layout.skipped:
             logger.info("kvtiers: not offloaded: %s", skipped)
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[Registration, str]:
-        """Where the KV caches of this worker lie, and on what kind of device."""
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> Registration:
+        """Where the KV caches of this worker lie."""
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
         form = _form_of(self.kv_cache_config.num_blocks, kv_caches, self._kernels(kv_caches))
         self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
         self._geometry = self._describe(kv_caches, registration)
-        return registration, registration.tensors[0].device.type
+        return registration
 
     def _kernels(self, kv_caches: Mapping[str, LayerTensors]) -> dict[str, str]:
         """The kernels of the layers, by name."""

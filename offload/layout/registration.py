@@ -41,6 +41,11 @@ class Registration:
     groups: tuple[GroupRegions, ...]
     tensors: tuple[torch.Tensor, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the KV caches lie."""
+        return self.tensors[0].device
+
 
 @dataclass(frozen=True, slots=True)
 class PageShape:

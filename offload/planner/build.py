@@ -1,10 +1,11 @@
-"""Builds the planner from what the ranks have opened. Ranks must agree, and only chunks that every
-rank holds count."""
+"""Builds the planner from what the ranks have opened, for the connector and for the in-process
+manager. Ranks must agree, and only chunks that every rank holds count."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from offload.config.fields import PolicyConfig
 from offload.config.schema import OffloadConfig, TierConfig
@@ -13,9 +14,10 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.recovery import held_by_all, recover
 from offload.index.tier_index import TierIndex
-from offload.layout.groups import ModelLayout
+from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace, differing_fields
+from offload.planner.loads import STEP_CHUNKS
 from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
@@ -29,13 +31,40 @@ logger = logging.getLogger(__name__)
 DAY_S = 86_400.0
 
 
+@dataclass(frozen=True, slots=True)
+class WorkLimits:
+    """How many chunks may be under way at once: ``store_chunks`` to the CPU tier, ``load_chunks``
+    to the GPU, into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier.
+    One step plans ``step_chunks``. Without limits each caller waits for its own work instead."""
+
+    store_chunks: int = 1 << 30
+    load_chunks: int = 1 << 30
+    load_blocks: int = 1 << 30
+    waiting_writes: int = 1 << 30
+    step_chunks: int = 1 << 30
+
+    @classmethod
+    def of_server(
+        cls, config: OffloadConfig, ranks: Sequence[RankState], num_blocks: int
+    ) -> WorkLimits:
+        """The limits of a server with ``num_blocks`` blocks in its GPU cache."""
+        chunk_bytes = ranks[0].slot_bytes * len(ranks)
+        return cls(
+            store_chunks=max(1, config.max_inflight_store // chunk_bytes),
+            load_chunks=max(1, config.max_inflight_load // chunk_bytes),
+            load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
+            waiting_writes=max(1, min(rank.slots for rank in ranks) * 3 // 4),
+            step_chunks=STEP_CHUNKS,
+        )
+
+
 def make_planner(
     config: OffloadConfig,
-    layout: ModelLayout,
+    layouts: Sequence[GroupLayout],
     ranks: Sequence[RankState],
-    num_blocks: int,
+    limits: WorkLimits,
 ) -> Planner:
-    """The planner for these ranks; the GPU cache has ``num_blocks`` blocks.
+    """The planner of these ranks, which hold chunks of the groups ``layouts``.
 
     Raises ``TierUnavailableError`` if two ranks did not come up with the same tiers.
     """
@@ -47,16 +76,16 @@ def make_planner(
             group.chunk_tokens,
             tuple(tier.footprints[group.group] for tier in first.tiers),
         )
-        for group in layout.groups
+        for group in layouts
     }
     slots = min(rank.slots for rank in ranks)
     cpu = TierIndex(
         "cpu", SlotCapacity(slots, first.first_slot), make_policy(config.cpu.policy.spec)
     )
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
-    chunk_tokens = max(group.chunk_tokens for group in layout.groups)
-    limits = HealthLimits(config.breaker_failures, config.break_even, chunk_tokens)
-    gates = TierHealths([index.name for index in lower], limits)
+    chunk_tokens = max(group.chunk_tokens for group in layouts)
+    health = HealthLimits(config.breaker_failures, config.break_even, chunk_tokens)
+    gates = TierHealths([index.name for index in lower], health)
     queues = [
         WriteThroughQueue(
             tier,
@@ -64,25 +93,25 @@ def make_planner(
             gate=gates.tiers[tier],
             admissions=_tier_admissions(config.lower[tier], len(ranks)),
             read_only=config.is_read_only(tier),
-            max_waiting=max(1, slots * 3 // 4),
+            max_waiting=limits.waiting_writes,
             max_flying=max(1, slots // 4),  # what hangs keeps its slots
         )
         for tier, index in enumerate(lower)
     ]
-    slot_total = first.slot_bytes * len(ranks)
     planner = Planner(
         groups,
         cpu,
         lower,
         ranks=len(ranks),
-        max_store_chunks=max(1, config.max_inflight_store // slot_total),
-        max_load_chunks=max(1, config.max_inflight_load // slot_total),
+        max_store_chunks=limits.store_chunks,
+        max_load_chunks=limits.load_chunks,
         admission=_admission(config.cpu.admission),
-        max_load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
+        max_load_blocks=limits.load_blocks,
         gates=gates,
         write_through_queues=queues,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
+        step_chunks=limits.step_chunks,
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)

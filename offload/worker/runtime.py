@@ -1,223 +1,236 @@
-"""What ``OffloadManager`` makes of its arguments: settings, geometry, and its tiers' indexes."""
+"""Opens one rank: the slab of its CPU tier, the copy engine, the lower tiers and the executor.
+
+The connector's worker side and the in-process manager both build their rank here, and nowhere else.
+What is made belongs to the caller, who closes it; until everything is open, an exit stack does.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from offload.config.schema import OffloadConfig, parse_config
-from offload.errors import ConfigError, Problem, TierUnavailableError
-from offload.index.capacity import ByteCapacity
-from offload.index.chunk_batch import ChunkBatch, GroupInfo
-from offload.index.recovery import recover
-from offload.index.tier_index import TierIndex
-from offload.layout.keys import GROUP_BYTES, group_suffix
-from offload.layout.kv_cache_config import KvCacheConfig, page_bytes
-from offload.layout.registration import GroupCaches, LayerTensors, Registration
-from offload.planner.planner import Planner
-from offload.planner.presence import KNOWN_MAX, SharedLimits
-from offload.planner.tier_health import HealthLimits, TierHealths
-from policies.base import EntryInfo
-from policies.registry import make_admission, make_policy
-from tiers.base import SharedTier, Tier
-from tiers.copy.base import CopyEngine
+from offload.config.schema import OffloadConfig, SlotCounts, slot_counts
+from offload.config.tier_capacity import check_capacity
+from offload.errors import CapacityError, ConfigError, Problem, TierUnavailableError
+from offload.layout.keys import GROUP_BYTES, groups_of, joined
+from offload.layout.registration import Registration
+from offload.messages.report import RankState, RankTier
+from offload.namespaces.manifest import Namespace
+from offload.worker.executor import Executor
+from offload.worker.pending import ExecutorLimits
+from offload.worker.tier_factory import scrub_limits
+from offload.worker.tier_monitor import close_tier
+from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier
+from tiers.copy.base import CopyEngine, GroupRegions
 from tiers.copy.host_engine import HostCopyEngine
-from tiers.record import KEY_BYTES_MAX
 from tiers.slab.slab import HostSlab
 
-KEY_MAX = KEY_BYTES_MAX - GROUP_BYTES
-SHOWN_MAX = 5
-"""Keys or block ids that one message names."""
+if TYPE_CHECKING:
+    from offload.worker.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+"""How long a tier may take to close when a later step of the start has failed."""
 
 
-def group_caches(
-    kv_cache_config: KvCacheConfig,
-    kv_caches: Mapping[str, LayerTensors],
-    config: OffloadConfig,
-) -> list[GroupCaches]:
-    groups = []
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        missing = [name for name in group.layer_names if name not in kv_caches]
-        if missing:
-            raise ValueError(f"group {number}: no KV cache was given for layers {missing}")
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        pages = {
-            name: page_bytes(specs.get(name, group.kv_cache_spec)) for name in group.layer_names
-        }
-        layers = {name: kv_caches[name] for name in group.layer_names}
-        groups.append(GroupCaches(number, config.chunk_blocks, layers, pages))
-    return groups
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The CPU tier of one rank, and the engine that copies between it and the KV caches.
+
+    Slots have ``slot_bytes``. The first ``counts.staging`` slots are staging buffers (they are
+    pinned first); the planner owns the ``counts.slots`` slots after them.
+    """
+
+    slab: HostSlab
+    engine: CopyEngine
+    groups: tuple[GroupRegions, ...]
+    counts: SlotCounts
+    slot_bytes: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the smallest record that tiers are given."""
+        return min(group.record_bytes for group in self.groups)
+
+    @property
+    def addresses(self) -> range:
+        """Where payloads are read into and written from."""
+        first = self.slab.slot_address(0)
+        return range(first, first + self.slab.slot_stride * self.slab.slot_count)
 
 
-def group_infos(
-    kv_cache_config: KvCacheConfig,
-    registration: Registration,
-    config: OffloadConfig,
-    tiers: Sequence[Tier],
-) -> dict[int, GroupInfo]:
-    return {
-        group.group: GroupInfo(
-            "full",
-            kv_cache_config.kv_cache_groups[group.group].kv_cache_spec.block_size
-            * config.chunk_blocks,
-            tuple(tier.footprint_bytes(group.record_bytes) for tier in tiers),
-        )
-        for group in registration.groups
-    }
+@dataclass(frozen=True, slots=True)
+class UnopenedTier:
+    """A lower tier to open. ``where`` names it in error messages and ``name`` in metrics (``""``:
+    the tier names itself); ``option`` is the configuration key of its capacity, if it has one;
+    ``set_aside`` counts folders that were moved out of its way."""
+
+    tier: Tier
+    where: str
+    name: str = ""
+    option: str = ""
+    set_aside: int = 0
 
 
-def in_process_settings(config: Mapping[str, Any] | OffloadConfig | None) -> OffloadConfig:
-    settings = config if isinstance(config, OffloadConfig) else parse_config(config)
-    if settings.tiers:
-        what = "an in-process manager makes no tiers itself"
-        fix = "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)])."
-        raise ConfigError([Problem("$.tiers", what, fix)])
-    return settings
+@dataclass(frozen=True, slots=True)
+class OpenRank:
+    """A rank that is ready to ``start`` its executor, and what the planner must know of it."""
+
+    executor: Executor
+    state: RankState
 
 
-async def open_tier(
-    tier: Tier, number: int, groups: Mapping[int, GroupInfo]
-) -> tuple[TierIndex, bool]:
-    """Open a tier and enter what it holds, unless it is shared, which is said beside. Raises
-    ``TierUnavailableError``, whatever the tier raises: it may be somebody else's code."""
-    try:
-        return await _opened(tier, number, groups)
-    except Exception as error:  # of a tier that may be somebody else's
-        raise TierUnavailableError(f"kvtiers: tier {number}: {error}") from error
+def make_memory(
+    config: OffloadConfig, registration: Registration, shares: int, undo: ExitStack | AsyncExitStack
+) -> RankMemory:
+    """Allocate one of ``shares`` equal parts of the CPU tier beside these KV caches.
 
-
-async def _opened(
-    tier: Tier, number: int, groups: Mapping[int, GroupInfo]
-) -> tuple[TierIndex, bool]:
-    info = await tier.open()
-    capacity = info.capacity_bytes
-    if isinstance(tier, SharedTier):  # what is known of it; it keeps its capacity itself
-        capacity = KNOWN_MAX * max(group.footprints[number] for group in groups.values())
-    index = TierIndex(info.name, ByteCapacity(capacity), make_policy("lru"), low_watermark=0.95)
-    if isinstance(tier, SharedTier):
-        return index, True
-    infos = {
-        group: EntryInfo(group, size_bytes=info.footprints[number])
-        for group, info in groups.items()
-    }
-    batches = tier.keys()
-    columns = [batch.column async for batch in batches]
-    await tier.delete(recover(index, columns, infos))
-    return index, False
-
-
-def wanted_run(
-    keys: Sequence[bytes],
-    block_ids: Sequence[int],
-    group: int,
-    chunk_blocks: Mapping[int, int],
-    num_blocks: int,
-) -> ChunkBatch:
-    """The chunks that a call is about; ``chunk_blocks`` are the blocks of a chunk by group. Raises
-    ``ValueError`` that names everything wrong with the call."""
-    if group not in chunk_blocks:
-        raise ValueError(f"there is no group {group!r}: groups are {sorted(chunk_blocks)}")
-    problems = _key_problems(keys)
-    wanted = len(keys) * chunk_blocks[group]
-    if len(block_ids) != wanted:
-        each = chunk_blocks[group]
-        problems.append(
-            f"{len(keys)} keys need {wanted} block ids ({each} each), got {len(block_ids)}"
-        )
-    blocks, of_blocks = _blocks(block_ids, num_blocks)
-    problems += of_blocks
+    ``undo`` learns how to release each part. Raises ``ConfigError`` for capacities below one chunk
+    and ``CapacityError`` when the memory cannot be had.
+    """
+    groups = registration.groups
+    slot_bytes = max(group.record_bytes for group in groups)
+    smallest = min(group.record_bytes for group in groups)
+    problems = check_capacity(config, slot_bytes, shares, smallest)
     if problems:
-        raise ValueError("; ".join(problems))
-    suffix = group_suffix(group)
-    return ChunkBatch([key + suffix for key in keys], group, blocks, range(1, len(keys) + 1))
-
-
-def _key_problems(keys: Sequence[bytes]) -> list[str]:
-    if isinstance(keys, bytes | bytearray | memoryview | str):
-        return [f"keys must be a sequence of bytes objects, one per chunk, got {type(keys)}"]
-    problems = []
-    others = [key for key in keys if not isinstance(key, bytes)]
-    if others:
-        problems.append(f"keys must be bytes, got {others[:SHOWN_MAX]}")
-        return problems
-    sizes = [len(key) for key in keys if not 0 < len(key) <= KEY_MAX]
-    if sizes:
-        problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_MAX]}")
-    if twice := _repeated(keys):
-        named = [key.hex()[:16] for key in twice]
-        problems.append(f"keys must differ within a call, these are there twice: {named}")
-    return problems
-
-
-def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...], list[str]]:
-    """Block ids as integers, whatever kind of integers they are; and what is wrong with them."""
-    found: list[int] = []
-    others = []
-    for block in block_ids:
-        try:
-            found.append(operator.index(block))
-        except TypeError:
-            others.append(block)
-    problems = []
-    if others:
-        problems.append(f"block ids must be integers, got {others[:SHOWN_MAX]}")
-    if outside := [b for b in found if not 0 <= b < num_blocks]:
-        problems.append(f"block ids {outside[:SHOWN_MAX]} are not in 0..{num_blocks - 1}")
-    if twice := _repeated(found):
-        problems.append(f"block ids must differ within a call, these are there twice: {twice}")
-    return tuple(found), problems
-
-
-def _repeated(values: Sequence[Any]) -> list[Any]:
-    if len(set(values)) == len(values):
-        return []
-    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_MAX]
-
-
-def make_planner(
-    settings: OffloadConfig,
-    groups: Mapping[int, GroupInfo],
-    cpu: TierIndex,
-    opened: Sequence[tuple[TierIndex, bool]],
-    slots: int,
-) -> Planner:
-    """``opened`` is what ``open_tier`` has returned for each lower tier."""
-    admission = settings.cpu.admission
-    lower = [index for index, _ in opened]
-    return Planner(
-        groups,
-        cpu,
-        lower,
-        max_store_chunks=slots,  # callers wait, which is bound enough, here and below
-        step_chunks=1 << 30,
-        gates=TierHealths(
-            [index.name for index in lower],
-            HealthLimits(settings.breaker_failures, break_even=False),  # callers decide
-        ),
-        admission=None if admission.name == "all" else make_admission(admission.spec),
-        shared=[number for number, (_, is_shared) in enumerate(opened) if is_shared],
-        shared_limits=SharedLimits(settings.lookup_timeout_s, settings.remember_s),
-    )
+        raise ConfigError(problems)
+    counts = slot_counts(config, slot_bytes, shares)
+    device = registration.device
+    slab = make_slab(slot_bytes, counts.slots + counts.staging, device, config.cpu.pin)
+    undo.callback(slab.close)
+    engine = make_engine(registration, slab, device)
+    undo.callback(engine.close)
+    return RankMemory(slab, engine, groups, counts, slot_bytes)
 
 
 def make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
-    if device.type != "cuda" or pin == "off":
-        return HostSlab(slot_bytes, slots)
+    """The slots of the CPU tier, pinned for a GPU unless ``pin`` is ``"off"``."""
+    pins = device.type == "cuda" and pin != "off"
+    try:
+        with ExitStack() as undo:
+            node = _gpu_node(device) if pins else None
+            slab = HostSlab(
+                slot_bytes, slots, pin=pins, pin_fallback=pin == "prefer", numa_node=node
+            )
+            undo.callback(slab.close)
+            if pins:
+                slab.wait_ready(1)  # a memlock limit shows at the first piece
+            undo.pop_all()
+        return slab
+    except Exception as error:  # whatever it was, there is no CPU tier
+        raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
+
+
+def _gpu_node(device: torch.device) -> int | None:
     from tiers.copy.cuda_engine import gpu_node
 
-    node = gpu_node(device.index)
-    return HostSlab(slot_bytes, slots, pin=True, pin_fallback=pin == "prefer", numa_node=node)
+    return gpu_node(device.index)
 
 
 def make_engine(registration: Registration, slab: HostSlab, device: torch.device) -> CopyEngine:
+    """The copy engine for the kind of device that the KV caches lie on."""
+    groups, num_blocks = registration.groups, registration.num_blocks
     if device.type == "cuda":
         from tiers.copy.cuda_engine import CudaCopyEngine
 
-        return CudaCopyEngine(
-            registration.groups, slab, device=device.index, num_blocks=registration.num_blocks
-        )
-    return HostCopyEngine(registration.groups, slab, num_blocks=registration.num_blocks)
+        return CudaCopyEngine(groups, slab, device=device.index, num_blocks=num_blocks)
+    return HostCopyEngine(groups, slab, num_blocks=num_blocks)
+
+
+async def open_rank(
+    config: OffloadConfig,
+    memory: RankMemory,
+    tiers: Sequence[UnopenedTier],
+    undo: AsyncExitStack,
+    *,
+    rank: int = 0,
+    shares: int = 1,
+    namespace: Namespace | None = None,
+    verifier: Verifier | None = None,
+) -> OpenRank:
+    """Open the tiers and make the executor; ``undo`` learns how to close each tier.
+
+    Raises ``ConfigError`` for a tier whose configured capacity is too small, and
+    ``TierUnavailableError`` for anything else that a tier raises.
+    """
+    states = []
+    for unopened in tiers:
+        undo.push_async_callback(close_tier, unopened.tier, CLOSE_TIMEOUT_S)
+        states.append(await _open_tier(unopened, memory.groups))
+    limits = ExecutorLimits(config.load_timeout_s, config.fence_timeout_s, config.tier_timeout_s)
+    counts = memory.counts
+    executor = Executor(
+        memory.slab,
+        memory.engine,
+        memory.groups,
+        [unopened.tier for unopened in tiers],
+        staging=range(counts.staging),
+        limits=limits,
+        rank=rank,
+        verifier=verifier,
+        scrubs=scrub_limits(config, shares),
+    )
+    for number, unopened in enumerate(tiers):
+        executor.stats.opened(number, unopened.tier.stats(), unopened.set_aside)
+    state = RankState(
+        rank,
+        namespace or Namespace.of({}),
+        counts.staging,
+        counts.slots,
+        memory.slot_bytes,
+        tuple(states),
+    )
+    return OpenRank(executor, state)
+
+
+async def _open_tier(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> RankTier:
+    try:
+        return await _opened(unopened, groups)
+    except ValueError as error:  # its share of what others have left is too small
+        if not unopened.option:
+            raise _unavailable(unopened, error) from error
+        fix = "Give more, or remove what else lies below the path (kvtiers clear)."
+        raise ConfigError([Problem(unopened.option, str(error), fix)]) from error
+    except Exception as error:  # a tier may be somebody else's code
+        raise _unavailable(unopened, error) from error
+
+
+def _unavailable(unopened: UnopenedTier, error: Exception) -> TierUnavailableError:
+    return TierUnavailableError(f"kvtiers: {unopened.where}: {error}")
+
+
+async def _opened(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> RankTier:
+    tier = unopened.tier
+    info = await tier.open()
+    sizes = {group.group: group.record_bytes for group in groups}
+    footprints = {group: tier.footprint_bytes(size) for group, size in sizes.items()}
+    columns: list[KeyColumn] = []
+    others: list[bytes] = []
+    is_shared = isinstance(tier, SharedTier)
+    if not is_shared:
+        async for batch in tier.keys():
+            fits = _fits(batch, sizes)
+            columns.append(batch.column if fits.all() else batch.column[fits])
+            others += batch.column[~fits].tolist()
+    if others:  # nobody can load them, and no index would count their space
+        await tier.delete(others)
+    name = unopened.name or info.name
+    return RankTier(name, info.capacity_bytes, footprints, joined(columns), is_shared)
+
+
+def _fits(found: StoredKeys, sizes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+    """Which records belong to a group and are as long as its chunks."""
+    fits = np.zeros(found.column.size, np.bool_)
+    if found.column.itemsize > GROUP_BYTES:
+        groups = groups_of(found.column)
+        for group, size in sizes.items():
+            fits |= (groups == group) & (found.payload_bytes == size)
+    return fits

@@ -8,14 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
-import offload.manager
+import offload.worker.runtime
 import tiers.copy.cuda_engine
+from offload.config.schema import TierConfig
 from offload.errors import ConfigError, TierUnavailableError
+from offload.layout.keys import group_suffix
 from offload.manager import OffloadManager
+from policies.registry import make_policy
 from tests.offload.small_model import (
     BLOCKS,
     compute,
@@ -26,7 +31,7 @@ from tests.offload.small_model import (
     wrong_blocks,
 )
 from tests.threads import no_thread_is_left
-from tiers.base import TierClosedError
+from tiers.base import TierClosedError, WriteOutcome
 from tiers.testing.faults import (
     CountingTier,
     Damage,
@@ -51,7 +56,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
             blocks = registration.num_blocks
             return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=seed)
 
-        monkeypatch.setattr(offload.manager, "make_engine", make)
+        monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
     return name
 
 
@@ -288,7 +293,7 @@ async def test_a_cancelled_offload_ends_only_when_its_blocks_are_free(
         engines.append(SimulatedCopyEngine(registration.groups, slab, automatic=False))
         return engines[0]
 
-    monkeypatch.setattr(offload.manager, "make_engine", make)
+    monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
     caches = kv_caches()
     async with await open_manager(caches) as manager:
         compute(caches, keys(1), [1])
@@ -333,6 +338,34 @@ async def test_a_tier_that_does_not_open_leaves_nothing_behind(engine: str) -> N
         await good.read([], [])
 
 
+async def test_records_that_fit_no_group_are_deleted_at_the_start() -> None:
+    """Each load of them would fail, and no index counts their space."""
+    tier = memory()
+    await tier.open()
+    fitting, others = (
+        keys(1)[0] + group_suffix(0),
+        [
+            keys(2)[1] + group_suffix(0),
+            keys(1)[0] + group_suffix(3),
+            b"e" * 4,
+        ],
+    )
+    sizes = (8192, 4096, 8192, 8192)
+    written = await tier.write([fitting, *others], [np.zeros(size, np.uint8) for size in sizes])
+    assert set(written) == {WriteOutcome.OK}
+    async with await open_manager(kv_caches(), [tier], slots=8) as manager:
+        assert manager.lookup(keys(2)) == 1
+        assert set(tier.records) == {fitting}
+
+
+async def test_a_tier_object_has_the_default_options_of_a_tier() -> None:
+    async with await open_manager(kv_caches(), [memory()], slots=8) as manager:
+        (index,) = manager.planner.lower
+        config = TierConfig("object", "", 0)
+        assert index.space.capacity == int((1 << 22) * config.high_watermark)
+        assert type(index.policy) is type(make_policy(config.policy.spec))
+
+
 async def test_tiers_in_the_configuration_are_refused() -> None:
     lmdb = {"type": "lmdb", "path": "/nonexistent/kv", "capacity": "1GiB"}
     with pytest.raises(ConfigError, match="Pass tier objects"):
@@ -347,9 +380,9 @@ def test_the_gpu_is_that_of_the_caches_not_the_current_one(monkeypatch: pytest.M
 
     monkeypatch.setattr(tiers.copy.cuda_engine, "CudaCopyEngine", remember)
     monkeypatch.setattr(tiers.copy.cuda_engine, "gpu_node", remember)
-    monkeypatch.setattr(offload.worker.runtime, "HostSlab", lambda *_, **__: None)
+    monkeypatch.setattr(offload.worker.runtime, "HostSlab", MagicMock())
     registration: Any = SimpleNamespace(groups=(), num_blocks=3)
     device = torch.device("cuda", 1)
-    slab = offload.manager.make_slab(4096, 2, device, "prefer")
-    offload.manager.make_engine(registration, slab, device)
+    slab: Any = offload.worker.runtime.make_slab(4096, 2, device, "prefer")
+    offload.worker.runtime.make_engine(registration, slab, device)
     assert asked == [1, 1]

@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from offload.connector.compat import plan_kv_cache
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
+from offload.worker import runtime
 from tests.models.configs import QWEN3
 from tests.models.families import write_model
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
@@ -222,15 +223,15 @@ class World:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        def engine(groups: Any, slab: Any, num_blocks: int, device: str) -> SimulatedCopyEngine:
-            return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
+        def engine(registration: Any, slab: Any, _: object) -> SimulatedCopyEngine:
+            groups, blocks = registration.groups, registration.num_blocks
+            return SimulatedCopyEngine(groups, slab, num_blocks=blocks, seed=self.seed)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "EventLoopThread", PumpedLoop)
-            patch.setattr(worker_side, "_make_engine", engine)
+            patch.setattr(runtime, "make_engine", engine)
             patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
-            runner = self._conditions.runner == 2
-            patch.setattr(VllmConfig, "use_v2_model_runner", runner)
+            patch.setattr(VllmConfig, "use_v2_model_runner", self._conditions.runner == 2)
             yield
 
     def _make_tier(self, spec: Any) -> Tier:

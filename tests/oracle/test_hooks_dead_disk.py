@@ -30,6 +30,7 @@ from vllm.lora.request import LoRARequest
 
 from offload.connector import guard
 from offload.connector.worker import worker_side
+from offload.worker import runtime
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
@@ -116,11 +117,12 @@ class Served(World):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        def engine(groups: Any, slab: Any, num_blocks: int, device: str) -> SimulatedCopyEngine:
-            return SimulatedCopyEngine(groups, slab, num_blocks=num_blocks, seed=self.seed)
+        def engine(registration: Any, slab: Any, _: object) -> SimulatedCopyEngine:
+            groups, blocks = registration.groups, registration.num_blocks
+            return SimulatedCopyEngine(groups, slab, num_blocks=blocks, seed=self.seed)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_side, "_make_engine", engine)
+            patch.setattr(runtime, "make_engine", engine)
             yield
 
     def _start(self) -> None:

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from offload.config.schema import OffloadConfig, slot_counts
-from offload.config.tier_capacity import check_capacity
+from offload.config.schema import OffloadConfig
 from offload.connector.worker.cpu_affinity import threads_unbound
-from offload.errors import CapacityError, ConfigError, Problem, TierUnavailableError
-from offload.layout.keys import GROUP_BYTES, groups_of, joined
 from offload.layout.registration import Registration
 from offload.loop import EventLoopThread
 from offload.messages.plan import StepPlan
-from offload.messages.report import RankState, RankTier
+from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace
 from offload.sizes import format_size
 from offload.telemetry.counters import WorkerStats
 from offload.worker.executor import Executor
-from offload.worker.pending import Drained, ExecutorLimits
-from offload.worker.tier_factory import TierSpec, make_tier, scrub_limits
-from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier, TierError
-from tiers.copy.base import CopyEngine, GroupRegions
-from tiers.copy.host_engine import HostCopyEngine
+from offload.worker.pending import Drained
+from offload.worker.runtime import RankMemory, UnopenedTier, make_memory, open_rank
+from offload.worker.tier_factory import TierSpec, make_tier
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
@@ -77,107 +70,57 @@ class WorkerSide:
 
     # -- start and end -----------------------------------------------------------------------
 
-    def register(self, registration: Registration, device: str, specs: list[TierSpec]) -> None:
+    def register(self, registration: Registration, specs: Sequence[TierSpec]) -> None:
         """Take over the registered KV caches: slab, engine, tiers, loop.
 
         Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory
-        cannot be had, and ``TierUnavailableError`` for a tier that does not open. Whatever was
-        set up by then is let go again.
+        cannot be had, and ``TierUnavailableError`` for a tier that does not open. Releases
+        everything that was set up by then.
         """
         with ExitStack() as undo, threads_unbound():
-            self._register(registration, device, specs, undo)
+            self._register(registration, specs, undo)
             undo.pop_all()
 
     def _register(
-        self, registration: Registration, device: str, specs: list[TierSpec], undo: ExitStack
+        self, registration: Registration, specs: Sequence[TierSpec], undo: ExitStack
     ) -> None:
         self._keep_alive = registration.tensors
         self._verifier = self._make_verifier(registration)
-        groups = registration.groups
-        slot_bytes = max(group.record_bytes for group in groups)
-        smallest = min(group.record_bytes for group in groups)
-        problems = check_capacity(self._config, slot_bytes, self._shares, smallest)
-        if problems:
-            raise ConfigError(problems)
-        counts = slot_counts(self._config, slot_bytes, self._shares)
-        self._slab = self._make_slab(slot_bytes, counts.slots + counts.staging, device)
-        undo.callback(self._slab.close)
-        engine = _make_engine(groups, self._slab, registration.num_blocks, device)
-        undo.callback(engine.close)
-        memory = _addresses(self._slab)
-        tiers = [make_tier(spec, smallest, memory) for spec in specs]
+        memory = make_memory(self._config, registration, self._shares, undo)
+        self._slab = memory.slab
+        tiers = [self._make_tier(spec, memory) for spec in specs]
         self._loop = EventLoopThread()
         undo.callback(self._stop_loop)
-        staging = range(counts.staging)  # the first slots: they are pinned first
-        limits = ExecutorLimits(
-            self._config.load_timeout_s,
-            self._config.fence_timeout_s,
-            self._config.tier_timeout_s,
-        )
-        states = self._loop.call(
-            self._open(engine, groups, tiers, specs, staging, limits), OPEN_TIMEOUT_S
-        )
-        self._state = RankState(
-            self._rank, self._namespace, counts.staging, counts.slots, slot_bytes, tuple(states)
-        )
+        self._state = state = self._loop.call(self._open(memory, tiers), OPEN_TIMEOUT_S)
         logger.info(
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
             self._rank,
-            counts.slots,
-            format_size(slot_bytes),
-            "".join(f", {len(s.keys)} records in {s.name}" for s in states),
+            state.slots,
+            format_size(state.slot_bytes),
+            "".join(f", {sum(map(len, t.keys))} records in {t.name}" for t in state.tiers),
         )
 
-    def _make_slab(self, slot_bytes: int, slots: int, device: str) -> HostSlab:
-        pin = device == "cuda" and self._config.cpu.pin != "off"
-        try:
-            with ExitStack() as undo:
-                slab = HostSlab(
-                    slot_bytes,
-                    slots,
-                    pin=pin,
-                    pin_fallback=self._config.cpu.pin == "prefer",
-                    numa_node=_gpu_node() if pin else None,
-                )
-                undo.callback(slab.close)
-                if pin:
-                    slab.wait_ready(1)  # a memlock limit shows at the first piece
-                undo.pop_all()
-            return slab
-        except Exception as error:  # whatever it was, there is no CPU tier
-            raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
+    @staticmethod
+    def _make_tier(spec: TierSpec, memory: RankMemory) -> UnopenedTier:
+        tier = make_tier(spec, memory.record_bytes, memory.addresses)
+        return UnopenedTier(tier, spec.where, spec.name, f"{spec.where}.capacity", spec.set_aside)
 
-    async def _open(
-        self,
-        engine: CopyEngine,
-        groups: tuple[GroupRegions, ...],
-        tiers: list[Tier],
-        specs: list[TierSpec],
-        staging: range,
-        limits: ExecutorLimits,
-    ) -> list[RankTier]:
-        assert self._slab is not None
-        states = []
+    async def _open(self, memory: RankMemory, tiers: Sequence[UnopenedTier]) -> RankState:
         async with AsyncExitStack() as undo:
-            for tier, spec in zip(tiers, specs, strict=True):
-                undo.push_async_callback(tier.aclose)
-                states.append(await _open_tier(tier, spec, groups))
+            rank = await open_rank(
+                self._config,
+                memory,
+                tiers,
+                undo,
+                rank=self._rank,
+                shares=self._shares,
+                namespace=self._namespace,
+                verifier=self._verifier,
+            )
             undo.pop_all()
-        self._executor = Executor(
-            self._slab,
-            engine,
-            groups,
-            tiers,
-            staging=staging,
-            limits=limits,
-            rank=self._rank,
-            verifier=self._verifier,
-            scrubs=scrub_limits(self._config, self._shares),
-        )
-        for number, (tier, spec) in enumerate(zip(tiers, specs, strict=True)):
-            self._executor.stats.opened(number, tier.stats(), spec.set_aside)
-        self._executor.start()
-        return states
+        self._executor = rank.executor
+        rank.executor.start()
+        return rank.state
 
     def _make_verifier(self, registration: Registration) -> Verifier | None:
         if self._config.verify != "device":
@@ -263,53 +206,3 @@ class WorkerSide:
         new = {name: value - self._sent.get(name, 0) for name, value in now.items()}
         self._sent |= now
         return {name: value for name, value in new.items() if value}
-
-
-def _addresses(slab: HostSlab) -> range:
-    first = slab.slot_address(0)
-    return range(first, first + slab.slot_stride * slab.slot_count)
-
-
-async def _open_tier(tier: Tier, spec: TierSpec, groups: tuple[GroupRegions, ...]) -> RankTier:
-    try:
-        info = await tier.open()
-    except TierError as error:
-        raise TierUnavailableError(f"kvtiers: {spec.where}: {error}") from error
-    except ValueError as error:  # its share of what others have left is too small
-        fix = "Give more, or remove what else lies below the path (kvtiers clear)."
-        raise ConfigError([Problem(f"{spec.where}.capacity", str(error), fix)]) from error
-    footprints = {group.group: tier.footprint_bytes(group.record_bytes) for group in groups}
-    sizes = {group.group: group.record_bytes for group in groups}
-    columns: list[KeyColumn] = []
-    if not isinstance(tier, SharedTier):
-        batches = tier.keys()
-        columns = [_of_groups(batch, sizes) async for batch in batches]
-    keys = joined(columns)
-    return RankTier(spec.name, info.capacity_bytes, footprints, keys, isinstance(tier, SharedTier))
-
-
-def _of_groups(found: StoredKeys, sizes: Mapping[int, int]) -> KeyColumn:
-    """The keys of records that belong to a group and are as long as its chunks."""
-    if found.column.itemsize <= GROUP_BYTES:
-        return found.column[:0]
-    groups = groups_of(found.column)
-    fits = np.zeros(groups.size, np.bool_)
-    for group, size in sizes.items():
-        fits |= (groups == group) & (found.payload_bytes == size)
-    return found.column if fits.all() else found.column[fits]
-
-
-def _gpu_node() -> int | None:
-    from tiers.copy.cuda_engine import gpu_node
-
-    return gpu_node()
-
-
-def _make_engine(
-    groups: tuple[GroupRegions, ...], slab: HostSlab, num_blocks: int, device: str
-) -> CopyEngine:
-    if device == "cuda":
-        from tiers.copy.cuda_engine import CudaCopyEngine
-
-        return CudaCopyEngine(groups, slab, num_blocks=num_blocks)
-    return HostCopyEngine(groups, slab, num_blocks=num_blocks)

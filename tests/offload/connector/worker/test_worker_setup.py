@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from offload.config.schema import TierConfig, parse_config
-from offload.connector.worker import worker_side
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import ConfigError, TierUnavailableError
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
 from offload.namespaces.manifest import Namespace
-from offload.worker import idle_scrub
+from offload.worker import idle_scrub, runtime
 from offload.worker.tier_factory import TierSpec, scrub_limits
 from tests.offload.cli.stores import flip
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -48,7 +50,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[HostSlab]:
         made.append(HostSlab(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(worker_side, "HostSlab", make)
+    monkeypatch.setattr(runtime, "HostSlab", make)
     return made
 
 
@@ -77,9 +79,7 @@ def test_a_tier_that_does_not_open_leaves_nothing_behind(
     (tmp_path / "file").write_text("not a folder")
     one = worker()
     with pytest.raises(TierUnavailableError):
-        one.register(
-            registration(), "cpu", [file_tier(tmp_path / "a"), file_tier(tmp_path / "file")]
-        )
+        one.register(registration(), [file_tier(tmp_path / "a"), file_tier(tmp_path / "file")])
     assert_released(slabs, threads)
     assert one.state() is None
     one.shutdown()
@@ -92,7 +92,7 @@ def test_a_share_that_is_too_small_has_its_place(tmp_path: Path, slabs: list[Hos
     config = TierConfig("lmdb", str(tmp_path), 1 << 24)
     spec = TierSpec("$.tiers[1]", "lmdb", config, tmp_path, 1 << 20, NAMESPACE, 0, 1)
     with pytest.raises(ConfigError) as raised:
-        one.register(registration(), "cpu", [spec])
+        one.register(registration(), [spec])
     [problem] = raised.value.problems
     assert problem.where == "$.tiers[1].capacity"
     assert "leaves no room for records" in problem.what
@@ -114,14 +114,15 @@ def _register_on_cuda(one: WorkerSide) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a CUDA driver")
     one._config = parse_config({"cpu": {"capacity": "1MiB", "pin": "off"}})
-    one.register(registration(), "cuda", [])
+    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"))
+    one.register(replace(registration(), tensors=(on_cuda,)), [])
 
 
 def test_what_could_be_set_up_stays(tmp_path: Path, slabs: list[HostSlab]) -> None:
     """The control: the same without the fault."""
     threads = set(threading.enumerate())
     one = worker()
-    one.register(registration(), "cpu", [file_tier(tmp_path / "a")])
+    one.register(registration(), [file_tier(tmp_path / "a")])
     slabs[0].slot(0)[:] = 1
     assert one.state() is not None
     one.shutdown()
@@ -156,7 +157,7 @@ def test_an_idle_worker_finds_damage_and_reports_it(
     config = parse_config({"cpu": {"capacity": "1MiB"}, "tiers": [table | {"scrub": scrub}]})
     spec = TierSpec("$.tiers[0]", "lmdb", config.tiers[0], folder, 1 << 24, NAMESPACE, 0, 0)
     one = WorkerSide(config, 0, 1, NAMESPACE.hex())
-    one.register(registration(), "cpu", [spec])
+    one.register(registration(), [spec])
     damaged: frozenset[bytes] = frozenset()
     counted: dict[str, float] = {}
     while scrub == "idle" and counted.get("scrubbed_records:0", 0) < len(keys):

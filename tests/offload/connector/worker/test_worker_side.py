@@ -24,7 +24,7 @@ from tiers.slab.slab import SlabError
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[WorkerSide]:
     made = worker()
-    made.register(registration(), "cpu", [file_tier(tmp_path / "kv")])
+    made.register(registration(), [file_tier(tmp_path / "kv")])
     yield made
     made.shutdown()
 
@@ -56,7 +56,7 @@ def test_records_that_fit_no_group_are_not_found(tmp_path: Path) -> None:
     }
     asyncio.run(write(tmp_path / "kv", records))
     found = worker()
-    found.register(registration(), "cpu", [file_tier(tmp_path / "kv")])
+    found.register(registration(), [file_tier(tmp_path / "kv")])
     try:
         handshake = found.state()
         assert handshake is not None
@@ -86,7 +86,7 @@ def test_a_fence_that_comes_late_spoils_what_has_not_ended_before(is_late: bool)
     """Model Runner V2 has overwritten the blocks by then, and a store may have read that."""
     one = worker()
     one._fence_is_late = is_late
-    one.register(registration(), "cpu", [])
+    one.register(registration(), [])
     try:
         one.post(StepPlan(stores=(StoreJob(1, 0, [1], [3]), StoreJob(2, 0, [2], [4]))))
         one.before_step(StepPlan(fence=(1,)))

@@ -13,38 +13,21 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from offload.config.schema import OffloadConfig, check_cpu_capacity, slot_counts
-from offload.errors import (
-    ConfigError,
-    InvariantError,
-    ManagerClosedError,
-    TierUnavailableError,
-)
-from offload.index.capacity import SlotCapacity
+from offload.config.schema import OffloadConfig
+from offload.errors import InvariantError, ManagerClosedError, TierUnavailableError
 from offload.index.chunk_batch import ChunkBatch
-from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
 from offload.layout.kv_cache_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
 from offload.layout.registration import LayerTensors, Registration, register_kv_caches
+from offload.manager.arguments import group_caches, group_layouts, in_process_settings, wanted_run
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult
 from offload.namespaces.epochs import draw_epoch
+from offload.planner.build import WorkLimits, make_planner
 from offload.planner.loads import NOBODY
 from offload.planner.planner import Planner
 from offload.worker.executor import Executor
-from offload.worker.pending import ExecutorLimits
-from offload.worker.runtime import (
-    group_caches,
-    group_infos,
-    in_process_settings,
-    make_engine,
-    make_planner,
-    make_slab,
-    open_tier,
-    wanted_run,
-)
-from offload.worker.tier_monitor import close_tier
-from policies.registry import make_policy
+from offload.worker.runtime import UnopenedTier, make_memory, open_rank
 from tiers.base import Tier
 from tiers.copy.failures import Tally
 from tiers.io.awaiting import settled
@@ -101,8 +84,8 @@ class OffloadManager:
 
         ``kv_caches`` maps layer names to tensors (or lists of state tensors); ``config`` is what
         ``kv_connector_extra_config`` would hold, without ``tiers``: lower tiers are given as
-        objects, nearest first. Raises ``ConfigError``, ``LayoutError`` and
-        ``TierUnavailableError``, and lets go of what it had set up, tiers included, if it does.
+        objects, nearest first. Raises ``ConfigError``, ``LayoutError``, ``CapacityError`` and
+        ``TierUnavailableError``, after it has released what it had set up, tiers included.
         """
         undo = contextlib.AsyncExitStack()
         try:
@@ -120,41 +103,19 @@ class OffloadManager:
         config: Mapping[str, Any] | OffloadConfig | None,
         tiers: Sequence[Tier],
     ) -> OffloadManager:
-        """``open``; ``undo`` is told how to let go of each step."""
-        settings = in_process_settings(config)
+        """``open``; ``undo`` learns how to release what each step has made."""
+        settings = in_process_settings(config, len(tiers))
         registration = register_kv_caches(
             kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
         )
-        slot_bytes = max(group.record_bytes for group in registration.groups)
-        problems = check_cpu_capacity(settings, slot_bytes, 1)
-        if problems:
-            raise ConfigError(problems)
-        slots = slot_counts(settings, slot_bytes, 1).slots
-        staging = min(slots // 2, max(1, settings.staging // slot_bytes)) if tiers else 0
-        device = registration.tensors[0].device
-        slab = make_slab(slot_bytes, slots, device, settings.cpu.pin)
-        undo.callback(slab.close)
-        engine = make_engine(registration, slab, device)
-        undo.callback(engine.close)
-        groups = group_infos(kv_cache_config, registration, settings, tiers)
-        cpu = TierIndex(
-            "cpu",
-            SlotCapacity(slots - staging, staging),
-            make_policy(settings.cpu.policy.spec),
-        )
-        opened = []
-        for number, tier in enumerate(tiers):
-            undo.push_async_callback(close_tier, tier, CLOSE_TIMEOUT_S)
-            opened.append(await open_tier(tier, number, groups))
-        limits = ExecutorLimits(
-            settings.load_timeout_s, settings.fence_timeout_s, settings.tier_timeout_s
-        )
-        executor = Executor(
-            slab, engine, registration.groups, tiers, staging=range(staging), limits=limits
-        )
-        planner = make_planner(settings, groups, cpu, opened, slots)
-        manager = cls(planner, executor, slab, registration)
-        executor.start(manager._notice)
+        memory = make_memory(settings, registration, 1, undo)
+        unopened = [UnopenedTier(tier, f"tier {n}") for n, tier in enumerate(tiers)]
+        rank = await open_rank(settings, memory, unopened, undo)
+        limits = WorkLimits(store_chunks=rank.state.slots)
+        layouts = group_layouts(kv_cache_config, settings)
+        planner = make_planner(settings, layouts, [rank.state], limits)
+        manager = cls(planner, rank.executor, memory.slab, registration)
+        rank.executor.start(manager._notice)
         return manager
 
     async def __aenter__(self) -> OffloadManager:
