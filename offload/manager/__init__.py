@@ -1,8 +1,8 @@
-"""``OffloadManager``: the offloading of one process as an asyncio API, without vLLM.
+"""``OffloadManager``: offloading for one process as an asyncio API, without vLLM.
 
-The same planner, executor and tiers as in the connector, driven by ``await`` instead of by a
-scheduler's steps. One manager serves one rank. It lives on the loop on which it was opened, and
-all its methods must be called there.
+It drives the planner, executor and tiers of the connector by ``await`` instead of by a scheduler's
+steps. One manager serves one rank. It belongs to the loop on which it was opened; call all methods
+on that loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long what is closed in a hurry may take: what flies together, then each tier."""
+"""Limit for a hurried close: for all work in flight together, then for each tier."""
 STEP_ATTEMPTS = 3
 
 
@@ -127,8 +127,8 @@ class OffloadManager:
     # -- use ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
-        """How many of ``keys``, from the first on without a gap, some tier is known to give now.
-        ``restore`` also asks shared tiers what nobody here knows."""
+        """Returns the length of the longest prefix of ``keys`` that the tiers are known to hold.
+        ``restore`` also asks shared tiers for keys that this process does not know."""
         self._check_open()
         return self._held(keys, group)
 
@@ -136,9 +136,9 @@ class OffloadManager:
         """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
 
         ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, from the first
-        on, are held by a tier now; the rest found no room. The blocks may be reused afterwards,
-        also when the call was cancelled: it ends only when nothing reads them any more. Raises
-        ``ValueError`` before anything is done, and ``ManagerClosedError``.
+        on, are held by a tier now; there was no space for the rest. The caller may reuse the blocks
+        afterwards, even if the call was cancelled: it ends only when nothing reads them any more.
+        Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         filling = self.planner.cpu.filling_among(run.keys)
@@ -160,8 +160,8 @@ class OffloadManager:
         """Fill blocks with the longest prefix of ``keys`` that is held, and wait for that.
 
         Returns how many chunks, from the first on, are restored whole and verified; the content
-        of the blocks after them is undefined. The blocks may be reused afterwards, also when the
-        call was cancelled: it ends only when nothing writes into them any more. Raises
+        of the blocks after them is undefined. The caller may reuse the blocks afterwards, even if
+        the call was cancelled: it ends only when nothing writes into them any more. Raises
         ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
@@ -169,7 +169,7 @@ class OffloadManager:
             await self._ask(run.keys)
         hit = self._held(keys, group)
         if not hit:
-            self._pump()  # time passes: a tier that is shut out may be due for a probe
+            self._pump()  # time passes: a tier whose circuit breaker is open may be due for a probe
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
@@ -179,7 +179,7 @@ class OffloadManager:
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
         ended = self._loads[request] = self._loop.create_future()
-        # A read that hangs fills slots, not blocks: who cancels does not wait for it.
+        # A read that hangs fills slots, not blocks: a cancelled caller does not wait for it.
         if await settled(ended, lambda: self._executor.leave(request)):
             return hit
         self._check_open()
@@ -189,7 +189,7 @@ class OffloadManager:
         return next((n for n, key in enumerate(run.keys) if key in bad), hit)
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
-        """Let shared tiers say which of these they hold, for at most ``lookup_timeout_s``."""
+        """Ask shared tiers which of these keys they hold, and wait at most ``lookup_timeout_s``."""
         shared, loop = self.planner.shared, self._loop
         self.planner.tick(loop.time())
         wait = shared.ask([k for k in keys if not self.planner.present(k)], None, loop.time())
@@ -227,16 +227,16 @@ class OffloadManager:
         is_durable = await self._ends(self._executor.settle(), timeout_s)
         if not is_durable or self._executor.stats.tier_errors != errors:
             raise TierUnavailableError(
-                "kvtiers: a tier could not be reset durably. Nothing of it is found any more in "
-                "this process, but delete its folder before it is opened again."
+                "kvtiers: a tier could not be reset durably. This process finds none of its "
+                "records any more, but delete its folder before it is opened again."
             )
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
         """Flush within ``timeout_s`` seconds, then release tiers, threads and memory.
 
-        From the first moment on calls raise ``ManagerClosedError``, and so does in the end what is
-        under way and has not ended by itself. An ``aclose`` that is cancelled flushes no more, but
-        releases everything all the same before it raises. Several may call it, again and again.
+        New calls raise ``ManagerClosedError`` at once, and calls that are still under way at the
+        end raise it too. A cancelled ``aclose`` stops flushing, but releases everything before it
+        raises. It may be called several times, also concurrently.
         """
         self._is_closing = True
         flush_s = closes_s = timeout_s
@@ -248,7 +248,7 @@ class OffloadManager:
                 await asyncio.wait([self._closing])
             except asyncio.CancelledError as error:
                 cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, CLOSE_TIMEOUT_S)
-                self._closing.cancel()  # it begins anew, and hurries
+                self._closing.cancel()  # it starts again, and hurries
         if cancelled is not None:
             raise cancelled
 
@@ -275,9 +275,9 @@ class OffloadManager:
             try:
                 plan = self.planner.step()
                 break
-            except Exception as error:  # of operations that have ended: go on with the others
+            except Exception as error:  # from an operation that has ended: go on with the others
                 self._note_fault(error)
-        if plan is None:  # nor is it sent later: its blocks are those of calls that raise this
+        if plan is None:  # it is not sent later either: the calls that raise this own its blocks
             self._is_broken = True
             raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
         for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:
@@ -286,21 +286,22 @@ class OffloadManager:
         return plan
 
     def _notice(self) -> None:
-        """Something has ended: look what. No task does, because a loop that is about to end cancels
-        all tasks, and whoever waits for a copy must hear of its end all the same."""
+        """Schedule ``_take_in``: something has ended. A callback, not a task, because a loop that
+        is about to end cancels all tasks, and a caller that waits for a copy must still learn
+        of its end."""
         if not self._is_due:
             self._is_due = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._take_in)
 
     def _take_in(self) -> None:
-        """Feed what ended back to the planner, and to whoever waits."""
+        """Pass ended work on to the planner and to the calls that wait for it."""
         self._is_due = False
         drained = self._executor.drain()
         try:
             self.planner.tick(self._loop.time())
             self.planner.complete(drained.report)
-        except Exception as error:  # of one operation: the others must hear how they ended
+        except Exception as error:  # of one operation: callers of the others need their results
             self._note_fault(error)
         for job, result in drained.report.results.items():
             future = self._jobs.pop(job, None)
@@ -311,13 +312,15 @@ class OffloadManager:
             if ended is not None and not ended.done():
                 ended.set_result(request not in drained.failed)
         if not self._released.done():
-            with contextlib.suppress(Exception):  # noted, and tried again with the next that ends
+            with contextlib.suppress(
+                Exception
+            ):  # noted, and tried again when the next operation ends
                 self._pump()
         self._moved.set()
 
     def _note_fault(self, error: Exception) -> None:
         if count := self._faults.add(type(error).__name__):
-            what = "kvtiers: the planner has failed %d times like this; what it did is lost"
+            what = "kvtiers: the planner has failed %d times like this; its last operation is lost"
             logger.error(what, count, exc_info=error)
 
     async def _flushed(self) -> None:
@@ -328,8 +331,8 @@ class OffloadManager:
         await self._executor.settle()
 
     async def _ends(self, work: Coroutine[Any, Any, None], timeout_s: float) -> bool:
-        """Whether this ends within ``timeout_s``. Raises ``ManagerClosedError`` if that cannot be,
-        because the manager was closed."""
+        """Returns True if this ends within ``timeout_s``. Raises ``ManagerClosedError`` if the
+        manager was closed meanwhile."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[None]] = {task, self._released}
         try:
@@ -344,18 +347,18 @@ class OffloadManager:
         return is_over
 
     async def _close(self, flush_s: float, timeout_s: float) -> None:
-        """Release everything; can be called again if it was cancelled."""
-        try:  # what is not written in time is not there after a restart, nothing else
+        """Release everything. If it was cancelled, call it again."""
+        try:  # chunks that are not written in time are missing after a restart, nothing else
             if flush_s:
                 await self._ends(self._flushed(), flush_s)
             await self._executor.aclose(timeout_s)
             self._slab.close()
-        except Exception as error:  # whatever does not close, nobody may wait for ever
+        except Exception as error:  # nobody may wait forever because something does not close
             self._note_fault(error)
         self._released.set_result(None)
         self._take_in()
         waited_for: list[asyncio.Future[Any]] = [*self._jobs.values(), *self._loads.values()]
         for future in waited_for:
             future.set_exception(ManagerClosedError("kvtiers: the OffloadManager was closed"))
-            future.exception()  # perhaps nobody waits for it
+            future.exception()  # marks it as retrieved: perhaps nobody waits for it
         self._moved.set()

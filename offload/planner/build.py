@@ -33,9 +33,9 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class WorkLimits:
-    """How many chunks may be under way at once: ``store_chunks`` to the CPU tier, ``load_chunks``
-    to the GPU, into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier.
-    One step plans ``step_chunks``. Without limits each caller waits for its own work instead."""
+    """Bounds on chunks under way at once: ``store_chunks`` to the CPU tier, ``load_chunks`` to the
+    GPU, into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier. One step
+    plans ``step_chunks``. By default there are none, for callers that wait for their own work."""
 
     store_chunks: int = 1 << 30
     load_chunks: int = 1 << 30
@@ -195,8 +195,8 @@ def _recover(
 
 
 def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
-    """What a chunk must pass to be written. The daily budget is the server's, one rank's share
-    is counted because every rank writes alike."""
+    """Policies that a chunk must pass to be written. The daily budget is the server's; the share of
+    one rank is counted, because every rank writes the same chunks."""
     chosen = _admission(tier.admission)
     found = [chosen] if chosen is not None else []
     if tier.write_budget_per_day:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a tier may take to close when a later step of the start has failed."""
+"""Time limit for closing a tier after a later step of the start has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ async def _opened(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> Ran
 
 
 def _fits(found: StoredKeys, sizes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-    """Which records belong to a group and are as long as its chunks."""
+    """Marks the records that belong to a group and are as long as its chunks."""
     fits = np.zeros(found.column.size, np.bool_)
     if found.column.itemsize > GROUP_BYTES:
         groups = groups_of(found.column)
