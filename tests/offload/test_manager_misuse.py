@@ -27,7 +27,7 @@ from tests.offload.small_model import (
 )
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
-from tiers.adapters.wrapper import TierWrapper
+from tiers.adapters.wrapper import SharedTierWrapper, TierWrapper
 from tiers.base import ReadOutcome, Tier, WriteOutcome
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing.faults import FaultTier, always
@@ -140,13 +140,17 @@ class MisbehavingTier(FaultTier):
         found: list[ReadOutcome] = await self._answer("read", await self.inner.read(names, into))
         return found
 
-    async def present(self, names: Any) -> list[bool]:
-        found: list[bool] = await self._answer("present", await self.inner.present(names))
-        return found
-
     async def touch(self, names: Any) -> None:
         await self.inner.touch(names)
         await self._answer("touch", [])
+
+
+class MisbehavingSharedTier(SharedTierWrapper, MisbehavingTier):
+    """A ``MisbehavingTier`` around a shared tier."""
+
+    async def present(self, names: Any) -> list[bool]:
+        found: list[bool] = await self._answer("present", await self.inner.present(names))
+        return found
 
 
 def _raises(error: type[BaseException], _found: list[Any]) -> Any:
@@ -169,10 +173,11 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
 def test_a_tier_that_misbehaves_fails_that_operation_only(method: str, way: str) -> None:
     async def life() -> None:
         caches, loop = kv_caches(), asyncio.get_running_loop()
-        inner = (
-            SharedMemoryTier(SharedMemory(1 << 22)) if method == "present" else MemoryTier(1 << 22)
+        bad: MisbehavingTier = (
+            MisbehavingSharedTier(SharedMemoryTier(SharedMemory(1 << 22)), method, WAYS[way])
+            if method == "present"
+            else MisbehavingTier(MemoryTier(1 << 22), method, WAYS[way])
         )
-        bad = MisbehavingTier(inner, method, WAYS[way])
         async with await open_manager(caches, [bad], slots=8) as manager:
             for start in range(0, 16, 4):
                 compute(caches, keys(4, start), range(4))
