@@ -128,4 +128,11 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])
-        deliver(report, command=command, column="share", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command=command,
+            column="share",
+            as_json=as_json,
+            keep=keep,
+            name="disk-tiers-under-churn",
+        )

@@ -221,7 +221,14 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench copy " + " ".join(
             argument for argument in sys.argv[1:] if argument != "copy"
         )
-        deliver(report, command=command.strip(), column="share", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command=command.strip(),
+            column="share",
+            as_json=as_json,
+            keep=keep,
+            name=f"copy-speed-{device}",
+        )
 
 
 if __name__ == "__main__":  # alone, where the packages of the other benchmarks are not installed

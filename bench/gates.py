@@ -148,4 +148,11 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench gates " + " ".join(
             Path(word).name if "/" in word else word for word in sys.argv[2:]
         )
-        deliver(report, command=command, column="gap closed", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command=command,
+            column="gap closed",
+            as_json=as_json,
+            keep=keep,
+            name="adaptive-against-lru",
+        )

@@ -357,4 +357,12 @@ def register(app: typer.Typer) -> None:
         config = Config(*sizes, repeats, policy)
         with progress_bar() as progress:
             report = run(config, progress)
-        deliver(report, command="python -m bench hooks", column="us", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command="python -m bench hooks",
+            column="us",
+            as_json=as_json,
+            keep=keep,
+            name=f"hook-time-{policy}",
+            wanted=lambda row: row.series.endswith("all hooks of a step"),
+        )

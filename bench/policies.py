@@ -144,4 +144,12 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench policies " + " ".join(
             Path(word).name if "/" in word else word for word in sys.argv[2:]
         )
-        deliver(report, command=command, column="ratio", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command=command,
+            column="ratio",
+            as_json=as_json,
+            keep=keep,
+            name="policy-cost-and-hits",
+            cost=True,
+        )

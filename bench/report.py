@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.scenario import Report
+from bench.scenario import Report, Row
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,13 +61,15 @@ def to_json(report: Report) -> str:
             return [clean(inner) for inner in value]
         return value
 
-    return json.dumps(clean(asdict(report)), indent=1)
+    today = f"{datetime.date.today():%Y-%m-%d}"
+    return json.dumps({"date": today} | clean(asdict(report)), indent=1)
 
 
 def to_markdown(report: Report, command: str) -> str:
     """Table, notes, machine, and the command that made it."""
     columns = report.columns()
-    lines = [f"# {report.title}", "", f"Made by `{command}`.", ""]
+    today = f"{datetime.date.today():%Y-%m-%d}"
+    lines = [f"# {report.title}", "", f"Made by `{command}` on {today}.", ""]
     lines += [f"* {note}" for note in report.notes]
     lines += ["", _md_row(["case", "series", *columns]), _md_row(["---"] * (2 + len(columns)))]
     for row in report.rows:
@@ -83,30 +84,127 @@ def _md_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def plot(report: Report, path: Path, column: str) -> None:
-    """Grouped bars of one column: a group per case, a bar per series. Needs matplotlib."""
+SERIES_MAX = 6
+"""Bars of one group that a reader can tell apart. More series swap with cases."""
+BARS_MAX = 102
+LABEL_CHARACTERS = 28
+"""From this length of a label on the legend has two columns instead of three."""
+PAGE_INCHES = (7.2, 10.0)
+"""Width, and the largest height: what fits a printed page."""
+
+LOWER_IS_BETTER = frozenset({"us", "s", "ms", "ns/op", "CPU s", "CPU s/GB", "bytes on disk"})
+"""Columns of costs. Columns that begin with ``TTFT`` are costs, too; all others are gains."""
+
+COLOURS = {
+    "kvtiers": "#1f5fa8",
+    "kvtiers, CPU tier": "#6ba3e0",
+    "kvtiers, disk tier": "#1f5fa8",
+    "lmdb tier": "#1f5fa8",
+    "shared lmdb tier": "#4f86c6",
+    "file tier": "#7fb8a4",
+    "Mooncake tier": "#1f5fa8",
+    "Mooncake's client": "#555555",
+    "raw O_DIRECT": "#555555",
+    "memcpy": "#999999",
+    "memmove per page": "#999999",
+    "one large copy": "#555555",
+    "no offloading": "#555555",
+    "vLLM": "#e07b39",
+    "LMCache": "#8e5ea2",
+    "adaptive": "#1f5fa8",
+    "adaptive + ends": "#6ba3e0",
+    "lru": "#e07b39",
+    "optimum": "#555555",
+}
+"""One colour per system in every plot; the longest name that a series begins with decides."""
+OTHERS = ("#1f5fa8", "#e07b39", "#2a9d8f", "#8e5ea2", "#c94f4f", "#b8a038")
+"""Series that are no systems: cases, sizes."""
+
+
+def colour_of(series: str, number: int) -> str:
+    """The colour of a system, else that of the ``number``-th series."""
+    named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
+    known = max(named, key=len, default=None)
+    return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
+
+
+def direction(column: str, *, cost: bool | None = None) -> str:
+    """What the axis says below the column's name. ``cost`` overrides what the name suggests."""
+    if cost is None:
+        cost = column in LOWER_IS_BETTER or column.startswith("TTFT")
+    return f"{column} ({'lower' if cost else 'higher'} is better)"
+
+
+@dataclass(slots=True)
+class Bars:
+    """What a plot shows: groups of bars, a bar per series, with intervals where they are known."""
+
+    groups: list[str]
+    series: list[str]
+    values: dict[tuple[str, str], float]
+    intervals: dict[tuple[str, str], tuple[float, float]]
+    left_out: int
+
+
+def bars_of(report: Report, column: str, wanted: Callable[[Row], bool] | None = None) -> Bars:
+    """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars; the first groups of the report."""
+    rows = [row for row in report.rows if column in row.values and (wanted is None or wanted(row))]
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = list(dict.fromkeys(row.series for row in rows))
+    is_turned = len(names) > SERIES_MAX and len(cases) < len(names)
+    groups, series = (names, cases) if is_turned else (cases, names)
+    series = series[:SERIES_MAX]
+    shown = groups[: BARS_MAX // max(1, len(series))]
+    values, intervals = {}, {}
+    for row in rows:
+        place = (row.series, row.case) if is_turned else (row.case, row.series)
+        values[place] = row.values[column]
+        if column == "ratio" and {"low", "high"} <= row.values.keys():
+            intervals[place] = (row.values["low"], row.values["high"])
+    return Bars(shown, series, values, intervals, len(groups) - len(shown))
+
+
+def plot(
+    report: Report,
+    path: Path,
+    column: str,
+    *,
+    wanted: Callable[[Row], bool] | None = None,
+    cost: bool | None = None,
+) -> tuple[float, float]:
+    """Grouped bars of one column; the size in inches. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = list(dict.fromkeys(row.case for row in report.rows if column in row.values))
-    names = list(dict.fromkeys(row.series for row in report.rows if column in row.values))
-    height = 0.8 / max(1, len(names))
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(cases) * len(names)))
-    for index, name in enumerate(names):
-        found = {row.case: row.values.get(column, 0.0) for row in report.rows if row.series == name}
-        places = [position + index * height for position in range(len(cases))]
-        axes.barh(places, [found.get(case, 0.0) for case in cases], height, label=name)
-    axes.set_yticks([position + 0.4 - height / 2 for position in range(len(cases))], cases)
+    bars = bars_of(report, column, wanted)
+    count = len(bars.groups) * len(bars.series)
+    size = (PAGE_INCHES[0], min(PAGE_INCHES[1], 1.6 + 0.2 * count))
+    height = 0.8 / max(1, len(bars.series))
+    figure, axes = plt.subplots(figsize=size)
+    for number, name in enumerate(bars.series):
+        places = [at + number * height for at in range(len(bars.groups))]
+        values = [bars.values.get((group, name), math.nan) for group in bars.groups]
+        axes.barh(places, values, height, label=name, color=colour_of(name, number))
+        for place, group, value in zip(places, bars.groups, values, strict=True):
+            if (group, name) in bars.intervals:
+                low, high = bars.intervals[group, name]
+                reach = [[max(0, value - low)], [max(0, high - value)]]
+                axes.errorbar(value, place, xerr=reach, color="black", capsize=2, linewidth=1)
+    axes.set_yticks([at + 0.4 - height / 2 for at in range(len(bars.groups))], bars.groups)
+    axes.tick_params(axis="y", labelsize=8 if count <= 60 else 6)
     axes.invert_yaxis()
-    axes.set_xlabel(column)
+    left_out = f"; {bars.left_out} more in the table" if bars.left_out else ""
+    axes.set_xlabel(direction(column, cost=cost) + left_out)
     axes.set_title(report.title, fontsize=10)
-    axes.legend(fontsize=8)
+    columns = 3 if max(map(len, bars.series), default=0) < LABEL_CHARACTERS else 2
+    figure.legend(fontsize=8, loc="outside lower center", ncols=columns)
     axes.grid(axis="x", alpha=0.3)
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    return size
 
 
 def save(
@@ -115,21 +213,22 @@ def save(
     column: str,
     folder: Path = RESULTS,
     *,
+    name: str = "",
     more: Sequence[str] = (),
+    wanted: Callable[[Row], bool] | None = None,
+    cost: bool | None = None,
 ) -> Path:
-    """Write ``<date>-<question>.{md,json,png}``; the path of the Markdown. Each column of ``more``
-    gets a picture of its own, with the column in its name. Nothing kept is written over: the
-    second run of a day is called ``<date>-<question>-2``."""
+    """Write ``<name>.{md,json,png}``; the path of the Markdown. ``name`` says what was asked. Each
+    column of ``more`` gets a picture with the column in its name. A later run of the same question
+    replaces the earlier one, which stays in the history of the repository."""
     folder.mkdir(parents=True, exist_ok=True)
-    first = f"{datetime.date.today():%Y-%m-%d}-{report.question}"
-    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    stem = next(folder / name for name in names if not (folder / f"{name}.json").exists())
-    stem.with_suffix(".json").write_text(to_json(report))
-    plot(report, stem.with_suffix(".png"), column)
+    stem = folder / (name or report.question)
+    stem.with_name(f"{stem.name}.json").write_text(to_json(report))
+    plot(report, stem.with_name(f"{stem.name}.png"), column, wanted=wanted, cost=cost)
     for other in more:
-        name = re.sub("[^a-z0-9]+", "-", other.lower())
-        plot(report, stem.with_name(f"{stem.name}-{name}.png"), other)
-    markdown = stem.with_suffix(".md")
+        slug = re.sub("[^a-z0-9]+", "-", other.lower())
+        plot(report, stem.with_name(f"{stem.name}-{slug}.png"), other, wanted=wanted)
+    markdown = stem.with_name(f"{stem.name}.md")
     markdown.write_text(to_markdown(report, command))
     return markdown
 
@@ -141,7 +240,10 @@ def deliver(
     column: str,
     as_json: bool,
     keep: bool,
+    name: str = "",
     more: Sequence[str] = (),
+    wanted: Callable[[Row], bool] | None = None,
+    cost: bool | None = None,
 ) -> None:
     """What every command does at its end: JSON or a table, and files if they are to be kept."""
     if as_json:
@@ -149,6 +251,6 @@ def deliver(
     else:
         show(report)
     if keep:
-        path = save(report, command, column, more=more)
+        path = save(report, command, column, name=name, more=more, wanted=wanted, cost=cost)
         if not as_json:
             Console().print(f"kept as {path}")

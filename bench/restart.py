@@ -193,4 +193,11 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(Config(records, rounds, folder), progress)
         command = "python -m bench " + " ".join(sys.argv[1:])
-        deliver(report, command=command, column="s", as_json=as_json, keep=keep)
+        deliver(
+            report,
+            command=command,
+            column="s",
+            as_json=as_json,
+            keep=keep,
+            name="index-restart-time",
+        )

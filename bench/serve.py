@@ -301,6 +301,7 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])
+        is_compared = not set(config.systems) <= {"none", "cpu", "disk"}
         deliver(
             report,
             command=command,
@@ -308,4 +309,5 @@ def register(app: typer.Typer) -> None:
             more=("TTFT p50 ms", "tokens/s"),
             as_json=as_json,
             keep=keep,
+            name="serving-against-others" if is_compared else "serving-with-and-without",
         )

@@ -175,5 +175,6 @@ def register(app: typer.Typer) -> None:
             column="GB/s",
             as_json=as_json,
             keep=keep,
+            name="shared-store-speed",
             more=["keys/s"],
         )

@@ -202,4 +202,12 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])
-        deliver(report, command=command, column="share", as_json=as_json, keep=keep)
+        is_compared = {"lmcache", "files"} <= set(config.systems)
+        deliver(
+            report,
+            command=command,
+            column="share",
+            as_json=as_json,
+            keep=keep,
+            name="disk-tiers-against-others" if is_compared else "disk-tiers-against-raw-disk",
+        )

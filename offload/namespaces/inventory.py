@@ -2,8 +2,8 @@
 start would make of them.
 
 ``RankFolder.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
-``judge_replica`` of the folders, ``lmdb_folder`` or ``record_folder`` of the files, and
-``judge_epochs`` of both together.
+``judge_replica`` of the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` of the
+files, and ``judge_epochs`` of both together.
 
 A folder may be a tier's path (with namespaces, replicas and ranks below), one of these inside it,
 or the folder of a single tier that was opened without vLLM.

@@ -1,23 +1,103 @@
-"""What is kept of a benchmark's run."""
+"""Files and plots of a benchmark's run."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
-from bench.report import save
+import pytest
+
+from bench.report import (
+    COLOURS,
+    PAGE_INCHES,
+    RESULTS,
+    SERIES_MAX,
+    bars_of,
+    colour_of,
+    direction,
+    plot,
+    save,
+)
 from bench.scenario import Report, Row
 
 
-def test_a_second_run_of_a_day_does_not_write_over_the_first(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        rows = [Row("a case", "a system", {"GB/s": float(number)})]
+def report_of(series: int, cases: int, column: str = "GB/s") -> Report:
+    rows = [
+        Row(f"case {case}", f"system {number}", {column: 1.0 + number})
+        for case in range(cases)
+        for number in range(series)
+    ]
+    return Report("speed", "Speed", {}, {}, rows)
+
+
+def test_a_later_run_of_a_question_replaces_the_earlier(tmp_path: Path) -> None:
+    for number in (1, 2):
+        rows = [Row("a case", "a system", {"GB/s": float(number), "keys/s": 1.0})]
         report = Report("speed", "Speed", {}, {}, rows)
-        path = save(report, "python -m bench speed", "GB/s", tmp_path, more=["GB/s"])
+        path = save(report, "a command", "GB/s", tmp_path, name="disk-speed", more=["keys/s"])
         assert f"| {number}" in path.read_text(encoding="utf-8")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) == 12, names
-    assert {name[len("2026-11-22-") :] for name in names if name.endswith(".md")} == {
-        "speed.md",
-        "speed-2.md",
-        "speed-3.md",
-    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "disk-speed-keys-s.png",
+        "disk-speed.json",
+        "disk-speed.md",
+        "disk-speed.png",
+    ]
+    assert (
+        json.loads((tmp_path / "disk-speed.json").read_text())["rows"][0]["values"]["GB/s"] == 2.0
+    )
+
+
+@pytest.mark.parametrize(("series", "cases"), [(2, 3), (17, 6), (51, 4), (6, 36), (9, 9)])
+def test_a_plot_has_few_series_and_fits_a_page(series: int, cases: int, tmp_path: Path) -> None:
+    report = report_of(series, cases)
+    assert len(bars_of(report, "GB/s").series) <= SERIES_MAX
+    width, height = plot(report, tmp_path / "a.png", "GB/s")
+    assert (width, height) <= PAGE_INCHES
+    assert height <= PAGE_INCHES[1]
+
+
+def test_many_series_and_few_cases_change_places() -> None:
+    bars = bars_of(report_of(17, 3), "GB/s")
+    assert bars.series == ["case 0", "case 1", "case 2"]
+    assert len(bars.groups) == 17
+    assert bars.values["system 4", "case 2"] == 5.0
+
+
+def test_groups_beyond_the_page_are_counted() -> None:
+    bars = bars_of(report_of(6, 36), "GB/s")
+    assert len(bars.groups) == 17
+    assert bars.left_out == 19
+
+
+def test_a_system_has_one_colour_everywhere() -> None:
+    assert colour_of("lmdb tier", 0) == colour_of("lmdb tier", 3) == COLOURS["lmdb tier"]
+    assert colour_of("vLLM tiering, fs", 1) == colour_of("vLLM fs", 5)
+    assert colour_of("lru_trace, 1%", 0) != colour_of("lru_trace, 1%", 1), "no system"
+    assert colour_of("kvtiers, CPU tier", 0) == COLOURS["kvtiers, CPU tier"]
+
+
+def test_the_axis_says_which_way_is_better() -> None:
+    assert direction("GB/s") == "GB/s (higher is better)"
+    assert direction("us") == direction("us", cost=True) == "us (lower is better)"
+    assert direction("TTFT p50 ms") == "TTFT p50 ms (lower is better)"
+    assert direction("ratio", cost=True) == "ratio (lower is better)"
+
+
+def test_intervals_are_drawn_where_they_are_known() -> None:
+    rows = [
+        Row("a", "x", {"ratio": 2.0, "low": 1.5, "high": 3.0}),
+        Row("a", "y", {"ratio": 1.0}),
+    ]
+    bars = bars_of(Report("q", "T", {}, {}, rows), "ratio")
+    assert bars.intervals == {("a", "x"): (1.5, 3.0)}
+    assert not math.isnan(bars.values["a", "y"])
+
+
+def test_each_question_is_kept_once() -> None:
+    """Names say the question; a date in a name would keep older runs beside newer ones."""
+    stems = sorted(path.stem for path in RESULTS.glob("*.json"))
+    assert [stem for stem in stems if any(character.isdigit() for character in stem)] == []
+    for stem in stems:
+        assert (RESULTS / f"{stem}.md").is_file()
+        assert (RESULTS / f"{stem}.png").is_file()

@@ -1,7 +1,7 @@
 """One record per file: for file systems where LMDB must not be used, and to look at by hand.
 
-What lies where is described in ``record_folder``. ``reset`` writes the new epoch and leaves the old
-folder to be removed in the background.
+``tiers.files.exclusive_folder`` describes the files. ``reset`` writes the new epoch and leaves the
+old folder to be removed in the background.
 
 Slower than ``lmdb_tier`` by what file systems charge for creating and removing files.
 

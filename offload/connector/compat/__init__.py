@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that we support. Everything else imports it from here.
+"""Differences between the supported versions of vLLM. Everything else imports it from here.
 
 One module per range of versions, each with the same names; the installed vLLM decides which one is
 used. Owns no decision about blocks.

@@ -1,4 +1,4 @@
-"""vLLM 0.33: planning the KV cache has a module of its own, and groups are made first."""
+"""vLLM 0.33: planning the KV cache has its own module, and groups are made first."""
 
 from __future__ import annotations
 
