@@ -79,7 +79,7 @@ class GuardedPolicy(EvictionPolicy):
 
     @property
     def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """Whether the policy in charge takes parts."""
+        """True if the policy in charge takes parts."""
         return self._active.takes_parts
 
     def insert(self, key: Key, info: EntryInfo) -> None:

@@ -1,8 +1,8 @@
-"""The hints that a policy may be given, in ``EntryInfo.hints`` and by ``EvictionPolicy.advise``.
+"""The hints that a policy may get, in ``EntryInfo.hints`` and by ``EvictionPolicy.advise``.
 
-A client sends them in ``kv_transfer_params``. All are optional, none is trusted: a wrong hint
-may cost hits, never an answer. Some are known when a chunk is stored (``EntryInfo.hints``), the
-others only when the request ends (``advise``).
+A client sends them in ``kv_transfer_params``. All are optional. A wrong hint may cost hits, but
+never changes an answer. Some are known when a chunk is stored (``EntryInfo.hints``), the others
+only when the request ends (``advise``).
 
 | name | value | known | meaning |
 |---|---|---|---|

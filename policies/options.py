@@ -1,11 +1,11 @@
-"""What the options of a policy may be, and what is wrong with those that were given.
+"""Types and ranges of a policy's options, and the check of the options that a user gives.
 
-A constructor says it where it names the option:
+A constructor declares them where it names the option:
 
     def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None: ...
 
-The annotation's type is checked (``int``, ``float``, ``bool``, ``str``; others are left to the
-constructor), and the range if there is one.
+The check covers the annotation's type (``int``, ``float``, ``bool`` or ``str``; the constructor
+checks others) and the range if there is one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """The least and the most that an option may be; with ``above`` it must be more than ``low``."""
+    """The bounds of an option: from ``low``, or with ``above`` from anything more, to ``high``."""
 
     low: float
     high: float = math.inf
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies inside."""
+        """Return True if a value lies within the bounds."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class WrongOption(NamedTuple):
-    """One option that cannot be taken, and why."""
+    """An option with a bad value: its name, and what is wrong."""
 
     name: str
     what: str
@@ -48,7 +48,7 @@ _NAMES: dict[type, str] = {
 
 
 def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
-    """Everything that is wrong with these options of a class's constructor."""
+    """Check options against a class's constructor; return everything that is wrong."""
     hints = _hints_of(made)
     found = []
     for name, value in options.items():
@@ -62,12 +62,12 @@ def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
 
 
 def ranges_of(made: type) -> dict[str, Range | None]:
-    """The range of every option whose type is known; ``None`` without one."""
+    """Return the range of every option whose type can be checked, or ``None`` if it has none."""
     return {name: limits for name, (_, limits) in _hints_of(made).items()}
 
 
 def _hints_of(made: type) -> dict[str, tuple[type, Range | None]]:
-    """The types and ranges that the constructor declares, as far as they mean something here."""
+    """Return the types and ranges that the constructor declares and that can be checked."""
     try:
         hints = typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]  # the class is only asked
     except Exception:  # names that are not there at run time, or no annotations at all

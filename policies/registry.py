@@ -58,7 +58,7 @@ _ADMISSIONS = {
 
 
 class PolicySpecError(ValueError):
-    """A policy spec that leads to no policy. The text says what to write instead."""
+    """A policy spec that names no policy. The text says what to write instead."""
 
 
 class UnknownPolicyError(PolicySpecError):
@@ -70,8 +70,8 @@ class PolicyImportError(PolicySpecError):
 
 
 class PolicyOptionError(PolicySpecError):
-    """The constructor does not take these options or values. ``wrong`` has those whose values are
-    wrong, ``fix`` what the options are."""
+    """The constructor does not take these options or values. ``wrong`` lists the options with bad
+    values; ``fix`` lists the options that exist."""
 
     def __init__(self, text: str, wrong: Sequence[WrongOption] = (), fix: str = "") -> None:
         super().__init__(text)
@@ -80,27 +80,27 @@ class PolicyOptionError(PolicySpecError):
 
 
 def make_policy(spec: Spec) -> EvictionPolicy:
-    """A new eviction policy. Raises a ``PolicySpecError`` (a ``ValueError``)."""
+    """Make an eviction policy from a name or a mapping. Raises ``PolicySpecError``."""
     return _make(spec, EvictionPolicy, "policy", _POLICIES, POLICY_GROUP)  # type: ignore[type-abstract]  # any concrete subclass comes back
 
 
 def make_admission(spec: Spec) -> AdmissionPolicy:
-    """A new admission policy. Raises a ``PolicySpecError`` (a ``ValueError``)."""
+    """Make an admission policy from a name or a mapping. Raises ``PolicySpecError``."""
     return _make(spec, AdmissionPolicy, "admission policy", _ADMISSIONS, ADMISSION_GROUP)  # type: ignore[type-abstract]  # any concrete subclass comes back
 
 
 def policy_names() -> list[str]:
-    """The names that ``make_policy`` knows, built in first."""
+    """Return the names that ``make_policy`` knows, built-in ones first."""
     return _names(_POLICIES, POLICY_GROUP)
 
 
 def admission_names() -> list[str]:
-    """The names that ``make_admission`` knows, built in first."""
+    """Return the names that ``make_admission`` knows, built-in ones first."""
     return _names(_ADMISSIONS, ADMISSION_GROUP)
 
 
 def policy_options(spec: Spec) -> list[str]:
-    """The options that the constructor of this eviction policy takes."""
+    """Return the options that the constructor of this eviction policy takes."""
     name, _ = _split(spec, "policy")
     return _option_names(_find(name, "policy", _POLICIES, POLICY_GROUP))
 
@@ -138,7 +138,7 @@ def _split(spec: Spec, noun: str) -> tuple[str, dict[str, Any]]:
 
 
 def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
-    """The object that a name leads to; imports it."""
+    """Import and return the object that a name stands for."""
     path = builtin.get(name)
     if path is None and ":" in name:
         path = name
@@ -200,7 +200,7 @@ def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any])
 
 
 def _said(error: BaseException) -> str:
-    """What was raised. A module that calls ``sys.exit`` says nothing but a number."""
+    """Describe what was raised. The text of ``SystemExit`` would only be a number."""
     return str(error) if isinstance(error, Exception) else f"it raised {error!r}"
 
 

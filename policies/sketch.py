@@ -54,7 +54,7 @@ class FrequencySketch:
         return count
 
     def estimate(self, key: Key) -> int:
-        """How often the key was added lately, at most 15; may be too high, by collisions."""
+        """Estimate how often the key was added lately, up to 15. Collisions raise the estimate."""
         mixed = stable_hash(key)
         one, two = self._one[mixed >> 20 & self._mask], self._two[mixed >> 36 & self._mask]
         return one if one < two else two

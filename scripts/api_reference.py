@@ -44,7 +44,7 @@ Generated: `python scripts/api_reference.py`.
 MODULES = ("offload", "policies", "policies.hints", "policies.testing")
 """The public modules in the order of the page."""
 CONTRACTS = {"policies.testing": ("PolicyContract",), "policies.hints": ()}
-"""What is public of modules that have no ``__all__``."""
+"""The public names of modules that have no ``__all__``."""
 
 
 HIDDEN = "Use ``open``"
@@ -172,7 +172,7 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def undocumented(entry: Entry) -> list[str]:
-    """What of a public name has no docstring. The class documents its plain fields."""
+    """List what lacks a docstring in a public name. A class documents its plain fields itself."""
     missing = [] if entry.doc else [f"{entry.module}.{entry.name}"]
     if isinstance(entry.node, ast.ClassDef):
         missing += [

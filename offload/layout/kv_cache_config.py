@@ -1,4 +1,4 @@
-"""What the in-process API reads of a ``kv_cache_config``: vLLM's own fits, as these classes do."""
+"""The part of a ``kv_cache_config`` that the in-process API reads, and classes to make one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 
 class KvCacheSpec(Protocol):
-    """What is read of a group's spec. A spec with a mapping ``kv_cache_specs`` holds one spec per
-    layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has
-    padded pages."""
+    """The spec of a group, as far as it is read. A spec with a mapping ``kv_cache_specs`` holds one
+    spec per layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes``
+    has padded pages."""
 
     @property
     def block_size(self) -> int:
@@ -22,7 +22,7 @@ class KvCacheSpec(Protocol):
 
 
 class KvCacheGroup(Protocol):
-    """What is read of a group: its layers and their spec."""
+    """A group, as far as it is read: its layers and their spec."""
 
     @property
     def layer_names(self) -> Sequence[str]: ...
@@ -32,7 +32,7 @@ class KvCacheGroup(Protocol):
 
 
 class KvCacheConfig(Protocol):
-    """What is read of a ``kv_cache_config``; vLLM's own fits."""
+    """A ``kv_cache_config``, as far as it is read. vLLM's class has these attributes."""
 
     @property
     def num_blocks(self) -> int: ...

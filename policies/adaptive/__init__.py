@@ -1,16 +1,15 @@
 """The default policy of the CPU tier: LRU, or learned reuse density where that does better.
 
-Keys are kept in spans (``policies.adaptive.span_tree``). Spans are sorted into kinds by what is
-known of their conversation: how many requests it has had, how long it was away before the last one,
-how long its prompt is, and hints that the client gave. For each kind the policy learns online how
-soon such spans are used again, and evicts first what is worth least per key and time
-(``policies.adaptive.reuse_table``). Hints are only labels of a kind, so a hint that tells nothing,
-or lies, loses its effect by itself. Eviction is always from the tail, and never takes a key that
-another member's prefix needs.
+The policy keeps keys in spans (``policies.adaptive.span_tree``) and sorts spans into kinds by four
+facts about their conversation: its number of requests, the pause before the last one, the length of
+its prompt, and the client's hints. For each kind it learns online how soon such spans are used
+again, and evicts first what is worth least per key and time (``policies.adaptive.reuse_table``).
+Hints are only labels of a kind, so a hint that says nothing, or is wrong, loses its effect.
+Eviction starts at the tail and never takes a key that another member's prefix needs.
 
-Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU and density order beside each
-other, and the tier evicts in the order of the one that had more hits lately (choosing policies by
-shadow caches: I. Ari et al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
+Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU order and density order, and the
+tier evicts in the order that had more hits lately (choosing policies by shadow caches: I. Ari et
+al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
 """
 
 from __future__ import annotations
@@ -29,27 +28,28 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_amo
 from policies.options import Range
 
 _LEAD_MIN = 0.03
-"""By this share of LRU's hits, or of its misses if they are fewer, the density order must be
-ahead to be in charge."""
+"""The lead that the density order needs to take charge, as a share of LRU's hits, or of its misses
+if there are fewer of them."""
 _DEAD = 0.2
 """Spans worth less than this share of the average are dead."""
 _RESCORE_BLOCKS = 512
 _RESCORES = 4
-"""Scores are computed afresh so often while as many keys as the tier has are touched, but not
-more often than every ``_RESCORE_BLOCKS``."""
+"""The policy recomputes all scores this many times while requests touch as many keys as the tier
+has, but at most every ``_RESCORE_BLOCKS`` keys."""
 _WAITING_MAX = 4096
-"""From more spans a regular sample is looked at when learning, so that no request waits long."""
+"""With more spans than this the policy learns from a regular sample, so that no request waits
+long."""
 _GHOSTS_MIN = 256
 _GHOSTS_PER_SPAN = 4
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """O(1) per key, amortised, plus a few steps per request.
+    """Evicts by LRU or by learned density. O(1) per key, amortised, plus a few steps per request.
 
-    ``relearn_every`` requests (more, where many spans are remembered) the indices are computed
-    afresh. ``memory`` is the share that the
-    hit counts of the two orders keep per request: 0.999 compares the last thousand or so.
-    ``prior`` is how many observations of its own a kind needs to count as much as its prefix.
+    The policy recomputes its indices every ``relearn_every`` requests, or less often if it
+    remembers many spans. The hit counts of the two orders keep the share ``memory`` per request:
+    0.999 compares about the last thousand requests. A kind needs ``prior`` observations to count
+    as much as the more general kind that is its prefix.
     """
 
     keeps_prefixes_closed = True
@@ -116,7 +116,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._fresh.live += len(keys)
 
     def _opened(self) -> Segment:
-        """Where a few keys are inserted."""
+        """Return the segment that takes single insertions."""
         segment = self._open
         if segment is None or not segment.live or len(segment.keys) >= LONG_MAX:
             segment = self._open = self._tree.add(self._fresh, [])
@@ -131,8 +131,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._requests += 1
         self._now += count
         shadows = self._shadows
-        shadows.lead *= self._memory
-        shadows.hits *= self._memory
+        shadows.fade(self._memory)
         self._touched = self._touched * self._memory + count
         renewed = taken.pop(0) if keeps_head(taken) else None
         if renewed is not None:
@@ -162,7 +161,7 @@ class AdaptivePolicy(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: dict[Key, None] = {}
         drain = self._tree.drain
-        self._shadows.capacity = max(self._shadows.capacity, len(self))
+        self._shadows.grow(len(self))
         if self._current is not None and self._current.live:
             drain(self._current, count, evictable, found)
         if len(found) < count:
@@ -199,7 +198,7 @@ class AdaptivePolicy(EvictionPolicy):
             start = end
 
     def _gone(self, segment: Segment, keys: Sequence[Key], cause: RemoveCause) -> None:
-        """Keys have left a segment."""
+        """Note that keys have left a segment."""
         self._tree.segments.left(segment, keys)
         span = segment.span
         assert span is not None  # only during a touch
@@ -221,7 +220,7 @@ class AdaptivePolicy(EvictionPolicy):
     # -- a touch -------------------------------------------------------------------------------
 
     def _leave(self, part: Taken) -> None:
-        """A request took keys from a span: learn from it, and book the shadows' hits."""
+        """Learn from a request that took keys from a span, and count the shadow caches' hits."""
         span, count, _, rest, _ = part
         if span.fresh:
             if rest:
@@ -235,13 +234,13 @@ class AdaptivePolicy(EvictionPolicy):
             self._drop(span)
 
     def _recall(self, key: Key) -> None:
-        """A request brings back the head of a span that was evicted."""
+        """Learn from a request that brings back the head of an evicted span."""
         span = self._returned[key] = self._ghosts.pop(key)
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
         self._shadows.use(span, span.size)
 
     def _renew(self, part: Taken) -> None:
-        """A request used all of a shared span, which stays a span."""
+        """Note that a request used all of a shared span, which stays a span."""
         span, count, _, _, _ = part
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
@@ -296,7 +295,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._queue(tail)
 
     def _waits(self, key: Key) -> bool:
-        """Whether a key was inserted and its request has not touched it yet."""
+        """Return True if a key was inserted and its request has not touched it yet."""
         owner = self._tree.span_of(key)
         return owner is not None and owner.fresh
 
@@ -309,7 +308,7 @@ class AdaptivePolicy(EvictionPolicy):
         return None
 
     def _settle(self, span: Span) -> None:
-        """Let go of keys that no request touched so far: others touched theirs."""
+        """Line up the span of keys that no request has touched, after others touched theirs."""
         if span not in self._by_time:
             self._line_up(span)
 
@@ -324,7 +323,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._queues.add(span)
 
     def _drop(self, span: Span) -> None:
-        """A span has no members any more."""
+        """Take a span that has no members left out of all orders."""
         if self._queues is not None:
             self._queues.discard(span)
         self._by_time.pop(span, None)
@@ -349,7 +348,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._shadows.expel(span)
 
     def _is_dead(self, span: Span) -> bool:
-        """Whether spans of this kind turned out to be worth next to nothing."""
+        """Return True if spans of this kind proved to be worth next to nothing."""
         table = self._table
         return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth(0, 0)
 
@@ -367,7 +366,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._table.worth(span.sort, self._now - span.time)
 
     def _rescore(self) -> None:
-        """Scores change as time goes on."""
+        """Recompute the scores, which change with time, and choose the order in charge."""
         self._score_at = self._now + max(_RESCORE_BLOCKS, len(self) // _RESCORES)
         self._stale = True
         self._shadows.scores.refresh()

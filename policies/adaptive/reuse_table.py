@@ -38,10 +38,10 @@ def age_bin(age: float) -> int:
 
 
 class ReuseTable:
-    """Life tables per kind. ``prior`` is how many observations of its own a kind needs to count
-    as much as its prefix; ``half_life`` is after how many observations an old one counts half.
+    """Life tables per kind. A kind needs ``prior`` observations to count as much as its prefix. An
+    observation counts half after ``half_life`` further ones.
 
-    Callers name kinds by their rows (``row``), which stay the same.
+    Callers name kinds by their rows (``row``), which never change.
     """
 
     def __init__(self, prior: float = 10.0, half_life: float = 6000.0) -> None:
@@ -66,11 +66,11 @@ class ReuseTable:
         return row if row is not None else self._add_row(kind, self.row(kind[:-1]))
 
     def record(self, row: int, age: float, weight: float, reused: bool) -> None:
-        """A span's story ends: by a reuse, or because it is observed no longer."""
+        """Record the end of an observation: a reuse, or the last look at the span."""
         self._new.append((row, age, weight, reused))
 
     def known(self, row: int) -> int:
-        """The row of the longest prefix of this kind that has a curve of its own."""
+        """The row of the longest prefix of this kind that has its own curve."""
         return self._known[row]
 
     def worth(self, row: int, age: float) -> float:

@@ -1,7 +1,8 @@
-"""Segments: keys that follow each other in a prefix and are owned together.
+"""Segments: keys that follow each other in a prefix and have one owner.
 
-A request of thousands of chunks changes owner segment by segment: one look into a dict for the
-head of each, and a comparison of lists for the rest, instead of a look and an update per key.
+A request of thousands of chunks changes owners segment by segment. That takes one dict lookup for
+the head of each segment and a comparison of lists for the rest, instead of a lookup and an update
+per key.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
 SMALL = 32
 """Shorter segments are joined to their neighbours."""
 LONG_MAX = 4096
-"""Keys of one segment when they are entered. After a restart a tier has millions of a time before
-anybody knew whose they were, and what is done to a segment with holes goes through all of it."""
+"""The most keys that a new segment gets. After a restart a tier has millions of keys of unknown
+owners, and an operation on a segment with holes goes through all of its keys."""
 _LOOSE_MAX = 256
-"""Keys that are taken out of the midst of a segment at a time."""
+"""The most keys that are taken out of the middle of a segment at a time."""
 _LEFT_MAX = 1024
-"""From so many keys on, those that have left are cut off."""
+"""The number of keys that have left from which a segment cuts them off."""
 
 
 class Segment:
     """Keys, tail first; those before ``start`` have left, ``live`` of the others are still here.
     It is dense if these are all of them.
 
-    ``span`` owns it; None: a request has taken it and gives it to a span of its own.
+    ``span`` owns it. ``None`` means that a request has taken it and will give it to a new span.
     """
 
     __slots__ = ("keys", "live", "span", "start")
@@ -44,7 +45,7 @@ class Segment:
 
 
 class Segments:
-    """Which segment each key is in."""
+    """Maps keys to segments."""
 
     def __init__(self) -> None:
         self.of: dict[Key, Segment] = {}  # the policy takes single keys out by itself
@@ -62,7 +63,7 @@ class Segments:
         self.of.update(zip(keys, repeat(segment)))
 
     def is_dense(self, segment: Segment) -> bool:
-        """Whether no key has left it but the first ``start``; cuts off those at its ends."""
+        """Return True if only the first ``start`` keys have left; cut absent keys off both ends."""
         keys = segment.keys
         if segment.live == len(keys) - segment.start:
             return True
@@ -75,7 +76,7 @@ class Segments:
         return segment.live == len(keys) - segment.start
 
     def left(self, segment: Segment, keys: Sequence[Key]) -> None:
-        """Keys have been taken out of ``of``; mostly they were the tail."""
+        """Note that keys were taken out of ``of``; mostly they were the tail."""
         segment.live -= len(keys)
         start = segment.start
         if segment.keys[start : start + len(keys)] == keys:
@@ -132,8 +133,8 @@ class Segments:
         return [group[0] if len(group) == 1 else self._join(group) for group in groups]
 
     def _part(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
-        """The keys of a segment that come next in a request, as a segment of their own, and how
-        many keys of the request that are."""
+        """Split off the keys of a segment that come next in a request. Returns the new segment and
+        the number of the request's keys in it."""
         span = segment.span
         assert span is not None  # the caller looked
         forwards = False
@@ -155,7 +156,7 @@ class Segments:
     def _agreeing(
         self, segment: Segment, keys: list[Key], place: int, *, forwards: bool = False
     ) -> int:
-        """How many keys from ``place`` on are the segment's, from its head on."""
+        """Count the keys from ``place`` on that are the segment's, from its head on."""
         if not self.is_dense(segment):
             return 0
         most = min(segment.live, len(keys) - place)
@@ -186,7 +187,7 @@ class Segments:
         return segment
 
     def _loose(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
-        """Take keys out of the midst of a segment, which has holes from then on."""
+        """Take keys out of the middle of a segment, which then has holes."""
         named = keys[place : place + _LOOSE_MAX]
         owners = map(self.of.get, named)
         end = next(compress(count(), map(is_not, owners, repeat(segment))), len(named))

@@ -89,7 +89,7 @@ class SpanQueues:
                 heapreplace(heap, (self._score(following), next(self._ticket), following, rest))
 
     def refresh(self) -> None:
-        """Compute the scores of all ends afresh."""
+        """Recompute the scores of all ends."""
         self._heap = [self._entry(sort, queue) for sort, queue in self._queues.items() if queue]
         heapify(self._heap)
 
@@ -119,8 +119,17 @@ class Shadows:
         self._ages: OrderedDict[Span, None] = OrderedDict()
         self._aged = self._scored = 0  # keys in either cache
 
+    def grow(self, keys: int) -> None:
+        """Note the size of the tier; the capacity is the largest one seen."""
+        self.capacity = max(self.capacity, keys)
+
+    def fade(self, memory: float) -> None:
+        """Let past hits count less, once per request."""
+        self.lead *= memory
+        self.hits *= memory
+
     def use(self, span: Span, count: int) -> None:
-        """A request takes ``count`` keys from a span's head."""
+        """Count the hits of a request that takes ``count`` keys from a span's head."""
         by_age = min(span.by_age, count)
         by_score = min(span.by_score, count)
         self.hits += by_age
@@ -128,8 +137,8 @@ class Shadows:
         self.forget(span, by_age, by_score)
 
     def renew(self, span: Span) -> bool:
-        """A request uses all of a span, which is as new then. Does nothing and returns False if
-        a cache holds less than all of it."""
+        """Count the hits of a request that uses all of a span, and make the span new. Does nothing
+        and returns False if a cache holds less than all of it."""
         size = span.size
         if span.by_age != size or span.by_score != size:
             return False
@@ -139,7 +148,7 @@ class Shadows:
         return True
 
     def forget(self, span: Span, by_age: int, by_score: int) -> None:
-        """So many keys of a span leave the caches."""
+        """Remove the given numbers of a span's keys from the two caches."""
         if by_age:
             self._aged -= by_age
             span.by_age -= by_age
@@ -152,7 +161,7 @@ class Shadows:
                 self.scores.discard(span)
 
     def add(self, span: Span) -> None:
-        """A new span enters; others are cut from their tails until all fits."""
+        """Add a new span; cut others from their tails until everything fits."""
         span.by_age = span.by_score = span.size
         self._aged += span.size
         self._scored += span.size

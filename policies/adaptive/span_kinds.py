@@ -1,5 +1,4 @@
-"""What the adaptive policy tells spans apart by, and what it makes of the spans that a request took
-keys from."""
+"""The kinds of spans that the adaptive policy distinguishes, and their labels from hints."""
 
 from __future__ import annotations
 

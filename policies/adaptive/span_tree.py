@@ -1,9 +1,9 @@
 """Spans: the keys that one request used last, and where they hang in the tree of prefixes.
 
-A request that touches its keys takes them out of the spans of earlier requests and makes them
-its own. What an earlier request leaves behind is the tail of its span; it hangs on the last key
-that was taken. So whole conversations are handled as one thing, at the cost of a dict
-entry per key, and eviction from the tail of spans that nothing hangs on keeps prefixes closed.
+A request that touches its keys moves them from the spans of earlier requests into a new span.
+The tail of an earlier span stays behind and hangs on the last key that was taken. The policy thus
+handles a whole conversation as one object, at the cost of a dict entry per key. Prefixes stay
+closed, because eviction takes keys from the tails of spans on which nothing hangs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from policies.base import Key, free_among
 class Span:
     """Keys last used at ``time``, as segments, the tail first; ``live`` keys are still in it.
 
-    ``kind`` is the class of spans whose fate is expected to be alike, ``sort`` the part of it
-    that is told apart when choosing victims, both as rows of a ``ReuseTable``; ``turn`` counts
-    the requests of its conversation, ``gap`` is the time since the last of them. ``size`` counts
-    its keys like ``live``, but with those that were evicted. ``by_age`` and ``by_score`` count
-    those that the shadow caches hold.
+    ``kind`` is the class of spans that the policy expects to fare alike, and ``sort`` is the part
+    of it that matters when the policy chooses victims; both are rows of a ``ReuseTable``.
+    ``turn`` counts the requests of the conversation, ``gap`` is the time since the last of them.
+    ``size`` counts the keys like ``live``, but includes evicted ones. ``by_age`` and ``by_score``
+    count the keys that the shadow caches hold.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ request."""
 
 
 class SpanTree:
-    """Which span each member is in, and what hangs on which key."""
+    """Maps members to spans, and keys to the spans that hang on them."""
 
     def __init__(self) -> None:
         self.segments = Segments()
@@ -102,7 +102,7 @@ class SpanTree:
         return taken
 
     def _taken(self, span: Span, size: int, end: int, found: list[Segment]) -> Taken:
-        """Book what was taken from a span; what is left of it hangs on the last key of that."""
+        """Note the keys that were taken from a span; the rest hangs on the last of them."""
         span.live -= size
         span.size -= size
         if not span.live:
@@ -114,7 +114,7 @@ class SpanTree:
         return span, size, end, span.live > 0, found
 
     def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
-        """Give a span all that was taken; it hangs on the end of what came before that."""
+        """Give a span all keys that were taken; it hangs on the end of what came before them."""
         found = [segment for _, _, _, _, segments in taken for segment in segments]
         for segment in reversed(self.segments.joined(found)):
             segment.span = span
@@ -125,7 +125,7 @@ class SpanTree:
             self._hang(span, _last_key(before[-1]))
 
     def unhang(self, span: Span) -> None:
-        """A span that has no keys any more hangs on nothing."""
+        """Detach a span that has no keys left."""
         key = span.hangs_on
         if key is not None:
             span.hangs_on = None
@@ -135,7 +135,7 @@ class SpanTree:
                 del self.hanging[key]
 
     def orphan(self, key: Key) -> None:
-        """What hangs on a key that leaves hangs on nothing."""
+        """Detach all spans that hang on a key that leaves."""
         for span in self.hanging.pop(key):
             span.hangs_on = None
 
@@ -204,7 +204,7 @@ class SpanTree:
         return chain.from_iterable(map(self.segments.members, tuple(span.segments)))
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:
-        """Whether a span has members that are not chosen yet; its head is chosen last."""
+        """Return True if a span has members that are not chosen yet; its head is chosen last."""
         while span.segments:
             segment = next(reversed(span.segments))
             if segment.live:

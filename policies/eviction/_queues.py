@@ -1,7 +1,5 @@
-"""Ghosts: keys that left, remembered for a while without their bytes.
-
-What several policies need to pick victims from ordered queues.
-"""
+"""Helpers of several policies: picking victims from ordered queues, and ghosts (keys that left the
+tier, remembered for a while without their bytes)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class GhostList:
         self._keys[key] = None
 
     def discard(self, key: Key) -> bool:
-        """Take a key out; whether it was there."""
+        """Remove a key; return True if it was there."""
         if key in self._keys:
             del self._keys[key]
             return True

@@ -4,11 +4,11 @@ A request's keys are moved to the young end from its last chunk to its first, so
 of a prefix is always younger than its tail: eviction is deepest-first and the cache stays
 prefix-closed (the leaf LRU of a radix tree, at the cost of a dict).
 
-Keys are kept in parts: lists in order of use, of what was used together. A dict says in which part
-a key was used last; elsewhere it is not there any more. So a thousand keys are moved by making a
-list and updating a dict, which takes a fifth of the time that an ``OrderedDict`` takes to move them
-one by one, and there is no node per key. What is not there any more is taken out when it comes to
-the old end, and bit by bit when it is more than there is of the rest.
+The policy keeps keys in parts: lists of keys that were used together, in order of use. A dict maps
+a key to the part in which it was used last; its entries in older parts are stale. To move many
+keys the policy makes a list and updates a dict, which takes a fifth of the time that an
+``OrderedDict`` takes to move them one by one, and needs no node per key. Stale entries are removed
+when they reach the old end, and step by step when they outnumber the others.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_amon
 
 PART_MAX = 512
 FEW = 32
-"""Fewer keys join the youngest part, if it was made of few as well."""
+"""Fewer keys than this join the youngest part, if that also began with few."""
 STALE_SHARE = 2
 STALE_MIN = 4096
-"""So many times the members, and so many more, there may be places that their keys have left."""
+"""There may be ``STALE_SHARE`` stale entries per member, plus ``STALE_MIN``."""
 PART_PLACES = 8
-"""What a part takes besides its keys counts as so many places."""
+"""The memory of a part without its keys, in entries."""
 PASSED_MAX = 1024
-"""Places that their keys have left at the old end, behind one that stays there (it is pinned): more
-of them are taken out, or each search for victims would pass all that were evicted."""
+"""The most stale entries at the old end that may lie behind a key that stays there because it is
+pinned. With more, each search for victims would pass all keys that were evicted."""
 
 
 class _Part(list[Key]):
-    """Keys in order of use, oldest first, and those that have left; compared by identity."""
+    """Keys in order of use, oldest first, and stale entries. Compared by identity."""
 
     __slots__ = ()
 
 
 class LruPolicy(EvictionPolicy):
-    """All operations are O(1) per key, amortised.
+    """Evicts the least recently used key. All operations are O(1) per key, amortised.
 
-    What a restart brings back lies before the parts, as one list in order of use, and needs no
-    part: made in less time and memory. It is only walked once.
+    Keys that a restart recovers lie before the parts, as one list in order of use. They need no
+    part, which saves time and memory, and the policy walks the list only once.
     """
 
     keeps_prefixes_closed = True
@@ -57,7 +57,7 @@ class LruPolicy(EvictionPolicy):
         self._places = 0  # in all parts
         self._swept = 0  # the part that is looked at next for keys that have left
         self._found_order: list[Key] = []
-        self._gone = 0  # so many at the front of that list are not there any more
+        self._gone = 0  # stale entries at the front of that list
         self._looked = 0  # places that the last search has begun to look at
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -94,7 +94,7 @@ class LruPolicy(EvictionPolicy):
         while len(found) < count and (some := list(islice(order, most))):
             seen += len(some)
             found += free_among(evictable, some)
-            most = max(count, PART_MAX)  # what is pinned may lie there by the thousand
+            most = max(count, PART_MAX)  # thousands of pinned keys may lie there
         if self._looked > 2 * seen + PASSED_MAX:
             self._tidy_oldest(self._looked)
         return found[:count]
@@ -118,7 +118,7 @@ class LruPolicy(EvictionPolicy):
     # -- inside ------------------------------------------------------------------------------
 
     def _append(self, keys: list[Key]) -> None:
-        """These distinct keys are the youngest now, the last of them above all."""
+        """Make these distinct keys the youngest ones, the last of them the youngest of all."""
         for first in range(0, len(keys), PART_MAX):
             some = keys[first : first + PART_MAX]
             is_few = len(some) < FEW
@@ -135,7 +135,7 @@ class LruPolicy(EvictionPolicy):
             self._placed(len(some))
 
     def _placed(self, count: int) -> None:
-        """So many keys have got places."""
+        """Count new entries, and sweep if too many are stale."""
         self._places += count
         places = self._places + PART_PLACES * len(self._parts)
         if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
@@ -153,11 +153,11 @@ class LruPolicy(EvictionPolicy):
             yield self._members(part)
 
     def _members(self, part: _Part) -> Iterator[Key]:
-        """The keys of a part that have not left it."""
+        """The keys of a part, without stale entries."""
         return compress(part, map(is_, map(self._part_of.get, part), repeat(part)))
 
     def _found_parts(self) -> Iterator[Iterator[Key]]:
-        """What a restart brought back and nobody has used since, oldest first."""
+        """The recovered keys that no request has used since the restart, oldest first."""
         order = self._found_order
         for first in range(self._gone, len(order), PART_MAX):
             some = order[first : first + PART_MAX]
@@ -165,12 +165,12 @@ class LruPolicy(EvictionPolicy):
             yield self._found_members(some)
 
     def _found_members(self, some: list[Key]) -> Iterator[Key]:
-        """Those that a restart brought back and nobody has used since."""
+        """The keys among ``some`` that no request has used since the restart."""
         others = map(type, map(self._part_of.get, some, repeat(_GONE)))
         return compress(some, map(is_not, others, repeat(_Part)))
 
     def _forget_oldest(self) -> None:
-        """Take out what has left the oldest parts, up to the first member."""
+        """Remove stale entries from the oldest parts, up to the first member."""
         order, get = self._found_order, self._part_of.get
         while self._gone < len(order) and isinstance(get(order[self._gone], _GONE), _Part):
             self._gone += 1
@@ -189,7 +189,7 @@ class LruPolicy(EvictionPolicy):
         self._open.clear()
 
     def _tidy_oldest(self, most: int) -> None:
-        """Take out what has left the oldest places, about so many."""
+        """Remove about ``most`` stale entries from the old end."""
         order, first = self._found_order, self._gone
         end = min(len(order), first + most)
         kept = list(self._found_members(order[first:end]))
@@ -201,8 +201,8 @@ class LruPolicy(EvictionPolicy):
         self._swept = max(self._swept, swept - (before - len(self._parts)))
 
     def _sweep(self, most: int) -> None:
-        """Take out what has left the next parts but the youngest, about so many places, and join
-        small ones."""
+        """Remove stale entries from the next parts, except the youngest, and join small parts.
+        Looks at about ``most`` entries."""
         parts = self._parts
         while most > 0 and len(parts) > 1:
             at = self._swept = self._swept if self._swept < len(parts) - 1 else 0

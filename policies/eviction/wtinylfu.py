@@ -76,7 +76,7 @@ class WTinyLfuPolicy(EvictionPolicy):
         if len(found) < count:
             chosen = set(found)
             rest = [k for k in self._window if k not in chosen and evictable(k)]
-            found += (rest + winners)[: count - len(found)]  # whoever won a duel goes last
+            found += (rest + winners)[: count - len(found)]  # winners of a duel go last
         return found
 
     def _surplus(self, limit: int) -> list[Key]:

@@ -1,9 +1,9 @@
-"""What no policy can beat: Belady's optimum with bypass, and the infinite cache.
+"""Upper bounds for every policy: Belady's optimum with bypass, and the infinite cache.
 
 L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
 Journal 5(2), 1966. With bypass: a block that is needed latest of all is not even stored.
 
-Whoever uses a block uses all blocks before it, so a block's next use is never later than its
+A request that uses a block uses all blocks before it, so a block's next use is never later than its
 descendants'. Breaking ties deepest-first therefore keeps the optimal cache prefix-closed, block
 hits equal prefix hits, and only the *number* of cached blocks per next use matters.
 """

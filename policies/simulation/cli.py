@@ -31,7 +31,7 @@ from policies.simulation.two_tiers import MODES
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
 WRONG = 2
-"""Exit code for what was asked wrongly, as of the other commands."""
+"""Exit code for a wrong command line, as in the other commands."""
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -95,7 +95,7 @@ def simulate(
 
 
 def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None:
-    """The files that were asked for; one that cannot be written ends the program."""
+    """Write the requested files; end the program if one cannot be written."""
     try:
         if csv:
             write_csv(outcomes, csv)
@@ -114,7 +114,7 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _hint(traces: list[Path], as_json: bool) -> str:
-    """What is to be said of a name after ``--json``, which was taken for a trace."""
+    """A hint for a user who wrote a file name after ``--json``, which takes none."""
     names = [path.name for path in traces if path.suffix == ".json" or path == Path("-")]
     if not as_json or not names:
         return ""
@@ -122,7 +122,7 @@ def _hint(traces: list[Path], as_json: bool) -> str:
 
 
 def _check_outputs(csv: Path | None, plot: Path | None) -> None:
-    """Complain before the runs rather than after them."""
+    """Refuse outputs that cannot be written before the runs rather than after them."""
     for path in (csv, plot):
         if path and not path.parent.is_dir():
             raise ValueError(f"no folder {path.parent} to write {path.name} in")

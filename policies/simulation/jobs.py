@@ -30,7 +30,7 @@ _counter: Synchronized[int] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a trace comes from, and which part of it is meant."""
+    """The source of a trace, and the part of it to use."""
 
     path: str
     format: str = "auto"

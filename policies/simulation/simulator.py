@@ -19,7 +19,7 @@ from policies.simulation.belady import infinite_hits, optimum_hits
 from policies.simulation.trace import Request, Trace
 
 HINT_LEVELS = ("none", "end", "all")
-"""Which hints of a trace policies are told: none, only the end of sessions, or all."""
+"""The hints of a trace that policies get: none, only the end of sessions, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FlopModel:
 
 @dataclass(slots=True)
 class Result:
-    """What one run measured. Ratios are 0 on an empty trace."""
+    """The measurements of one run. Ratios are 0 on an empty trace."""
 
     trace: str
     policy: str
@@ -103,7 +103,7 @@ class SimTier:
         self.ops = 0
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """How many keys from the first on are resident."""
+        """Count the resident keys, from the first on without a gap."""
         resident = self.resident
         for count, key in enumerate(keys):
             if key not in resident:
@@ -145,13 +145,13 @@ class SimTier:
         self.ops += len(keys)
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
-        """What is known of the request at its end."""
+        """Give the policy the hints that a request brings at its end."""
         start = perf_counter_ns()
         self.policy.advise(keys, hints)
         self.ns += perf_counter_ns() - start
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Take keys out that another tier makes superfluous."""
+        """Remove keys that another tier makes superfluous."""
         for key in keys:
             if key in self.resident:
                 self.resident.discard(key)
@@ -166,7 +166,7 @@ class SimTier:
 
 
 class Infos:
-    """What is told of each block: depth, cost of computing it, and the trace's hints."""
+    """Makes the ``EntryInfo`` of each block: its depth, its cost, and the trace's hints."""
 
     def __init__(self, block_tokens: int, model: FlopModel, level: str = "none") -> None:
         if level not in HINT_LEVELS:
@@ -177,7 +177,7 @@ class Infos:
         self._plain: list[EntryInfo] = []
 
     def plain(self, depth: int) -> EntryInfo:
-        """Of the block at this place in its prefix (0 = head), without hints."""
+        """The info of the block at this depth of its prefix (0 = head), without hints."""
         while depth >= len(self._plain):
             end = (len(self._plain) + 1) * self._block_tokens
             cost = self._model.prefix(end) - self._model.prefix(end - self._block_tokens)
@@ -185,7 +185,7 @@ class Infos:
         return self._plain[depth]
 
     def stored(self, request: Request, depth: int) -> EntryInfo:
-        """Of one block of a request, with the hints known when it is stored."""
+        """The info of one block of a request, with the hints known when it is stored."""
         plain = self.plain(depth)
         if self._level == "none":
             return plain

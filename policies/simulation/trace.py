@@ -60,7 +60,7 @@ class Request:
 
     @property
     def block_count(self) -> int:
-        """How many full blocks the prompt has."""
+        """The number of full blocks of the prompt."""
         return sum(count for _, count in self.runs)
 
 
@@ -74,7 +74,7 @@ class Trace:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def unique_blocks(self) -> int:
-        """How many different blocks the trace has: what an infinite cache would hold."""
+        """Count the different blocks of the trace, all of which an infinite cache would hold."""
         ranges = sorted({run for request in self.requests for run in request.runs})
         total, end = 0, -1
         for first, count in ranges:
@@ -142,7 +142,7 @@ class BlockNumbers:
 
 
 def parse_request(row: Mapping[str, Any]) -> Request:
-    """One line of our own format. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
+    """Parse one line of our format. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
     expected = row.get("return_s")
     return Request(
         time_s=float(row["t"]),
@@ -159,7 +159,7 @@ def parse_request(row: Mapping[str, Any]) -> Request:
 
 
 def request_row(request: Request) -> dict[str, Any]:
-    """One request as a line of our own format; fields with nothing to say are left out."""
+    """Make a line of our format from a request, without fields that have their default."""
     row: dict[str, Any] = {
         "t": round(request.time_s, 6),
         "s": request.session,
@@ -210,7 +210,7 @@ class TraceWriter:
 
     @property
     def different_blocks(self) -> int:
-        """How many blocks have a number."""
+        """The number of blocks that have a number."""
         return len(self._numbers)
 
     def flush(self) -> None:

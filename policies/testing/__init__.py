@@ -3,7 +3,8 @@
     from policies.testing import PolicyContract
 
     class TestMyPolicy(PolicyContract):
-        def make_policy(self): return MyPolicy()
+        def make_policy(self) -> MyPolicy:
+            return MyPolicy()
 
 Needs pytest and hypothesis. The kit checks membership against a naive model under random
 operations, adversarial patterns, bounded memory, repeatability, closed prefixes if the policy
@@ -77,7 +78,7 @@ def synthetic_trace(
 
 
 def play(policy: EvictionPolicy, script: str) -> str:
-    """Run a script of keys that are words, and tell what was evicted, for golden sequences.
+    """Run a script of keys that are words, for golden sequences.
 
     ``"+a +b a,b !1"`` inserts a, then b (each followed by its request's touch), touches both in one
     request, then evicts one. ``"-a"`` drops a key. Returns the evicted keys, in order.
@@ -101,17 +102,17 @@ def play(policy: EvictionPolicy, script: str) -> str:
 
 
 class PolicyContract:
-    """Inherit, give ``make_policy``, and let pytest collect the class.
+    """Inherit from it, define ``make_policy``, and let pytest collect the class.
 
-    ``examples`` is how many random runs the model test makes; ``shrink`` whether it looks for the
-    smallest one that fails.
+    The model test makes ``examples`` random runs. With ``shrink`` it looks for the smallest one
+    that fails.
     """
 
     examples = 40
     shrink = True
 
     def make_policy(self) -> EvictionPolicy:
-        """A new policy with the options to be tested."""
+        """Make a policy with the options to be tested."""
         raise NotImplementedError
 
     def test_membership_follows_a_naive_model(self) -> None:
@@ -251,7 +252,7 @@ class PolicyContract:
 
 
 def steps(policy: EvictionPolicy, keys: int) -> int:
-    """How many lines of Python a fixed set of operations runs with so many members."""
+    """Count the lines of Python that a fixed set of operations runs with ``keys`` members."""
     _fill(policy, keys)
     for _ in _rounds(policy, keys, 40):
         pass  # let queues settle
@@ -273,7 +274,7 @@ def steps(policy: EvictionPolicy, keys: int) -> int:
 
 
 def operations_per_second(policy: EvictionPolicy, keys: int, rounds: int = 400) -> float:
-    """Keys stored, touched and evicted per second with so many members: the median of rounds."""
+    """Keys stored, touched and evicted per second with ``keys`` members: the median of rounds."""
     _fill(policy, keys)
     clock = time.perf_counter
     times = []
@@ -323,7 +324,7 @@ def _adversary(pattern: str) -> Iterator[Sequence[int]]:
 
 
 def _reachable(root: object) -> int:
-    """How many objects a policy keeps alive, without classes, modules and code."""
+    """Count the objects that a policy keeps alive, without classes, modules and code."""
     seen: set[int] = set()
     todo = [root]
     while todo:

@@ -1,4 +1,4 @@
-"""A naive model of a policy's members, against which the kit plays random operations.
+"""A naive model of a policy's members: the kit runs random operations against it.
 
 Part of ``policies.testing``. Needs hypothesis.
 """
@@ -40,14 +40,14 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), strangers=st.booleans())
     def touch(self, data: st.DataObject, strangers: bool) -> None:
-        """Members in any order, sometimes twice, sometimes with keys that are none."""
+        """Touch members in any order, sometimes twice, sometimes with keys that are not members."""
         known = sorted(self.members, key=repr)
         keys: list[Key] = data.draw(st.lists(st.sampled_from(known), max_size=8)) if known else []
         self.policy.touch([*keys, "stranger"] if strangers else keys)
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Choose anew which members must stay."""
+        """Choose other members that must stay."""
         known = sorted(self.members, key=repr)
         self.pinned = set(data.draw(st.lists(st.sampled_from(known)))) if known else set()
 
@@ -67,7 +67,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), cause=st.sampled_from(RemoveCause))
     def remove(self, data: st.DataObject, cause: RemoveCause) -> None:
-        """Any member may be taken out at any time; a stranger too, to no effect."""
+        """Remove any member at any time, or an unknown key, to no effect."""
         key = data.draw(st.sampled_from([*sorted(self.members, key=repr), "stranger"]))
         self.policy.remove(key, cause)
         self.members.discard(key)
@@ -75,7 +75,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=st.booleans(), end=st.booleans())
     def advise(self, keys: bool, end: bool) -> None:
-        """Hints are taken for any keys."""
+        """Give hints for any keys."""
         hints = {"session_end": True} if end else {"tool_call": True, "return_s": 5.0}
         self.policy.advise(sorted(self.members, key=repr) if keys else ["stranger"], hints)
 
