@@ -41,7 +41,15 @@ Some names stand in a configuration instead of an import statement:
 Generated: `python scripts/api_reference.py`.
 """
 
-MODULES = ("offload", "policies", "policies.hints", "policies.testing")
+MODULES = (
+    "offload",
+    "policies",
+    "policies.hints",
+    "policies.testing",
+    "tiers",
+    "tiers.authoring",
+    "tiers.testing",
+)
 """The public modules in the order of the page."""
 CONTRACTS = {"policies.testing": ("PolicyContract",), "policies.hints": ()}
 """The public names of modules that have no ``__all__``."""
@@ -60,6 +68,11 @@ class Entry(NamedTuple):
     name: str
     node: ast.AST
     doc: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for two names of one object."""
+        return self.module, self.name
 
 
 def source_of(module: str) -> Path:
@@ -171,13 +184,38 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                     yield ast.unparse(item), string_of(after)
 
 
+def inherited(entry: Entry) -> set[str]:
+    """The names of all members that the base classes of a class document."""
+    found: set[str] = set()
+    for base in entry.node.bases if isinstance(entry.node, ast.ClassDef) else ():
+        try:
+            plain = base.value if isinstance(base, ast.Subscript) else base
+            parent = find(entry.module, ast.unparse(plain))
+        except (LookupError, OSError):  # of another library
+            continue
+        if isinstance(parent.node, ast.ClassDef):
+            found |= {item.name for item in parent.node.body if isinstance(item, Function)}
+            found |= inherited(parent)
+    return found
+
+
+def shown_members(entry: Entry) -> Iterator[tuple[str, str]]:
+    """The members of a class, without overrides that the base class documents."""
+    assert isinstance(entry.node, ast.ClassDef)
+    overrides = inherited(entry)
+    for shown, doc in members(entry.node):
+        name = re.search(r"(\w+)\(", shown)
+        if doc or name is None or name[1] not in overrides:
+            yield shown, doc
+
+
 def undocumented(entry: Entry) -> list[str]:
     """List what lacks a docstring in a public name. A class documents its plain fields itself."""
     missing = [] if entry.doc else [f"{entry.module}.{entry.name}"]
     if isinstance(entry.node, ast.ClassDef):
         missing += [
             f"{entry.module}.{entry.name}: {shown}"
-            for shown, doc in members(entry.node)
+            for shown, doc in shown_members(entry)
             if not doc and re.match(r"[\w ]+\(", shown) and not shown.startswith(entry.name)
         ]
     return missing
@@ -196,7 +234,7 @@ def described(entry: Entry) -> str:
         shown = ast.unparse(node)
     lines += [f"`{shown}`", "", markdown(entry.doc), ""]
     if isinstance(node, ast.ClassDef):
-        for written, doc in members(node):
+        for written, doc in shown_members(entry):
             text = textwrap.indent(markdown(doc), "  ").strip()
             lines.append(f"* `{written}`" + (f"\n\n  {text}\n" if text else ""))
         lines.append("")
@@ -206,9 +244,15 @@ def described(entry: Entry) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
+    described_already = set[tuple[str, str]]()
     for module in MODULES:
         parts.append(f"## `{module}`\n\n{markdown(ast.get_docstring(tree_of(module)) or '')}\n")
-        parts += [described(find(module, name)) for name in public_names(module)]
+        entries = [find(module, name) for name in public_names(module)]
+        known = [f"`{entry.name}`" for entry in entries if entry.key in described_already]
+        if known:
+            parts.append(f"Described above: {', '.join(known)}.\n")
+        parts += [described(entry) for entry in entries if entry.key not in described_already]
+        described_already |= {entry.key for entry in entries}
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 

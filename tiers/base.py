@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 Key = bytes
+"""The name of a record: at most 511 bytes, equal only for equal content."""
 Buffer = npt.NDArray[np.uint8]
 """One-dimensional, C-contiguous bytes. A buffer whose address and length are multiples of
 ``ALIGNMENT`` can be moved by direct I/O without a copy; any other one still works."""
 
 ALIGNMENT = 4096
+"""Bytes; direct I/O needs addresses and lengths that are multiples of it."""
 KEYS_PER_BATCH = 1 << 14
 
 

@@ -54,6 +54,7 @@ KEY_BYTES_MAX = 511
 _PREFIX = struct.Struct("<4sBBHIHHQQQ16s12s4s")
 PREFIX_BYTES = _PREFIX.size
 HEADER_BYTES = PREFIX_BYTES + TAG_BYTES
+"""The size of the header that ``seal`` makes."""
 _NO_NONCE = bytes(NONCE_BYTES)
 _NO_KEY_ID = bytes(KEY_ID_BYTES)
 

@@ -68,6 +68,7 @@ class TierContract:
     async def opened(
         self, folder: Path, capacity_bytes: int | None = None
     ) -> AsyncIterator[tuple[Tier, TierInfo]]:
+        """Open a new tier over ``folder`` and close it at the end."""
         tier = self.make_tier(folder / "tier", capacity_bytes or self.capacity_bytes)
         try:
             yield tier, await tier.open()

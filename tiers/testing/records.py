@@ -8,9 +8,14 @@ import numpy as np
 
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, StoredKey, Tier, WriteOutcome
 
-OK, FULL = WriteOutcome.OK, WriteOutcome.FULL
+OK = WriteOutcome.OK
+"""The outcome of a write that stored its record."""
+FULL = WriteOutcome.FULL
+"""The outcome of a write that found no space."""
 KIB = 1024
+"""1,024 bytes."""
 MIB = 1024 * KIB
+"""1,024 KiB."""
 
 
 def aligned(payload_bytes: int) -> Buffer:
