@@ -7,12 +7,12 @@ this machine is found out by starting it.
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo.ports import free_port
 from demo.tiny_model import VOCAB_SIZE, LlamaShape
 
 BLOCK_TOKENS = 32
@@ -130,11 +130,11 @@ def _lmcache_server(room: Room) -> Start:
     size_gb = room.host / (1 << 30)
     server = (
         f"--l1-size-gb {size_gb:.3f} --eviction-policy LRU --supported-transfer-mode auto "
-        f"--http-port {_free_port()} "
+        f"--http-port {free_port()} "
         "--disable-observability"  # it needs a package that LMCache does not ask for
     )
     extra = {
-        "lmcache.mp.port": _free_port(),
+        "lmcache.mp.port": free_port(),
         "lmcache.mp.autostart": True,
         "lmcache.mp.autostart.server_args": server,
     }
@@ -145,13 +145,6 @@ def _lmcache_server(room: Room) -> Start:
             "kv_connector_extra_config": extra,
         }
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from demo.ports import free_port
+
 START_S = 30.0
 LOG_CHARS = 2_000
 NEEDS = (
@@ -107,13 +109,6 @@ class Master:
 
     def _log_text(self) -> str:
         return self.log.read_text(errors="replace")[-LOG_CHARS:]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

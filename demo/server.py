@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from demo.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 600.0
@@ -68,7 +69,7 @@ class VllmServer:
         start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
         self.log_path = log
-        self.port = _free_port()
+        self.port = free_port()
         command = [sys.executable, "-m", "demo.vllm_cli", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
         command += flags
@@ -255,10 +256,3 @@ def _parse_metrics(text: str) -> Iterator[tuple[str, float]]:
         ]
         inside = ",".join(label.rstrip('"') + '"' for label in own)
         yield (f"{name}{{{inside}}}" if inside else name), float(value)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -31,14 +31,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.patience import PATIENCE_S
 from tests.vllm import verified
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 from tests.vllm.verified import Verified
 
 ROOT = Path(__file__).resolve().parents[2]
-START_DEADLINE_S = 300.0
-CALL_DEADLINE_S = 120.0
 LOG_CHARS = 60_000
+GRACE_S = 30.0
+"""For an engine process to say itself that it has waited for too long."""
 
 BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -96,7 +97,6 @@ class Engine:
         log: Path,
         connector: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
-        start_deadline_s: float = START_DEADLINE_S,
         **engine_kwargs: Any,
     ) -> None:
         self.log_path = log
@@ -110,7 +110,7 @@ class Engine:
         with log.open("ab") as log_file:
             self._connection, self.pid = _nursery().start(order, log_file.fileno())
         self._alive = True
-        self.geometry: dict[str, Any] = self._receive("start", start_deadline_s)
+        self.geometry: dict[str, Any] = self._receive("start")
 
     def __enter__(self) -> Self:
         return self
@@ -126,11 +126,9 @@ class Engine:
         else:
             self.kill()
 
-    def generate(
-        self, prompts: list[Prompt], deadline_s: float = CALL_DEADLINE_S, **sampling: Any
-    ) -> list[Generation]:
+    def generate(self, prompts: list[Prompt], **sampling: Any) -> list[Generation]:
         """Greedy answers to all prompts, in flight together (``max_tokens``, ``logprobs``)."""
-        return self.ask("generate", prompts, deadline_s=deadline_s, **sampling)
+        return self.ask("generate", prompts, **sampling)
 
     def generate_one(self, prompt: Prompt, **sampling: Any) -> Generation:
         """The greedy answer to one prompt."""
@@ -144,11 +142,9 @@ class Engine:
         """Run engine steps; returns the ids of the requests that finished."""
         return self.ask("step", times)
 
-    def step_until(
-        self, condition: Callable[..., bool], *args: Any, deadline_s: float = 60.0
-    ) -> None:
+    def step_until(self, condition: Callable[..., bool], *args: Any) -> None:
         """Step until ``condition(llm, *args)`` holds in the engine process."""
-        self.ask("step_until", condition, *args, deadline_s=deadline_s, _inner_deadline=True)
+        self.ask("step_until", condition, *args)
 
     def run_until_finished(self) -> dict[str, Generation]:
         """Step until no submitted request is left; the answers so far by request id."""
@@ -162,9 +158,14 @@ class Engine:
         """The scheduler's state of each request that it knows."""
         return self.ask("states")
 
-    def reset_prefix_cache(self, connector: bool = False, running: bool = False) -> bool:
-        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps."""
-        return self.ask("reset_prefix_cache", connector, running)
+    def reset_prefix_cache(self, connector: bool = False) -> None:
+        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. Steps
+        until both say that they have, while blocks are still held or a disk is busy."""
+        self.ask("reset_prefix_cache", connector)
+
+    def try_to_reset(self, connector: bool = False) -> bool:
+        """The same, once; returns what vLLM answers."""
+        return self.ask("try_to_reset", connector)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges as ``name{label="value"}``."""
@@ -195,32 +196,22 @@ class Engine:
         (a module-level function of a test file will do)."""
         return self.ask("call", function, *args)
 
-    def ask(
-        self,
-        method: str,
-        *args: Any,
-        deadline_s: float = CALL_DEADLINE_S,
-        _inner_deadline: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Call a method of ``EngineHost``; raises ``EngineError`` at the deadline too."""
-        if _inner_deadline:
-            kwargs["deadline_s"] = deadline_s
-            deadline_s += 30.0
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of ``EngineHost``; raises ``EngineError``, also if no answer comes."""
         try:
             self._connection.send(Call(method, args, kwargs))
         except OSError as error:
             raise self._failure(f"{method}: the engine process is gone") from error
-        return self._receive(method, deadline_s)
+        return self._receive(method)
 
-    def close(self, deadline_s: float = 60.0) -> None:
+    def close(self) -> None:
         """Shut down as vLLM does, and check that the whole process group ended."""
         if not self._alive:
             return
         try:
             self._check_loads()
-            self.ask("close", deadline_s=deadline_s)
-            self._wait_for_end(deadline_s)
+            self.ask("close")
+            self._wait_for_end()
         except EngineError:
             self.kill()
             raise
@@ -260,7 +251,7 @@ class Engine:
             return
         with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.killpg(self.pid, signal.SIGKILL)
-        self._wait_for_end(30.0)
+        self._wait_for_end()
         self._alive = False
         self._connection.close()
 
@@ -268,12 +259,12 @@ class Engine:
         """The end of the engine's log."""
         return self.log_path.read_text(errors="replace")[-LOG_CHARS:]
 
-    def _receive(self, what: str, deadline_s: float) -> Any:
+    def _receive(self, what: str) -> Any:
         try:
-            if not self._connection.poll(deadline_s):
+            if not self._connection.poll(PATIENCE_S + GRACE_S):
                 os.kill(self.pid, signal.SIGUSR1)  # every thread's stack goes into the log
                 time.sleep(1.0)
-                failure = self._failure(f"{what}: no answer in {deadline_s} s")
+                failure = self._failure(f"{what}: no answer in {PATIENCE_S + GRACE_S} s")
                 self.kill()
                 raise failure
             answer: Answer = self._connection.recv()
@@ -286,16 +277,16 @@ class Engine:
     def _failure(self, text: str) -> EngineError:
         return EngineError(f"{text}\n--- log of the engine ({self.log_path}) ---\n{self.log()}")
 
-    def _wait_for_end(self, deadline_s: float) -> None:
+    def _wait_for_end(self) -> None:
         """Wait until no process of the group is left; it is polled, they are not our children."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + PATIENCE_S
         while True:
             try:
                 os.killpg(self.pid, 0)
             except ProcessLookupError:
                 return
             if time.monotonic() > end:
-                raise self._failure(f"processes of the engine are left after {deadline_s} s")
+                raise self._failure(f"processes of the engine are left after {PATIENCE_S} s")
             time.sleep(0.02)
 
 
@@ -313,7 +304,7 @@ class _Nursery:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        self._control.settimeout(START_DEADLINE_S)
+        self._control.settimeout(PATIENCE_S)
         if self._control.recv(16) != b"ready":
             raise EngineError("vLLM could not be imported; see the output above")
 
@@ -328,7 +319,7 @@ class _Nursery:
     def close(self) -> None:
         """Let the process end: it does when its control socket closes."""
         self._control.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=PATIENCE_S)
 
 
 _shared_nursery: _Nursery | None = None

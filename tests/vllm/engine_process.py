@@ -26,6 +26,7 @@ from typing import Any
 
 from tests import processor
 from tests.models.inspection import inspect_models_here
+from tests.patience import PATIENCE_S
 from tests.vllm.interpreted import interpret_state_kernels
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
@@ -88,24 +89,22 @@ class EngineHost:
                     finished.append(output.request_id)
         return finished
 
-    def run_until_finished(self, deadline_s: float = 60.0) -> dict[str, Generation]:
+    def run_until_finished(self) -> dict[str, Generation]:
         """Step until no submitted request is left; raises ``TimeoutError``."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + PATIENCE_S
         while self.llm.llm_engine.has_unfinished_requests():
             self.step()
             if time.monotonic() > end:
-                raise TimeoutError(f"requests unfinished after {deadline_s} s: {self.states()}")
+                raise TimeoutError(f"requests unfinished after {PATIENCE_S} s: {self.states()}")
         return dict(self._finished)
 
-    def step_until(
-        self, condition: Callable[..., bool], *args: Any, deadline_s: float = 60.0
-    ) -> None:
+    def step_until(self, condition: Callable[..., bool], *args: Any) -> None:
         """Step until ``condition(llm, *args)`` holds; raises ``TimeoutError``."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + PATIENCE_S
         while not condition(self.llm, *args):
             self.step()
             if time.monotonic() > end:
-                raise TimeoutError(f"{condition} not reached in {deadline_s} s: {self.states()}")
+                raise TimeoutError(f"{condition} not reached in {PATIENCE_S} s: {self.states()}")
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort submitted requests."""
@@ -116,11 +115,14 @@ class EngineHost:
         """The scheduler's state of each request that it knows."""
         return {name: r.status.name for name, r in self._scheduler.requests.items()}
 
-    def reset_prefix_cache(self, connector: bool = False, running: bool = False) -> bool:
-        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps."""
-        return self.llm.reset_prefix_cache(
-            reset_running_requests=running, reset_connector=connector
-        )
+    def reset_prefix_cache(self, connector: bool = False) -> None:
+        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. Steps
+        until both say that they have; raises ``TimeoutError``."""
+        self.step_until(_is_reset, connector)
+
+    def try_to_reset(self, connector: bool = False) -> bool:
+        """The same, once; returns what vLLM answers."""
+        return _is_reset(self.llm, connector)
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges as ``name{label="value"}``, without the labels of the engine."""
@@ -180,6 +182,10 @@ class EngineHost:
     @property
     def _scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _is_reset(llm: Any, connector: bool) -> bool:
+    return bool(llm.reset_prefix_cache(reset_connector=connector))
 
 
 def _fork_ranks() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.vllm import copy_faults, faults
 from tests.vllm.engine import Engine, transfer_config
 from tests.vllm.probes import check, is_idle, totals
@@ -56,12 +57,23 @@ def by_hit(answers: list[Generation], count: int) -> dict[tuple[int, int], Gener
     return {(at % count, answer.cached_tokens): answer for at, answer in enumerate(answers)}
 
 
+PATIENT = {
+    "load_timeout_s": PATIENCE_S,
+    "tier_timeout_s": PATIENCE_S,
+    "fence_timeout_s": 60,
+    "lookup_timeout_s": 10,
+    "break_even": False,
+}
+"""On a busy machine nothing is given up because it is late (the last two limits are the largest
+that there are), and no load is left out because this tiny model computes faster."""
+
+
 def config(path: Path | None, cpu: str = "64MiB", **others: Any) -> dict[str, Any]:
     """The connector's configuration: a CPU tier, and an LMDB tier at ``path``, which is read by
-    requests alone: a scrub would find damage before them."""
+    requests alone: a scrub would find damage before them. ``others`` replace what is in it."""
     tier = {"type": "lmdb", "path": str(path), "capacity": "256MiB", "reserve": 0, "scrub": "off"}
-    tiers = [tier]
-    return transfer_config({"cpu": {"capacity": cpu}, "tiers": tiers if path else []} | others)
+    tiers = [tier] if path else []
+    return transfer_config({"cpu": {"capacity": cpu}, "tiers": tiers} | PATIENT | others)
 
 
 def loaded_tokens(engine: Engine, tier: str) -> float:
@@ -102,7 +114,7 @@ def fill(engine: Engine, reference: Reference) -> None:
 def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
     """Empty vLLM's own cache, ask everything again, and require that ``tier`` gave blocks, that
     they were what was computed, and that no answer differs."""
-    assert engine.reset_prefix_cache()
+    engine.reset_prefix_cache()
     before, checked = loaded_tokens(engine, tier), engine.verified()
     assert ask(engine, reference) > 0
     assert loaded_tokens(engine, tier) > before, f"nothing was loaded from {tier}"
@@ -119,7 +131,7 @@ def planted_faults_are_seen(engine: Engine, reference: Reference) -> None:
         settle(engine)
         before = engine.verified()
         engine.call(faults.on_workers, copy_faults.plant, fault, None)
-        assert engine.reset_prefix_cache()
+        engine.reset_prefix_cache()
         engine.generate_one(reference.prompts[0])
         engine.call(faults.on_workers, copy_faults.heal)
         seen = engine.verified().different - before.different

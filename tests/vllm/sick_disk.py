@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from offload.planner import load_or_recompute
 from tests.vllm.faults import executor
 from tests.vllm.probes import connector
 from tiers.base import Buffer
 from tiers.io.direct_io import DiskIo
 
 SLOW_S = 0.3
+RETRY_S = (0.2, 1.0)
+"""The first and the longest wait of a breaker after ``retry_soon``."""
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
 """What a write ends with; reads work."""
 
@@ -83,6 +86,15 @@ def compute_at(llm: Any, tokens_per_second: float) -> None:
     prefill = connector(llm)._scheduler.planner.gates.prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
+
+
+def retry_soon(llm: Any) -> None:
+    """A tier that was shut out is tried again after a fraction of a second, and never later."""
+    load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
+    for gate in connector(llm)._scheduler.planner.gates.tiers:
+        gate.pace._wait_s = RETRY_S[0]
+        for breaker in (gate.reads, gate.writes):
+            breaker._first_wait_s, breaker._wait_max_s = RETRY_S
 
 
 def disk_calls(worker: Any) -> int:

@@ -106,7 +106,7 @@ def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> 
         assert "have changed since it was first loaded" in engine.log()
         engine.reset_prefix_cache()
         assert engine.call(answer, str(path), prompt) == of_second
-        assert engine.reset_prefix_cache(connector=True)
+        engine.reset_prefix_cache(connector=True)
         assert engine.call(answer, str(path), prompt) == of_second
         engine.reset_prefix_cache()
         before = loaded_tokens(engine, "cpu")

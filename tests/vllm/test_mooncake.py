@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiers.mooncake.real_store import Master, one_store, skip_without_mooncake
 from tests.vllm import faults
-from tests.vllm.engine import Engine, EngineError, transfer_config
+from tests.vllm.engine import Engine, EngineError
 from tests.vllm.kinds import ask as ask_in_turn
 from tests.vllm.other_geometry import (
     assert_refused,
@@ -50,17 +50,14 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.kill()
 
 
-def offload(
-    master: Master, cpu: str, segment: str = "128MiB", lookup_timeout_s: float = 10.0
-) -> dict[str, Any]:
-    """A CPU tier over the store; what is loaded is not weighed against this tiny model's speed."""
-    tiers = [master.tier(segment)]
-    return config(None, cpu=cpu, tiers=tiers, break_even=False, lookup_timeout_s=lookup_timeout_s)
+def offload(master: Master, cpu: str, segment: str = "128MiB", **others: Any) -> dict[str, Any]:
+    """A CPU tier over the store."""
+    return config(None, cpu=cpu, tiers=[master.tier(segment)], **others)
 
 
 def ask(engine: Engine, reference: Reference) -> float:
     """Ask everything again, with vLLM's own cache empty, and compare; tokens from the store."""
-    assert engine.reset_prefix_cache()
+    engine.reset_prefix_cache()
     before = loaded_tokens(engine, "mooncake")
     in_turn(engine, reference)
     return loaded_tokens(engine, "mooncake") - before
@@ -105,10 +102,10 @@ def test_one_restores_what_the_other_has_computed(
 def new_weights_part_them(one: Engine, two: Engine, reference: Reference) -> None:
     """An engine that was reset finds nothing of the others, nor they what it stores since. That it
     stores at all is seen when nothing but its epoch is given to another."""
-    assert two.reset_prefix_cache(connector=True)
+    two.reset_prefix_cache(connector=True)
     assert ask(two, reference) == 0
     settle(two)
-    assert two.reset_prefix_cache()
+    two.reset_prefix_cache()
     apart, planted = prompts(1, seed=77), prompts(1, seed=78)
     two.generate([*apart, *planted])
     settle(two)
@@ -189,10 +186,8 @@ def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master
 
     def connector(geometry: str, **others: Any) -> dict[str, Any]:
         tiers = [master.tier("0") | {"geometry": geometry}]
-        extra = {"cpu": {"capacity": "64MiB"}, "tiers": tiers, "lookup_timeout_s": 10}
-        extra |= {"break_even": False} | others
         # The model has no weight files; the id stands for them.
-        return transfer_config(extra) | {"engine_id": "geometry"}
+        return config(None, tiers=tiers, **others) | {"engine_id": "geometry"}
 
     def started(ranks: int, geometry: str, **others: Any) -> Engine:
         folder, options = made("llama", ranks, tmp_path / "model")
@@ -206,7 +201,7 @@ def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master
         settle(two)
         with started(1, "translate") as one:
             show_read_translated(one, "llama", by_two, first, 1, "mooncake")
-            assert one.reset_prefix_cache()
+            one.reset_prefix_cache()
             ask_in_turn(one, second)
             by_one = {key: block for key, block in one.kv_snapshot().items() if key not in by_two}
             settle(one)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm import faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, is_idle, totals
@@ -22,6 +23,11 @@ from tests.vllm.restored import HASH, config, prompts
 
 SOAK_S = float(os.environ.get("KVTIERS_SOAK_S", "300"))
 SEED = int(os.environ.get("KVTIERS_SEED", "5"))
+SAMPLES_MIN = 8
+TOKENS_PER_S = 1.0
+"""What computing is taken to make, on every machine: only a disk that hangs is slower."""
+LONG, SHORT = (PATIENCE_S, PATIENCE_S), (1.0, 0.2)
+"""Seconds that a load and an operation of the disk may take: of a disk that is well, and ill."""
 STATES = ("hangs", "fails", "is full", "crawls")
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
 """oneDNN keeps memory for every new matrix size: an engine without any connector grows by 10 MiB a
@@ -50,6 +56,8 @@ class Soak:
         self.random = random.Random(SEED)
         self.samples: list[tuple[int, int, int]] = []
         self.turns = 0
+        self.owes_reset = False
+        """Whether a disk was too ill to note a reset in time (vLLM then answers False)."""
 
     def turn(self) -> None:
         """A few requests, known and new ones, with something going wrong now and then."""
@@ -62,15 +70,17 @@ class Soak:
         elif what < 0.50:
             self.abort_some()
         elif what < 0.55:
-            assert self.engine.reset_prefix_cache(connector=True)
+            self.owes_reset |= not self.engine.try_to_reset(connector=True)
         elif what < 0.75:
-            assert self.engine.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
         seed = self.random.randrange(SEEDS)
         new = prompts(2, tokens=40 + 5 * seed, seed=seed)
         self.engine.generate([*self.random.sample(self.known, 2), *new])
         self.engine.call(check)
 
     def infect(self, state: str) -> None:
+        limits = LONG if state == "well" else SHORT
+        self.engine.call(faults.on_workers, sick_disk.set_limits, *limits)
         self.engine.call(faults.on_workers, sick_disk.infect, state)
 
     def abort_some(self) -> None:
@@ -84,6 +94,9 @@ class Soak:
     def sample(self) -> None:
         """Measure at rest, with a disk that is well."""
         self.infect("well")
+        if self.owes_reset:
+            self.engine.reset_prefix_cache(connector=True)
+            self.owes_reset = False
         self.engine.step_until(is_idle)
         files, threads = self.engine.call(faults.on_workers, faults.open_files)[0]
         memory = self.engine.call(faults.on_workers, resident_bytes)[0]
@@ -93,13 +106,14 @@ class Soak:
 @pytest.mark.thorough
 @pytest.mark.timeout(SOAK_S + 900)
 def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
-    limits = {"load_timeout_s": 1.0, "tier_timeout_s": 0.2}
-    offload = config(tmp_path / "kv", cpu="1MiB", **limits)
+    offload = config(tmp_path / "kv", cpu="1MiB", break_even=True)
     options = HASH | {"connector": offload, "env": FEW_PRIMITIVES}
     with Engine(llama, log=tmp_path / "log", **options) as engine:
+        engine.call(sick_disk.retry_soon)
+        engine.call(sick_disk.compute_at, TOKENS_PER_S)
         soak = Soak(engine)
         end = time.monotonic() + SOAK_S
-        while time.monotonic() < end:
+        while time.monotonic() < end or len(soak.samples) < SAMPLES_MIN:
             for _ in range(8):
                 soak.turn()
             soak.sample()
@@ -109,7 +123,6 @@ def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
     assert found["loaded_tokens:lmdb"] > 0
     assert found["breaker_openings:lmdb"] > 0, "the faults were never met"
     quarter = len(soak.samples) // 4
-    assert quarter, "too short to see growth: raise KVTIERS_SOAK_S"
     early, late = soak.samples[quarter : 2 * quarter], soak.samples[-quarter:]
     memory, files, threads = (
         statistics.median(row[column] for row in late)

@@ -56,7 +56,7 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
         held = bytes_of(folder)
         assert held <= most_bytes(capacity), f"{held} bytes, seed {seed}"
 
-    kill_after = rng.randrange(1, count)
+    kill_after = rng.randrange(1, count // 2)
     with children(
         Child("half-file", folder, 0, *arguments, rng.randrange(2, 9) * BATCH, fault),
         Child("file", folder, 1, *arguments, count, fault),
@@ -64,10 +64,12 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
         Child("file", folder, 3, *arguments, count, fault),
     ) as group:
         half, victim, *others = group
-        watch(group, lambda: len(victim.said("+")) >= kill_after, sample)
+        watch(group, lambda: victim.has_stored(kill_after), sample)
         victim.kill()
         watch(group, lambda: bool(half.said(".")), sample)
         half.kill()
+        for child in others:
+            child.go_on()
         watch(group, lambda: all(child.said(".") for child in others), sample)
         wrong = [number for child in group for number in child.said("W")]
         assert not wrong, f"wrong bytes of {wrong}, seed {seed}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo.mooncake import free_port
+from demo.ports import free_port
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bounce_buffers as bounce_buffers

@@ -1,6 +1,7 @@
 """One of several processes that share a tier, saying on standard output what it may rely on.
 
-    @<n>   the tier is open; this process is number n, and waits for a byte on its standard input
+    @<n>   the tier is open, or half of the records have been tried; this process is number n, and
+           waits for a byte on its standard input
     +<n>   key n is stored: it must be there, whole, until it is evicted
     W<n>   key n was read with other bytes than its own
     .0     it has stored all that it was told to, and waits for its standard input to close
@@ -91,7 +92,11 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
         io.look = tier._files.index.env.begin
     say("@", [number])
     await read_byte()
+    halfway = -1 if kind.startswith("half") else count // 2 // BATCH * BATCH
     for step in range(0, count, BATCH):
+        if step == halfway:
+            say("@", [number])
+            await read_byte()
         numbers = [number * RANGE + step + n for n in range(BATCH)]
         outcomes = await put(tier, [key_of(n) for n in numbers], size)
         stored = [n for n, o in zip(numbers, outcomes, strict=True) if o is WriteOutcome.OK]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Tier
 from tiers.files import shared_folder
 from tiers.files.shared_tier import SharedFileTier
@@ -21,8 +22,6 @@ from tiers.lmdb.shared import transaction as shared_changes
 from tiers.lmdb.shared.tier import SharedLmdbTier
 
 CHILD = Path(__file__).with_name("child.py")
-WAIT_MAX_S = 280.0
-"""Longer than any child needs; pytest would end the test a little later."""
 
 
 def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | None = None) -> Tier:
@@ -86,6 +85,16 @@ class Child:
         lines = self.log.splitlines(keepends=True)
         return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
 
+    def go_on(self) -> None:
+        """Let it begin; the second time, let it begin the second half."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"b")
+        self.process.stdin.flush()
+
+    def has_stored(self, count: int) -> bool:
+        """Whether it has stored so many, or has come to its middle without."""
+        return len(self.said("+")) >= count or len(self.said("@")) > 1
+
     def kill(self) -> None:
         """End it at once, wherever it is."""
         self.process.kill()
@@ -96,7 +105,7 @@ class Child:
         """Have it close its tier and end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(60) == 0
+        assert self.process.wait(PATIENCE_S) == 0
         self.listen()
 
 
@@ -106,9 +115,7 @@ def children(*wanted: Child) -> Iterator[list[Child]]:
     try:
         watch(list(wanted), lambda: all(child.said("@") for child in wanted), lambda: None)
         for child in wanted:
-            assert child.process.stdin is not None
-            child.process.stdin.write(b"b")
-            child.process.stdin.flush()
+            child.go_on()
         yield list(wanted)
     finally:
         for child in wanted:
@@ -121,7 +128,7 @@ def children(*wanted: Child) -> Iterator[list[Child]]:
 def watch(group: list[Child], until: Callable[[], bool], sample: Callable[[], None]) -> None:
     """Call ``sample`` again and again until something is so. Raises ``TimeoutError``, and
     ``ChildProcessError`` as soon as a child has ended by an error of its own."""
-    deadline = time.monotonic() + WAIT_MAX_S
+    deadline = time.monotonic() + PATIENCE_S
     while not until():
         for child in group:
             child.listen()

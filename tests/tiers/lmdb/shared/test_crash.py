@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -37,7 +38,8 @@ TIGHT = 6 << 20
 
 def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
     """Two are killed: one at a random moment in the first half, one in the middle of writing a
-    payload. ``fault`` is planted in the children."""
+    payload. The others wait for that in their middle, so that they meet what the dead have left.
+    ``fault`` is planted in the children."""
     rng = random.Random(seed)
     arguments = (capacity, SIZE)
     largest = 0
@@ -58,7 +60,7 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
 
         def are_dead() -> bool:
             for child, is_due in (
-                (victim, len(victim.said("+")) >= kill_after),
+                (victim, victim.has_stored(kill_after)),
                 (half, bool(half.said("."))),
             ):
                 if is_due:
@@ -66,6 +68,8 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
             return all(child.process.returncode is not None for child in (half, victim))
 
         watch(group, are_dead, sample)
+        for child in others:
+            child.go_on()
         watch(group, lambda: all(child.said(".") for child in others), sample)
         wrong = [number for child in group for number in child.said("W")]
         assert not wrong, f"wrong bytes of {wrong}, seed {seed}"
@@ -192,5 +196,11 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", list(PLANTED)[: None if len(SEEDS) > 1 else 2])
 def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
-    with pytest.raises(AssertionError, match=PLANTED[fault]):
-        run_world(tmp_path / "tier", TIGHT, 240, 1, fault)
+    """By some seed: what is left when all have ended is a matter of luck, also with a fault."""
+    for seed in range(1, 30):
+        try:
+            run_world(tmp_path / str(seed), TIGHT, 240, seed, fault)
+        except AssertionError as error:
+            assert re.search(PLANTED[fault], str(error)), error  # noqa: PT017 (some runs pass)
+            return
+    raise AssertionError(f"{fault} went unseen")

@@ -1,0 +1,58 @@
+"""TCP ports for servers that are started, killed and started again on the same port."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+
+LOWEST, ENOUGH = 20_000, 1_000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_FIRST = 32_768
+
+_held: list[int] = []
+
+
+def free_port() -> int:
+    """A port that nobody listens at. It belongs to this process until it ends.
+
+    The kernel gives ports of the ephemeral range to outgoing connections, also between the end of a
+    server and its next start; this one is from below that range. A lock on a file keeps other
+    processes that call this away from it. Raises ``OSError`` if there is none.
+    """
+    folder = Path(tempfile.gettempdir()) / f"kvtiers-ports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    ports = _range()
+    for port in random.sample(ports, len(ports)):
+        lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if _is_free(lock, port):
+            _held.append(lock)
+            return port
+        os.close(lock)
+    raise OSError(f"no port from {ports.start} to {ports.stop - 1} is free")
+
+
+def _range() -> range:
+    try:
+        end = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError):
+        end = EPHEMERAL_FIRST
+    if end < LOWEST + ENOUGH:  # nearly all ports are ephemeral here
+        end = EPHEMERAL_FIRST
+    return range(LOWEST, end)
+
+
+def _is_free(lock: int, port: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
