@@ -110,7 +110,6 @@ class Bed:
         cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
-        self.planner.gates.tiers[0].pace.pays = True
         self.side.attach(self.planner)
         before = _resident_bytes()
         found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)

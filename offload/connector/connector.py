@@ -36,7 +36,8 @@ from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import WorkLimits, agreed_namespace, make_planner, unit_bytes
+from offload.planner.build import agreed_namespace, make_planner, unit_bytes
+from offload.planner.context import WorkLimits
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,6 @@ from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 
-EXPIRED_MAX = 4096
-"""Chunks that one call of ``tick`` lets go, so that a step stays short."""
-
 
 class _Kept:
     """The kept chunks of one tier: when each may go, and what they take of ``most``. ``sizes`` are
@@ -53,9 +50,9 @@ class _Kept:
             self._due[until].add(key)
         return len(keys)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, most: int) -> None:
         """Let go what is due."""
-        left = EXPIRED_MAX
+        left = most
         while self._seconds and self._seconds[0] <= now and left:
             due = self._due[self._seconds[0]]
             while due and left:
@@ -109,10 +106,10 @@ class TimedPins:
     def _is_held(self, key: bytes) -> bool:
         return not self._cpu.is_absent(key) or any(key in index for index in self._lower)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, most: int) -> None:
         """Time passes (monotonic seconds)."""
         for tier in self._tiers:
-            tier.tick(now)
+            tier.tick(now, most)
 
     def clear(self) -> None:
         """Everything is forgotten."""

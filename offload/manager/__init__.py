@@ -18,12 +18,14 @@ from offload.errors import InvariantError, ManagerClosedError, TierUnavailableEr
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import group_suffix
 from offload.layout.kv_cache_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
+from offload.layout.prefix_match import present_in
 from offload.layout.registration import LayerTensors, Registration, register_kv_caches
 from offload.manager.arguments import group_caches, group_layouts, in_process_settings, wanted_run
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult
 from offload.namespaces.epochs import draw_epoch
-from offload.planner.build import WorkLimits, make_planner
+from offload.planner.build import make_planner
+from offload.planner.context import NO_LIMIT, WorkLimits
 from offload.planner.loads import NOBODY
 from offload.planner.planner import Planner
 from offload.worker.executor import Executor
@@ -111,7 +113,7 @@ class OffloadManager:
         memory = make_memory(settings, registration, 1, undo)
         unopened = [UnopenedTier(tier, f"tier {n}") for n, tier in enumerate(tiers)]
         rank = await open_rank(settings, memory, unopened, undo)
-        limits = WorkLimits(store_chunks=rank.state.slots)
+        limits = WorkLimits(store_chunks=rank.state.slots, step_chunks=NO_LIMIT)
         layouts = group_layouts(kv_cache_config, settings)
         planner = make_planner(settings, layouts, [rank.state], limits)
         manager = cls(planner, rank.executor, memory.slab, registration)
@@ -142,7 +144,7 @@ class OffloadManager:
         """
         run = self._wanted(keys, block_ids, group)
         filling = self.planner.cpu.filling_among(run.keys)
-        end = self.planner.plan_store(run)
+        end = self.planner.stores.plan(run)
         own = [self._jobs[store.job] for store in self._pump().stores]
         self._storing = {key: job for key, job in self._storing.items() if not job.done()}
         for job in own:
@@ -165,7 +167,7 @@ class OffloadManager:
         ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
-        if self.planner.shared.tiers:
+        if self.planner.presence.tiers:
             await self._ask(run.keys)
         hit = self._held(keys, group)
         if not hit:
@@ -174,8 +176,8 @@ class OffloadManager:
         self._requests += 1
         request = f"restore-{self._requests}"
         run = run.part(0, hit)
-        self.planner.plan_load(request, [run])
-        self.planner.touch(run.keys)
+        self.planner.loads.plan(request, [run])
+        self.planner.recency.note_everywhere(run.keys)
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
         ended = self._loads[request] = self._loop.create_future()
@@ -190,9 +192,11 @@ class OffloadManager:
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
         """Ask shared tiers which of these keys they hold, and wait at most ``lookup_timeout_s``."""
-        shared, loop = self.planner.shared, self._loop
+        shared, loop = self.planner.presence, self._loop
         self.planner.tick(loop.time())
-        wait = shared.ask([k for k in keys if not self.planner.present(k)], None, loop.time())
+        present = present_in(*self.planner.sources.holders())(keys)
+        unknown = [key for key, is_there in zip(keys, present, strict=True) if not is_there]
+        wait = shared.ask(unknown, None, loop.time())
         self._pump()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(shared.limits.lookup_timeout_s):
@@ -220,9 +224,11 @@ class OffloadManager:
         self._check_open()
         self._epoch += 1
         errors = self._executor.stats.tier_errors
-        shared = self.planner.shared.tiers
+        shared = self.planner.presence.tiers
         tiers = range(len(self.planner.lower))
-        self.planner.reset({n: draw_epoch() if n in shared else self._epoch for n in tiers})
+        epochs = {n: draw_epoch() if n in shared else self._epoch for n in tiers}
+        self.planner.forget_all()
+        self.planner.begin_epochs(epochs)
         self._pump()
         is_durable = await self._ends(self._executor.settle(), timeout_s)
         if not is_durable or self._executor.stats.tier_errors != errors:
@@ -263,9 +269,9 @@ class OffloadManager:
             raise ManagerClosedError("kvtiers: this OffloadManager is closed, or being closed")
 
     def _held(self, keys: Sequence[bytes], group: int) -> int:
-        present, suffix = self.planner.present, group_suffix(group)
-        missing = (n for n, key in enumerate(keys) if not present(key + suffix))
-        return next(missing, len(keys))
+        suffix = group_suffix(group)
+        gap = present_in(*self.planner.sources.holders())([key + suffix for key in keys]).find(0)
+        return gap if gap >= 0 else len(keys)
 
     def _pump(self) -> StepPlan:
         """Send what is planned to the executor."""

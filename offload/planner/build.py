@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from offload.config.fields import PolicyConfig
 from offload.config.schema import OffloadConfig, TierConfig
@@ -17,7 +16,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace, differing_fields
-from offload.planner.loads import STEP_CHUNKS
+from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
@@ -29,33 +28,6 @@ from policies.registry import make_admission, make_policy
 logger = logging.getLogger(__name__)
 
 DAY_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkLimits:
-    """Bounds on chunks under way at once: ``store_chunks`` to the CPU tier, ``load_chunks`` to the
-    GPU, into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier. One step
-    plans ``step_chunks``. By default there are none, for callers that wait for their own work."""
-
-    store_chunks: int = 1 << 30
-    load_chunks: int = 1 << 30
-    load_blocks: int = 1 << 30
-    waiting_writes: int = 1 << 30
-    step_chunks: int = 1 << 30
-
-    @classmethod
-    def of_server(
-        cls, config: OffloadConfig, ranks: Sequence[RankState], num_blocks: int
-    ) -> WorkLimits:
-        """The limits of a server with ``num_blocks`` blocks in its GPU cache."""
-        chunk_bytes = ranks[0].slot_bytes * len(ranks)
-        return cls(
-            store_chunks=max(1, config.max_inflight_store // chunk_bytes),
-            load_chunks=max(1, config.max_inflight_load // chunk_bytes),
-            load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
-            waiting_writes=max(1, min(rank.slots for rank in ranks) * 3 // 4),
-            step_chunks=STEP_CHUNKS,
-        )
 
 
 def make_planner(
@@ -84,13 +56,15 @@ def make_planner(
     )
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     chunk_tokens = max(group.chunk_tokens for group in layouts)
-    health = HealthLimits(config.breaker_failures, config.break_even, chunk_tokens)
-    gates = TierHealths([index.name for index in lower], health)
+    health = TierHealths(
+        [index.name for index in lower],
+        HealthLimits(config.breaker_failures, config.break_even, chunk_tokens),
+    )
     queues = [
         WriteThroughQueue(
             tier,
             index,
-            gate=gates.tiers[tier],
+            health=health[tier],
             admissions=_tier_admissions(config.lower[tier], len(ranks)),
             read_only=config.is_read_only(tier),
             max_waiting=limits.waiting_writes,
@@ -102,16 +76,13 @@ def make_planner(
         groups,
         cpu,
         lower,
+        limits,
         ranks=len(ranks),
-        max_store_chunks=limits.store_chunks,
-        max_load_chunks=limits.load_chunks,
+        health=health,
         admission=_admission(config.cpu.admission),
-        max_load_blocks=limits.load_blocks,
-        gates=gates,
         write_through_queues=queues,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
-        step_chunks=limits.step_chunks,
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)
@@ -190,7 +161,7 @@ def _recover(
     }
     index = planner.lower[tier]
     rejected = recover(index, columns, infos)
-    planner.delete(tier, [*lost, *rejected])
+    planner.deletes.add(tier, [*lost, *rejected])
     logger.info("kvtiers: %s: %d chunks recovered", index.name, len(index))
 
 

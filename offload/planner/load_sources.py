@@ -1,7 +1,4 @@
-"""Where the chunks of a load come from: they are found, kept there, and given slots.
-
-Part of the planner, on the same thread. Owns what is being read into the CPU tier.
-"""
+"""The tiers as sources of loads: finds chunks, pins them, and reserves slots for them. Pure."""
 
 from __future__ import annotations
 
@@ -12,30 +9,26 @@ from functools import partial
 from itertools import chain, compress, repeat
 from operator import not_
 
-from offload.index.chunk_batch import ChunkBatch, GroupInfo
-from offload.index.tier_index import TierIndex
+from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.messages.columns import Columns, one_width
 from offload.messages.plan import IN_SLAB, STAGED
+from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job
-from offload.planner.tier_health import TierHealth
-from offload.telemetry.counters import PlannerStats
-from offload.telemetry.removed_chunks import RemovalLog
+from offload.planner.step_budget import EVICTED_COST
 from policies.base import EntryInfo
 
 SAMPLE = 256
-"""Chunks of a long load by which is told beforehand where it will come from."""
-EVICTED_COST = 2
-"""Evicting a chunk for another takes as long as planning two that lie in the CPU tier."""
+"""Chunks of a long load from which its sources are estimated in advance."""
 Pins = tuple[int, Sequence[bytes]]
 """A tier's number and the keys that are pinned in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Chunks on their way: what the workers are told, the keys that got a slot to be read into,
-    what is pinned, how many chunks of which group come from which tier, and what that cost (see
-    ``STEP_CHUNKS``)."""
+    """A part of a load: the ``columns`` for the workers, the keys that got a slot to be read into
+    (``fills``), the pins, the number of chunks by group and tier (``counts``), and the ``cost``
+    (see ``STEP_CHUNKS``)."""
 
     columns: Columns
     fills: Sequence[bytes]
@@ -45,34 +38,29 @@ class Taken:
 
 
 class LoadSources:
-    """The CPU tier and the lower tiers as sources; ``promoting`` are the chunks that some load is
-    reading into the CPU tier, with its job; ``removals`` is what has left any of these."""
+    """The tiers as sources. Owned by the planner; used on its thread.
 
-    def __init__(
-        self,
-        groups: Mapping[int, GroupInfo],
-        cpu: TierIndex,
-        lower: Sequence[TierIndex],
-        gates: Sequence[TierHealth],
-        stats: PlannerStats,
-    ) -> None:
+    ``promoting`` maps the chunks that a load is reading into the CPU tier to its job.
+    """
+
+    def __init__(self, context: PlannerContext) -> None:
         self.promoting: dict[bytes, int] = {}
-        self.removals = RemovalLog()
-        for index in (cpu, *lower):
-            index.removals = self.removals
-        self._groups = groups
-        self._cpu = cpu
-        self._lower = tuple(lower)
-        self._gates = tuple(gates)
-        self._stats = stats
+        self._groups = context.groups
+        self._cpu = context.cpu
+        self._lower = context.lower
+        self._health = context.health
+        self._stats = context.stats
+        self._removals = context.removals
+        for index in context.indexes.values():
+            index.removals = self._removals
 
     def holders(
-        self, read: frozenset[int] | None, above: int | None = None
+        self, read: frozenset[int] | None = None, above: int | None = None
     ) -> tuple[Container[bytes], ...]:
-        """Where a chunk can be found now, nearest first, among the tiers ``read`` (``None``: all)
-        and ``above`` a lower one. A promotion under way counts, unless it may come from a tier
-        that is not to be waited for."""
-        asked = [tier for tier, gate in enumerate(self._gates) if gate.readable]
+        """What can be loaded now, nearest tier first, from the tiers ``read`` (``None``: all) and
+        from those before the lower tier ``above``. A promotion under way counts, unless it may
+        come from a tier that is not to be waited for."""
+        asked = [tier for tier, health in enumerate(self._health) if health.readable]
         asked = [tier for tier in asked if read is None or tier in read]
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
         if read is not None and CPU not in read:
@@ -81,8 +69,16 @@ class LoadSources:
             return (self._cpu.resident, *lower)
         return (self._cpu.resident, *lower, self.promoting)
 
+    def present(self, key: bytes) -> bool:
+        """Whether some tier can give this chunk now, or is about to."""
+        return any(key in holder for holder in self.holders())
+
+    def forget_all(self) -> None:
+        """All chunks are forgotten."""
+        self.promoting.clear()
+
     def expected(self, runs: Sequence[ChunkBatch], read: frozenset[int] | None) -> dict[int, int]:
-        """About the tokens that each tier would give of these chunks now, from a sample of them."""
+        """An estimate, from a sample, of the tokens that each tier would give of these chunks."""
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
         for run in runs:
@@ -100,15 +96,15 @@ class LoadSources:
     def take(
         self, job: int, runs: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> Taken | None:
-        """Keep these chunks where they are until the job has ended: pinned, and if a lower tier has
-        them read into a slot, or through a staging buffer where no slot is free. ``None``, with
-        nothing done, if nobody holds one of them, or if they are taken ``later`` than they were
-        looked up and only a tier holds one that has begun to fail since."""
+        """Pin these chunks until the job has ended, and reserve slots for those that a lower tier
+        holds, as far as slots are free. Returns ``None``, with nothing done, if no tier holds one
+        of them. The same if they are taken ``later`` than they were looked up and the tier of one
+        of them has begun to fail."""
         keys = runs[0].keys if len(runs) == 1 else [*chain.from_iterable(r.keys for r in runs)]
         groups = [*chain.from_iterable([run.group] * len(run) for run in runs)]
         slots, tiers = self._find(keys, read)
         used = set(tiers)
-        if later and any(t != IN_SLAB and not self._gates[t].reads.closed for t in used):
+        if later and any(t != IN_SLAB and not self._health[t].reads.closed for t in used):
             return None
         if IN_SLAB in used and (IN_SLAB, STAGED) in zip(tiers, slots, strict=True):
             return None
@@ -132,8 +128,8 @@ class LoadSources:
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
     ) -> tuple[list[int], list[int]]:
-        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if it lies there or
-        is on its way there, else ``STAGED`` and the lower tier to read."""
+        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if the chunk lies
+        there or is being read into it, else ``STAGED`` and the lower tier to read."""
         count = len(keys)
         cpu_counts = read is None or CPU in read
         slots = [STAGED] * count
@@ -152,11 +148,11 @@ class LoadSources:
         return slots, tiers
 
     def _below(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
-        """The highest lower tier among ``read`` that holds each key, if possible one that may be
-        read now; ``IN_SLAB`` if none does."""
+        """The nearest lower tier among ``read`` that holds each key, if possible a readable one;
+        ``IN_SLAB`` if none does."""
         found = [IN_SLAB] * len(keys)
         best_last = sorted(
-            range(len(self._lower)), key=lambda tier: (self._gates[tier].readable, -tier)
+            range(len(self._lower)), key=lambda tier: (self._health[tier].readable, -tier)
         )
         for tier in best_last:
             if read is None or tier in read:
@@ -168,18 +164,18 @@ class LoadSources:
         return found
 
     def _joins(self, key: bytes, source: int) -> bool:
-        """Whether to wait for the read of another load: not if that may come from a tier that is
-        shut out while ``source`` has the chunk too and is not."""
+        """Whether to wait for another load's read of this chunk: not if that may come from an
+        unreadable tier while ``source`` has the chunk too and is readable."""
         if key not in self.promoting:
             return False
-        if all(gate.readable for gate in self._gates):
+        if all(health.readable for health in self._health):
             return True
-        return source == IN_SLAB or not self._gates[source].readable
+        return source == IN_SLAB or not self._health[source].readable
 
     def _pin(
         self, keys: Sequence[bytes], slots: Sequence[int], tiers: Sequence[int]
     ) -> Sequence[Pins]:
-        """Keep every chunk where it is until the load has ended; what was pinned, by tier."""
+        """Pin every chunk in its tier; returns the pinned keys by tier."""
         pins = []
         for source in set(tiers):
             held = keys if tiers.count(source) == len(tiers) else None
@@ -192,7 +188,8 @@ class LoadSources:
     def _promote(
         self, job: int, runs: Sequence[ChunkBatch], tiers: Sequence[int]
     ) -> tuple[dict[bytes, int], int]:
-        """Slots for what is read from below, as far as there are any; how many were evicted."""
+        """Reserve slots for chunks of lower tiers, as far as slots can be had. Returns the slots by
+        key, and how many chunks were evicted for them."""
         if tiers.count(IN_SLAB) == len(tiers):
             return {}, 0
         keys: list[bytes] = []
@@ -201,7 +198,7 @@ class LoadSources:
         for run in runs:
             below = run.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(run)])))
             at += len(run)
-            # Also what lies there: a request that may not read this tier has come.
+            # A request that may not read the CPU tier can want chunks that lie there.
             if not self._cpu.are_absent(below.keys):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
@@ -215,11 +212,12 @@ class LoadSources:
     def let_go(
         self, job: Job, most: int, filled: Callable[[Sequence[bytes]], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """What is to be done for a load that every rank has answered, in pieces of at most so many
-        chunks. The head comes last, part by part as in each: so it ends up youngest."""
+        """The work (cost, call) after every rank has answered a load, in pieces of at most ``most``
+        chunks. The head of the prefix comes last, between pieces and within each, so that it ends
+        up youngest."""
         good, bad = job.verdict()
         self._forget_promotions(bad)
-        self.removals.note(bad)
+        self._removals.note(bad)
         for end in range(len(bad), 0, -most):
             part = bad[max(0, end - most) : end]
             yield len(part), partial(self._filled, (), part, filled)
@@ -241,7 +239,7 @@ class LoadSources:
         self._stats.promoted(kept)
         self._forget_promotions(good)
         if len(kept) < len(good):
-            self.removals.note(good)
+            self._removals.note(good)
         filled([*good, *bad])
 
     def _forget_promotions(self, keys: Sequence[bytes]) -> None:

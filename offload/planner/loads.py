@@ -1,48 +1,40 @@
-"""Loads: what a request waits for, planned part by part, and the budget of chunks in flight.
+"""Loads that requests wait for, planned part by part, and the bounds on loads in flight.
 
-Part of the planner, on the same thread. A load of more chunks than a step may plan (all loads
-together) is one job, of which the workers are told a part per step. Until its part is planned no
-chunk of it is evicted; what else happens to it (lost, forgotten, its tier shut out) makes the load
-fail.
+A load with more chunks than one step may plan (all loads together) is one job that is sent to the
+workers in parts, one per step. Its chunks are not evicted before their part is planned; if one is
+lost or forgotten, or its tier becomes unavailable, the load fails. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from offload.index.chunk_batch import ChunkBatch, GroupInfo
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.index.retention import LoadHolds
-from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU, group_of
 from offload.messages.columns import NO_CHUNKS, Columns
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
-from offload.planner.jobs import Job, JobKind, JobTable
+from offload.planner.context import PlannerContext
+from offload.planner.jobs import Job, JobKind
 from offload.planner.load_sources import LoadSources, Pins
 from offload.planner.presence import PresenceCache
-from offload.planner.tier_health import TierHealth
-from offload.telemetry.counters import PlannerStats
+from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUNKS
+from policies.hints import LOW
 
-PROBE_CHUNKS = 64
 FAILED_MAX = 256
-STEP_CHUNKS = 256
-"""Chunks of loads that one short step plans, if they lie in the CPU tier: one that gets a slot
-counts twice, and one for which another is evicted four times. Long steps plan more (``budget``)."""
-ACCEPTED_COST = 1 / 16
-"""Accepting a chunk of a long load, in these units."""
-PART_MAX = 64
-"""Chunks that are planned at a time; what they cost is known afterwards."""
+"""Failed loads that are remembered."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
-"""A chunk that nobody holds: a load with it fails."""
+"""A chunk that no tier holds: a load with it fails."""
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What a request waits for. ``fills``, ``pins`` and ``tokens`` are its job's; ``rest`` is
-    not planned yet, from chunk ``at`` of its first run on, and ``parts`` are."""
+    """A load that a request waits for. ``fills``, ``pins`` and ``tokens`` belong to its job;
+    ``parts`` were planned; ``rest`` was not, from chunk ``at`` of its first run on."""
 
     job: Job
     fills: list[bytes]
@@ -55,7 +47,7 @@ class _Load:
     tokens: dict[int, int] = field(default_factory=dict)
 
     def take(self, most: int) -> list[ChunkBatch]:
-        """The next chunks of the rest."""
+        """Up to ``most`` chunks of the rest."""
         taken = []
         while self.rest and most > 0:
             run = self.rest[0]
@@ -70,95 +62,73 @@ class _Load:
 
 
 class LoadPlanner:
-    """Plans loads over the CPU tier and the lower tiers.
+    """Plans loads from all tiers. Owned by the planner; used on its thread.
 
-    ``failed`` are the last loads that failed, with their requests, for whoever explains them;
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
-    that they fill, at most ``max_chunks`` and ``max_blocks`` but for one load. ``held`` are the
-    chunks of loads that are not planned to the end.
+    that they fill; both are bounded, but one load is always allowed. ``held`` are the chunks of
+    loads that are planned in part. ``failed`` keeps the last failed loads with their requests, for
+    the request records.
     """
 
     def __init__(
-        self,
-        groups: Mapping[int, GroupInfo],
-        cpu: TierIndex,
-        lower: Sequence[TierIndex],
-        gates: Sequence[TierHealth],
-        job_table: JobTable,
-        stats: PlannerStats,
-        max_chunks: int,
-        max_blocks: int,
-        shared: PresenceCache,
-        step_chunks: int = STEP_CHUNKS,
+        self, context: PlannerContext, sources: LoadSources, presence: PresenceCache
     ) -> None:
         self.loading = self.holding = 0
         self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MAX)
         self.held = LoadHolds()
-        self.sources = LoadSources(groups, cpu, lower, gates, stats)
-        self._gates = tuple(gates)
-        self._lower = tuple(lower)
-        self._job_table = job_table
-        self._stats = stats
-        self._max_chunks = max_chunks
-        self._max_blocks = max_blocks
-        self._shared = shared
-        self._step_chunks = self._room = step_chunks
+        self._sources = sources
+        self._presence = presence
+        self._context = context
+        self._health = context.health
+        self._jobs = context.jobs
+        self._stats = context.stats
+        self._allowance = context.budget.loads
         self._planned: list[LoadJob] = []
         self._waited_for: dict[str, _Load] = {}
         self._queue: deque[_Load] = deque()
-        for index in (cpu, *lower):
+        for index in context.indexes.values():
             index.held = self.held
 
     def __len__(self) -> int:
-        """Parts that were planned and not sent, and loads that are not planned to the end."""
+        """Parts that were planned and not sent, and loads that are planned in part."""
         return len(self._planned) + len(self._queue)
 
-    def holders(
-        self, read: frozenset[int] | None, above: int | None = None
-    ) -> tuple[Container[bytes], ...]:
-        """See ``LoadSources.holders``."""
-        return self.sources.holders(read, above)
-
     def take(self) -> tuple[LoadJob, ...]:
-        """What was planned since the last call."""
+        """The jobs and parts planned since the last call."""
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    def next_step(self, times: int) -> None:
-        """The next step may plan so many times what a short one may."""
-        self._room = times * self._step_chunks
-
     def tick(self, now: float) -> None:
-        """Time passes: tiers that are shut out may be due for a probe."""
-        for tier, gate in enumerate(self._gates):
-            if not gate.tick(now):
+        """Time passes: plan the probes that are due."""
+        for tier, health in enumerate(self._health):
+            if not health.tick(now):
                 continue
-            if tier in self._shared.tiers and not gate.reads.closed:
-                gate.probe = self._shared.plan_probe(tier, now)
+            if tier in self._context.shared and not health.reads.closed:
+                health.begin_probe(self._presence.plan_probe(tier, now))
             else:
-                gate.probe = self.plan_probe(tier)
+                health.begin_probe(self.plan_probe(tier))
 
     def ended(self, job: Job, now: float) -> None:
-        """A load has been answered by every rank."""
+        """Every rank has answered a load."""
         failed = job.answer.failed or bool(job.answer.bad)
         tokens = job.tokens_by_tier or {}
         self._stats.loaded(tokens, failed=failed)
         if failed:
             self.failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
-        # The time is the whole load's: it says something of the tier that gave most of it.
+        # The time is that of the whole load: it measures the tier that gave most of it.
         if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
             if job.answer.late:
-                self._gates[slowest].too_late(tokens[slowest], job.answer.seconds, now)
+                self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
             elif not failed:
-                self._gates[slowest].loaded(tokens[slowest], job.answer.seconds, now)
+                self._health[slowest].loaded(tokens[slowest], job.answer.seconds, now)
         load = self._waited_for.get(job.request)
         if load is not None and load.job is job:
             self.request_ended(job.request)
 
     def request_ended(self, request: str) -> None:
-        """A request does not wait for its load any more. A read that hangs may go on, but it
-        holds no GPU block and must not use up the budgets of loads from other tiers."""
+        """A request does not wait for its load any more, even if the load's job goes on. A read
+        that hangs holds no GPU block, and must not count against loads from other tiers."""
         load = self._waited_for.pop(request, None)
         if load is not None:
             self.loading -= load.job.chunks
@@ -167,30 +137,30 @@ class LoadPlanner:
                 self._cut(load, NOBODY)
 
     def cancel(self, request: str) -> None:
-        """Nobody wants this request's load any more: what is not planned of it need not be."""
+        """Nobody waits for this request's load any more: plan no more of it."""
         load = self._waited_for.get(request)
         if load is not None and load.rest:
             self._cut(load)
 
     def forget_all(self) -> None:
-        """Everything is forgotten: loads that are not planned to the end fail."""
+        """All chunks are forgotten: loads that are planned in part fail."""
         for load in list(self._queue):
             self._cut(load, NOBODY)
-        self.sources.promoting.clear()
+        self._sources.forget_all()
 
     def plan(self, request: str, runs: Sequence[ChunkBatch]) -> Mapping[int, int]:
-        """Plan to restore these chunks for a request: in this step, or if they are too many in
+        """Plan to restore these chunks for a request, in one step or, if they are too many, in
         several.
 
-        What lies in the CPU tier is pinned; what a lower tier holds is read into a slot of the
-        CPU tier, or through a staging buffer where no slot is free. A chunk that nobody holds
-        (a bug of the caller) makes the load fail, which is a recomputation, never wrong bytes.
-        Returns the tokens that come from each tier (``CPU`` or the lower tier's number): of a load
-        that is not planned to the end about those, and the mapping changes when it is.
+        Chunks in the CPU tier are pinned; chunks of a lower tier are read into a slot of the CPU
+        tier, or through a staging buffer where no slot is free. A chunk that no tier holds (a bug
+        of the caller) makes the load fail: the request recomputes, it never gets wrong bytes.
+        Returns the tokens that come from each tier (``CPU`` or the lower tier's number). For a load
+        that is planned in part they are an estimate, and the mapping changes later.
         """
         read = runs[0].origin.controls.read if runs else None
         job = Job(
-            self._job_table.next_id(),
+            self._jobs.next_id(),
             JobKind.LOAD,
             request=request,
             chunks=sum(map(len, runs)),
@@ -198,15 +168,15 @@ class LoadPlanner:
         )
         load = _Load(job, [], [], list(runs), read)
         job.fills, job.pins, job.tokens_by_tier = load.fills, load.pins, load.tokens
-        at_once = not self._queue and job.chunks <= min(self._room, PART_MAX)
+        at_once = not self._queue and job.chunks <= min(self._allowance.left, LOAD_PART_MAX)
         if at_once:
             self._plan_part(load, job.chunks)
         else:
-            load.tokens |= self.sources.expected(runs, read)
+            load.tokens |= self._sources.expected(runs, read)
             self.held.hold(job.job, chain.from_iterable(run.keys for run in runs))
-            self._room -= int(job.chunks * ACCEPTED_COST)
+            self._allowance.take(int(job.chunks * ACCEPTED_COST))
             self._queue.append(load)
-        self._job_table.open(job)
+        self._jobs.open(job)
         self.request_ended(request)
         self._waited_for[request] = load
         self.loading += job.chunks
@@ -214,12 +184,12 @@ class LoadPlanner:
         return load.tokens
 
     def advance(self) -> None:
-        """Plan the next parts of the loads that are not planned to the end, in turn."""
+        """Plan the next parts of the loads that are planned in part, in turn."""
         errors: list[Exception] = []
-        while self._queue and self._room > 0:
+        while self._queue and self._allowance.left > 0:
             load = self._queue.popleft()
             try:
-                self._plan_part(load, min(self._room, PART_MAX))
+                self._plan_part(load, min(self._allowance.left, LOAD_PART_MAX))
             except Exception as error:  # its request must get an answer, and so must the others
                 self._cut(load, NOBODY)
                 errors.append(error)
@@ -234,18 +204,18 @@ class LoadPlanner:
         later = self.held.holds(job.job)
         if not load.rest:
             self.held.release(job.job)
-        taken = self.sources.take(job.job, runs, load.read, later=later)
+        taken = self._sources.take(job.job, runs, load.read, later=later)
         if taken is None:
-            self._room -= most
+            self._allowance.take(most)
             self._cut(load, NOBODY)
             return
-        self._room -= taken.cost
+        self._allowance.take(taken.cost)
         load.fills += taken.fills
         load.pins += taken.pins
         load.counts.update(taken.counts)
         if not load.rest:
             load.tokens.clear()
-            load.tokens |= self.sources.tokens(load.counts)
+            load.tokens |= self._sources.tokens(load.counts)
             below = {tier: tokens for tier, tokens in load.tokens.items() if tier >= CPU}
             self._stats.planned(below)
         self._send(load, taken.columns)
@@ -256,56 +226,57 @@ class LoadPlanner:
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
-        """Plan no more of this load than these. What tiers have given is what was planned."""
+        """Plan no more of this load than these items. Its tokens are those planned so far."""
         self.held.release(load.job.job)
         load.rest = []
         load.tokens.clear()
-        load.tokens |= self.sources.tokens(load.counts)
+        load.tokens |= self._sources.tokens(load.counts)
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
 
     def plan_probe(self, tier: int) -> int | None:
-        """Plan to read a few chunks of a lower tier for nobody, to see how that goes. Returns the
-        job, or ``None`` if the tier holds nothing."""
-        index = self._lower[tier]
+        """Plan to read a few chunks of a lower tier for no request, as a test. Returns the job, or
+        ``None`` if the tier holds nothing."""
+        index = self._context.lower[tier]
         keys = index.some(PROBE_CHUNKS)
         if not keys:
             return None
-        job = self._job_table.next_id()
+        job = self._jobs.next_id()
         index.pin(keys)
-        tokens = self.sources.tokens(Counter((group_of(key), tier) for key in keys))
+        tokens = self._sources.tokens(Counter((group_of(key), tier) for key in keys))
         pins = ((tier, keys),)
-        self._job_table.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
+        self._jobs.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
         self._planned.append(LoadJob(job, "", items))
         return job
 
     def probed(self, job: Job, now: float) -> None:
-        """A probe has been answered by every rank."""
+        """Every rank has answered a probe."""
         for tier, keys in job.pins:
-            self._lower[tier].unpin(keys)
-            gate = self._gates[tier]
+            self._context.lower[tier].unpin(keys)
+            health = self._health[tier]
             if job.distrusted:  # a reset came between: it says nothing of the tier
-                gate.probe = None
+                health.drop_probe()
                 continue
-            brought = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
-            tokens = (job.tokens_by_tier or {}).get(tier, 0) * brought // len(keys)
-            gate.probed(tokens, job.answer.seconds, now, good=brought > 0)
+            read = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
+            tokens = (job.tokens_by_tier or {}).get(tier, 0) * read // len(keys)
+            health.probed(tokens, job.answer.seconds, now, good=read > 0)
 
     def plan_failed(self, request: str) -> None:
         """Answer a request that waits for a load with a failure, which vLLM recomputes."""
-        job = self._job_table.next_id()
-        self._job_table.open(Job(job, JobKind.LOAD, request=request))
+        job = self._jobs.next_id()
+        self._jobs.open(Job(job, JobKind.LOAD, request=request))
         self._planned.append(LoadJob(job, request, (NOBODY,)))
 
-    def can_load(self, chunks: int, blocks: int, low: bool = False) -> bool:
-        """Whether the budgets have room for a load of so many chunks into so many GPU blocks: one
-        of ``low`` priority may fill them to a half. One load is always allowed, however large."""
-        share = 2 if low else 1
+    def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
+        """Whether the bounds on loads in flight allow one of ``chunks`` into ``blocks`` GPU blocks.
+        Loads of low priority may use half of the bounds. One load is always allowed, however
+        large."""
+        share, limits = 2 if origin.priority == LOW else 1, self._context.limits
         if not self.loading or (
-            share * (self.loading + chunks) <= self._max_chunks
-            and share * (self.holding + blocks) <= self._max_blocks
+            share * (self.loading + chunks) <= limits.load_chunks
+            and share * (self.holding + blocks) <= limits.load_blocks
         ):
             return True
         self._stats.load_refusals += 1

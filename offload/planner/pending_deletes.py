@@ -1,40 +1,49 @@
-"""Deletions that wait to be sent to the lower tiers. Part of the planner, on the same thread."""
+"""Records that wait to be deleted from the lower tiers. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from offload.messages.plan import Keys
-
-DELETIONS_MAX = 1024
-"""Of one tier in one step: a tier that has lost everything has millions of them."""
+from offload.planner.step_budget import DELETIONS_MAX
 
 
 class PendingDeletes:
-    """Keys by tier, oldest first. A key that waits here must not be written again before."""
+    """Keys by tier, oldest first. A key that waits here must not be written again before.
 
-    def __init__(self) -> None:
+    Owned by the planner; used on its thread. ``shared`` are the tiers that other engines write to
+    as well.
+    """
+
+    def __init__(self, shared: Container[int] = ()) -> None:
+        self._shared = shared
         self._waiting: dict[int, deque[bytes]] = {}
 
-    def add(self, tier: int, keys: Iterable[bytes]) -> None:
-        """Records of a tier that its index does not know (any more)."""
+    def add(
+        self, tier: int, keys: Iterable[bytes], damaged: Container[bytes] = frozenset()
+    ) -> None:
+        """Delete records that the tier's index does not know. Of a shared tier, whose other records
+        other engines may know, only the ``damaged`` ones: a present record is not overwritten."""
+        if tier in self._shared:
+            keys = [key for key in keys if key in damaged]
         self._waiting.setdefault(tier, deque()).extend(keys)
 
     def waiting(self, tier: int) -> int:
-        """How many wait for a tier."""
+        """How many records of a tier wait."""
         return len(self._waiting.get(tier, ()))
 
     def is_behind(self, tier: int) -> bool:
-        """Whether one step is not enough for what waits: nothing may be written meanwhile."""
+        """Whether one step is not enough for a tier's deletions: nothing may be written to it
+        meanwhile."""
         return self.waiting(tier) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
-        """What is sent in this step to those of ``tiers`` for which something waits."""
+        """The deletions that this step sends to those of ``tiers`` that have any."""
         taken = {}
         for tier in tiers:
             waiting = self._waiting.pop(tier, None)
-            if waiting is None:
+            if not waiting:
                 continue
             if len(waiting) <= 2 * DELETIONS_MAX:  # with what this step has evicted
                 taken[tier] = Keys(tuple(waiting))

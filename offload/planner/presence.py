@@ -1,16 +1,14 @@
-"""What shared tiers are known to hold: asked of them, and remembered for a short time.
+"""What shared tiers hold: queries to them, and a cache of their replies.
 
-Other engines write to a shared tier, so the index that this engine has of it is not the truth: it
-holds what the tier has said, or was given by us, within the last ``remember_s``. What the tier did
-not have is remembered as long. Questions travel with a step's plan and answers with a report;
-nobody waits here. What is asked and what is remembered is bounded.
-
-Part of the planner, on the same thread; pure.
+Other engines write to a shared tier, so this engine's index of it is not the truth: it holds the
+chunks that the tier reported, or that this engine wrote, within the last ``remember_s``. Absent
+chunks are remembered as long. Queries travel with a step's plan and replies with a report; nothing
+waits here. Open queries and remembered chunks are bounded. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.index.chunk_batch import GroupInfo
@@ -18,33 +16,33 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 from offload.messages.plan import PresenceQuery
 from offload.messages.report import PresenceReply, merged_answer
-from offload.planner.tier_health import TierHealth
+from offload.planner.context import PlannerContext
+from offload.planner.step_budget import EXPIRED_MAX
 from policies.base import EntryInfo
 
 KNOWN_MAX = 262_144
-"""Chunks of one tier that are remembered to be there, and as many that are not."""
-EXPIRED_MAX = 4096
-"""Chunks that one call of ``tick`` forgets, so that a step stays short."""
+"""Chunks of one tier that are remembered as present, and as many as absent."""
 STEPS_MIN = 3
-"""An answer takes that many steps in an engine that computes others meanwhile."""
+"""A reply takes this many steps in an engine that computes other requests meanwhile."""
 ANSWER_MAX_S = 30.0
-"""A question without an answer is forgotten then."""
+"""A query that gets no reply is dropped after this time."""
 PROBE_KEY = b"kvtiers-probe"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """How long a request waits for an answer and how long that is remembered (seconds), and how
-    many chunks may be asked of one tier at a time."""
+    """How long a request waits for a reply and how long replies are remembered (seconds), and how
+    many chunks of one tier may be queried at a time."""
 
     lookup_timeout_s: float = 0.05
     remember_s: float = 5.0
-    asked_most: int = 65_536
+    asked_max: int = 65_536
 
 
 @dataclass(slots=True)
 class PendingLookup:
-    """What a request has asked, when, and in which step; whether it has gone on since."""
+    """The queries that a request waits for, when and in which step it asked, and whether it has
+    gone on since."""
 
     numbers: frozenset[int]
     since: float
@@ -54,7 +52,7 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class _Open:
-    """A question that not all ranks have answered."""
+    """A query that not all ranks have answered."""
 
     question: PresenceQuery
     since: float
@@ -63,8 +61,8 @@ class _Open:
 
 
 class _Memory:
-    """What is remembered of one tier. The dicts of what is ``absent``, ``there`` or could not be
-    said (``silent``) hold until when, oldest first: everything is remembered equally long."""
+    """What is remembered of one shared tier. The dicts of chunks that are ``absent``, ``there`` or
+    unknown because the tier failed to reply (``silent``) map each to its expiry, oldest first."""
 
     def __init__(self, tier: int, index: TierIndex, groups: Mapping[int, GroupInfo]) -> None:
         self.index = index
@@ -79,7 +77,7 @@ class _Memory:
         }
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of which nothing is known and nobody has asked."""
+        """The keys of which nothing is known and that no query asks about."""
         resident, absent, asked = self.index.resident, self.absent, self.asked
         return [k for k in keys if not (k in resident or k in absent or k in asked)]
 
@@ -95,21 +93,21 @@ class _Memory:
         self.remember([key for key in keys if key in index], until)
 
     def remember(self, keys: Iterable[bytes], until: float) -> None:
-        """These are in the index now."""
+        """These are in the index; remember them as present."""
         for key in keys:
             self.absent.pop(key, None)
             self.there.pop(key, None)
             self.there[key] = until
 
     def missed(self, keys: Iterable[bytes], until: float) -> None:
-        """The tier does not hold these; what was written since it was asked is there."""
+        """The tier does not hold these, except for those written since the query."""
         for key in keys:
             if key not in self.index:
                 self.absent.pop(key, None)
                 self.absent[key] = until
 
     def tick(self, now: float, remember_s: float) -> None:
-        """Forget what is too old, and the oldest of too much."""
+        """Drop expired entries, and the oldest ones where there are too many."""
         for known in (self.absent, self.silent):
             for _ in _due(known, now):
                 pass
@@ -120,52 +118,50 @@ class _Memory:
             self.there[key] = now + remember_s
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Forget everything."""
         for known in (self.asked, self.absent, self.there, self.silent):
             known.clear()
 
 
 class PresenceCache:
-    """The shared ones among ``lower``: their numbers are ``tiers``. ``steps`` counts plans."""
+    """What the shared tiers hold, as far as it is known. Owned by the planner; used on its thread.
 
-    def __init__(
-        self,
-        tiers: Collection[int],
-        lower: Sequence[TierIndex],
-        gates: Sequence[TierHealth],
-        groups: Mapping[int, GroupInfo],
-        ranks: int = 1,
-        limits: SharedLimits | None = None,
-    ) -> None:
-        self.tiers = frozenset(tiers)
+    ``tiers`` are the numbers of the shared tiers; ``steps`` counts plans, ``timeouts`` the requests
+    that went on before a reply.
+    """
+
+    def __init__(self, context: PlannerContext, limits: SharedLimits | None = None) -> None:
+        self.tiers = context.shared
         self.limits = limits or SharedLimits()
         self.steps = 0
         self.timeouts = 0
-        self._gates = gates
-        self._ranks = ranks
-        self._memories = {tier: _Memory(tier, lower[tier], groups) for tier in sorted(tiers)}
+        self._health = context.health
+        self._ranks = context.ranks
+        self._memories = {
+            tier: _Memory(tier, context.lower[tier], context.groups) for tier in sorted(self.tiers)
+        }
         self._planned: list[PresenceQuery] = []
         self._open: dict[int, _Open] = {}
         self._closed: set[int] = set()
         self._next = 1
 
     def __len__(self) -> int:
-        """Questions without an answer."""
+        """Open queries."""
         return len(self._open)
 
     # -- a request ---------------------------------------------------------------------------
 
     def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
-        """Ask every shared tier among ``read`` (``None``: all) which of these keys it holds, as far
-        as that is not known, nor asked already, nor too much at once."""
+        """Ask every readable shared tier among ``read`` (``None``: all) which of these keys it
+        holds: those that are not known and that no open query asks about, up to a bound."""
         numbers: set[int] = set()
         for tier, memory in self._memories.items():
-            if tier in self._closed or not self._gates[tier].readable:
+            if tier in self._closed or not self._health[tier].readable:
                 continue
             if read is not None and tier not in read:
                 continue
             numbers.update(number for key in keys if (number := memory.asked.get(key)))
-            room = max(0, self.limits.asked_most - len(memory.asked))
+            room = max(0, self.limits.asked_max - len(memory.asked))
             unknown = memory.unknown(keys)[:room]
             if unknown:
                 number = self._ask(tier, tuple(unknown), now)
@@ -187,19 +183,19 @@ class PresenceCache:
         return False
 
     def is_stale(self, wait: PendingLookup, now: float) -> bool:
-        """Whether to ask again, since what the tiers have said may be forgotten. Never before the
-        request has gone on once: in an engine of long steps it would wait for ever."""
+        """Whether to ask again because replies may have expired. Never before the request has gone
+        on once: in an engine with long steps it would wait for ever."""
         return wait.is_over and now > wait.since + self.limits.remember_s
 
     def is_unanswered(self, tier: int, key: bytes) -> bool:
-        """Whether the tier was asked about this chunk and has not answered yet, or could not."""
+        """Whether the tier was asked about this chunk and has not replied yet, or failed to."""
         memory = self._memories.get(tier)
         return memory is not None and (key in memory.asked or key in memory.silent)
 
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Time passes."""
+        """Time passes: drop queries that got no reply, and expired entries."""
         for number, asked in list(self._open.items()):
             if now < asked.since + ANSWER_MAX_S:
                 break  # they are in the order in which they were asked
@@ -208,13 +204,13 @@ class PresenceCache:
             memory.tick(now, self.limits.remember_s)
 
     def take(self) -> tuple[PresenceQuery, ...]:
-        """The questions of this step."""
+        """The queries of this step."""
         self.steps += 1
         planned, self._planned = tuple(self._planned), []
         return planned
 
     def answered(self, answers: Mapping[int, PresenceReply], now: float) -> None:
-        """What ranks have said; a late answer is remembered like any other."""
+        """Take in the ranks' replies; a late one is remembered like any other."""
         for number, answer in answers.items():
             asked = self._open.get(number)
             if asked is not None:
@@ -223,7 +219,7 @@ class PresenceCache:
                     self._close(number, now)
 
     def plan_probe(self, tier: int, now: float) -> int:
-        """Ask a tier that is shut out for nobody, to see whether it answers."""
+        """Query an unavailable tier for no request, to test whether it replies."""
         number = self._ask(tier, (PROBE_KEY,), now)
         self._open[number].is_probe = True
         return number
@@ -236,11 +232,11 @@ class PresenceCache:
             self._memories[tier].remember(keys, now + self.limits.remember_s)
 
     def forget_all(self) -> None:
-        """New weights: what is known of shared tiers, and what is being asked, is of the old ones.
-        They are asked again after ``begin_epochs``."""
+        """The weights changed: forget everything and drop open queries. Tiers are asked again only
+        after ``begin_epochs``."""
         for asked in self._open.values():
             if asked.is_probe:
-                self._gates[asked.question.tier].probe = None
+                self._health[asked.question.tier].drop_probe()
         self._open.clear()
         self._planned.clear()
         for memory in self._memories.values():
@@ -248,7 +244,7 @@ class PresenceCache:
         self._closed = set(self.tiers)
 
     def begin_epochs(self, tiers: Iterable[int]) -> None:
-        """The workers are told the new epochs of these tiers before what is asked from now on."""
+        """The workers get the new epochs of these tiers before any query from now on."""
         self._closed.difference_update(tiers)
 
     def totals(self) -> dict[str, float]:
@@ -275,7 +271,7 @@ class PresenceCache:
         asked = self._open.pop(number)
         question, present = asked.question, asked.answer.present if asked.answer else None
         if asked.is_probe:
-            self._gates[question.tier].asked(now, good=present is not None)
+            self._health[question.tier].asked(now, good=present is not None)
             return
         memory = self._memories[question.tier]
         for key in question.keys:
@@ -296,7 +292,7 @@ class PresenceCache:
 
 
 def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
-    """Take out what is due, a bounded number, and the oldest while there is too much."""
+    """Take out expired entries, and the oldest ones while there are too many: a bounded number."""
     taken = 0
     while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))

@@ -1,9 +1,6 @@
-"""When policies hear that a request has used its chunks: once, at its end, after all are stored.
+"""Uses of chunks, reported to the eviction policies and to the tiers that keep an order of use.
 
-Part of the planner, on the same thread.
-
-Uses of chunks as they are noted: in a tier's policy, and for the tiers that keep an order of use
-themselves. Part of the planner, on the same thread.
+A request's use is reported once, when it has ended and its last chunks are stored. Pure.
 """
 
 from __future__ import annotations
@@ -16,18 +13,20 @@ from typing import Any
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import Keys
-from offload.planner.tier_health import TierHealth
+from offload.planner.context import PlannerContext
+from offload.planner.step_budget import USE_KEYS_MAX
 
 
 class Recency:
-    """Notes of uses; those of lower tiers wait here for the step that sends them."""
+    """Reports uses to the policies; those of lower tiers wait here for the next plan.
 
-    def __init__(
-        self, cpu: TierIndex, lower: Sequence[TierIndex], gates: Sequence[TierHealth]
-    ) -> None:
-        self._cpu = cpu
-        self._lower = tuple(lower)
-        self._gates = tuple(gates)
+    Owned by the planner; used on its thread.
+    """
+
+    def __init__(self, context: PlannerContext) -> None:
+        self._cpu = context.cpu
+        self._lower = context.lower
+        self._health = context.health
         self._waiting: dict[int, list[bytes]] = {}
 
     def note(self, tier: int, keys: Sequence[bytes]) -> None:
@@ -38,11 +37,16 @@ class Recency:
         index = self._lower[tier]
         if held := list(filter(index.resident.__contains__, keys)):
             index.touch(held)
-            if self._gates[tier].writes.closed:  # else notes would queue behind a hung disk
+            if self._health[tier].writes.closed:  # or uses would queue up behind a hung disk
                 self._waiting.setdefault(tier, []).extend(held)
 
+    def note_everywhere(self, keys: Sequence[bytes]) -> None:
+        """One request's use of these keys (prefix order) in every tier."""
+        for tier in range(CPU, len(self._lower)):
+            self.note(tier, keys)
+
     def take(self) -> Mapping[int, Keys]:
-        """What lower tiers are to be told in this step."""
+        """The uses to send to the lower tiers in this step."""
         waiting, self._waiting = self._waiting, {}
         return {tier: Keys(keys) for tier, keys in waiting.items() if keys}
 
@@ -52,12 +56,10 @@ class Recency:
 
 
 WAITING_MAX = 256
-"""Ended requests whose last chunks are still being stored; further ones are noted at once."""
-AT_ONCE = 128
-"""Keys that are noted at a time, where policies take parts; the rest of a long request is noted in
-the steps that follow."""
+"""Ended requests whose last chunks are still being stored; further ones are reported at once."""
+_NO_HINTS: Mapping[str, Any] = {}
 BEHIND_MAX = 1024
-"""Parts that may be put off."""
+"""Pieces that may be deferred."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class _Use:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Keys to be noted in a tier; with the last ones the ``use`` that they belong to."""
+    """Keys to report to a tier's policy; the last piece of a use carries the ``use``."""
 
     tier: int
     keys: Sequence[bytes]
@@ -79,7 +81,11 @@ class _Piece:
 
 
 class RequestUses:
-    """Ended requests on their way to the policies; ``touch`` notes keys in one tier."""
+    """Ended requests whose uses are not reported yet; ``touch`` reports keys to one tier.
+
+    Owned by the planner; used on its thread. A policy that takes parts gets a long request in
+    pieces over several steps.
+    """
 
     def __init__(
         self,
@@ -93,8 +99,8 @@ class RequestUses:
         self._waiting: list[_Use] = []
         self._behind: deque[_Piece] = deque()
 
-    def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any]) -> None:
-        """A request has ended that used these keys of one group (prefix order). Waits for those
+    def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NO_HINTS) -> None:
+        """A request that used these keys of one group (prefix order) has ended. Waits for those
         that are being stored, so that policies see them before their use."""
         use = _Use(self._cpu.filling_among(keys), keys, hints)
         if use.missing and len(self._waiting) < WAITING_MAX:
@@ -103,7 +109,7 @@ class RequestUses:
             self._note(use)
 
     def filled(self, keys: Iterable[bytes]) -> None:
-        """A job that filled these keys has ended, well or not."""
+        """A job that filled these keys has ended, successfully or not."""
         if not self._waiting:
             return
         for use in self._waiting:
@@ -114,13 +120,13 @@ class RequestUses:
             self._note(use)
 
     def __len__(self) -> int:
-        """Pieces that were put off."""
+        """Deferred pieces."""
         return len(self._behind)
 
     @property
     def is_long(self) -> bool:
         """Whether the next piece is a long request of a policy that does not take parts."""
-        return bool(self._behind) and len(self._behind[0].keys) > AT_ONCE
+        return bool(self._behind) and len(self._behind[0].keys) > USE_KEYS_MAX
 
     def clear(self) -> None:
         """All chunks are forgotten."""
@@ -128,7 +134,7 @@ class RequestUses:
         self._behind.clear()
 
     def step(self) -> int:
-        """Note the next piece of what was put off; of how many keys."""
+        """Report the next deferred piece; returns its number of keys."""
         if not self._behind:
             return 0
         piece = self._behind.popleft()
@@ -138,17 +144,16 @@ class RequestUses:
         return len(piece.keys)
 
     def _note(self, use: _Use) -> None:
-        """At once if it is short. Else in the next steps, and where policies take parts part by
-        part, the tail first: the head of a prefix ends up younger than its tail. Until the last
-        part it is not, for a few steps: as it was not while the request ran, whose use no policy
-        hears of before its end. Hints come after the last part."""
+        """Report a use: at once if it is short, otherwise in the next steps. Policies that take
+        parts get it in pieces, the tail first, so that the head of the prefix ends up younger than
+        its tail once the last piece is reported. Hints come after the last piece."""
         for tier, index in self._tiers.items():
             end = len(use.keys)
-            while end > AT_ONCE and index.policy.takes_parts:
-                self._behind.append(_Piece(tier, use.keys[end - AT_ONCE : end], None))
-                end -= AT_ONCE
+            while end > USE_KEYS_MAX and index.policy.takes_parts:
+                self._behind.append(_Piece(tier, use.keys[end - USE_KEYS_MAX : end], None))
+                end -= USE_KEYS_MAX
             self._behind.append(_Piece(tier, use.keys[:end], use))
-        for _ in self._tiers if len(use.keys) <= AT_ONCE else (CPU,):
+        for _ in self._tiers if len(use.keys) <= USE_KEYS_MAX else (CPU,):
             if not self.is_long:
                 self.step()
         while len(self._behind) > BEHIND_MAX:

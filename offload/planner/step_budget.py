@@ -1,14 +1,13 @@
-"""What ended jobs leave to be done, a bounded number of chunks per step.
+"""What one step of vLLM may cost in the planner: one budget, its allowances, and all their numbers.
 
-Part of the planner, on the same thread. Several jobs of thousands of chunks may end between two
-steps; the states of their chunks then change over several.
+The parts of the planner draw from one ``StepBudget``. Work late in a chunk's life comes first:
+taking in ended jobs may use most of the budget, stores less, and what precedes them less again. So
+under overload the end of the pipeline keeps up with its beginning, and stores wait: they are asked
+for again, and cost nothing if they are never made. Some kinds of work also have an ``Allowance``,
+a number of chunks per step.
 
-What one step of vLLM may cost here, as one budget that the parts of the planner draw from.
-
-Part of the planner, on the same thread. What is done later comes first in line: taking in what has
-ended may leave the least, storing more, and what comes after it more again. So when there is too
-much of everything the rest of a chunk's way keeps up with its beginning, and it is stores that
-wait: they are asked for again, and cost nothing if they are never made.
+Every bound per step of the planner, the lookups and the scheduler side stands in the table below.
+Owned by the planner; used on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -17,75 +16,188 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
-STORE = EVICT = TAKE_IN = 1
-TOUCH = WRITE_THROUGH = WRITTEN_THROUGH = 2
-"""What a chunk costs at each station, in units of about a microsecond with a million keys in the
-lower tier (``python -m bench hooks``), whose dicts are not in any cache."""
+# -- costs: units of about a microsecond per chunk, measured with a million keys in the lower tier,
+# -- whose dicts are in no CPU cache (``python -m bench hooks``)
+
+STORE_COST = EVICT_COST = TAKE_IN_COST = 1
+TOUCH_COST = WRITE_THROUGH_COST = WRITTEN_THROUGH_COST = 2
+LOOKUP_COST_TENTHS = 6
+KEY_COST_TENTHS = 1
+UNITS_PER_CHUNK = 3
+"""The budget of a step, per chunk that it may load; such a load takes half of it."""
+
+# -- loads, in chunks that lie in the CPU tier
+
+STEP_CHUNKS = 256
+"""Chunks that a short step may load. One that gets a slot counts twice."""
+EVICTED_COST = 2
+"""Evicting a chunk to make room counts as much as loading two."""
+ACCEPTED_COST = 1 / 16
+"""Accepting a chunk of a long load, to be planned later."""
+LOAD_PART_MAX = 64
+"""Chunks that are planned at a time; their cost is known afterwards."""
+PROBE_CHUNKS = 64
+"""Chunks that a probe of a tier reads."""
+
+# -- lookups, keys and stores, in chunks
+
+LOOKUP_CHUNKS = 768
+"""Chunks that the lookups of a short step may ask for: about half a millisecond."""
+LOOKUP_CHUNKS_MIN = 256
+"""Chunks that each lookup may ask for even when others have used up the allowance."""
+KEYS_MAX = 1024
+"""Keys made in one step for requests that have ended: a tenth of a millisecond. Their lookups,
+loads and stores have usually made them all before."""
+STORE_CHUNKS_MIN = 64
+"""Chunks that may be stored even when the budget is spent: of each request that ends, because its
+last chunks cannot be stored later, and of all running requests together."""
+STORE_PIECE_MIN = 16
+"""Asking for fewer chunks at a time costs more than asking for some of them again."""
+LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
+"""Chunks of an ended request that are looked up again, and those looked up for the first time."""
+
+# -- the rest, in chunks unless stated otherwise
+
+USE_KEYS_MAX = 128
+"""Keys whose use is reported to a policy at a time."""
+WRITTEN_JOBS_MAX = 8
+"""Write-through jobs of a tier that are taken in together, which is cheaper than one by one."""
+DELETIONS_MAX = 1024
+"""Deletions sent to one tier: a tier that has lost everything has millions."""
+EXPIRED_MAX = 4096
+"""Expired entries dropped by the presence cache, and by the timed pins."""
+
+# -- shares of the budget, in eighths, that each kind of work leaves to others
+
+TAKE_IN_LEAVES = 5
+STORES_LEAVE = 3
+WRITE_THROUGH_LEAVES = 2
+OVERDUE_SHARE = 16
+"""This part of the backlog is done in every step, whatever is left of the budget: until it is done,
+chunks keep their slots and cannot be hit."""
+
+# -- long steps
+
 LONG_S = 0.025
-"""A step of twice this length may do twice as much, and so on, about a twentieth of its time: or a
-load that takes a hundred steps would wait for them longer than its prompt takes to compute, and of
-what long steps compute less would be stored."""
+"""A step of twice this length may do twice as much, and so on: about a twentieth of its time.
+Otherwise a load of a hundred steps would take longer than computing its prompt, and fewer of the
+chunks that long steps compute would be stored."""
 TIMES_MAX = 8
 STEPS = 4
-"""So many steps in turn were as long: a server that had nothing to do does not look like one whose
-steps are long."""
+"""Steps in a row that must be as long: an idle server does not look like one with long steps."""
+
+
+class Allowance:
+    """Chunks that one kind of work may handle in a step. Owned by the ``StepBudget``.
+
+    ``chunks`` is the allowance of a short step, ``left`` the rest of the current step's. ``least``
+    chunks may be handled at a time even when nothing is left.
+    """
+
+    def __init__(
+        self,
+        chunks: int,
+        *,
+        least: int = 0,
+        scales: bool = False,
+        cost_tenths: int = 0,
+        spend: Callable[[int], None] | None = None,
+    ) -> None:
+        self.chunks = self.left = chunks
+        self.least = least
+        self._scales = scales
+        self._cost_tenths = cost_tenths
+        self._spend = spend
+        self._tenths = 0  # taken but not yet charged to the budget
+
+    @property
+    def available(self) -> int:
+        """Chunks that may be handled now."""
+        return max(self.left, self.least)
+
+    def take(self, chunks: int) -> None:
+        """Record that ``chunks`` were handled, even if more than were left, and charge them to the
+        budget."""
+        self.left -= chunks
+        if self._spend is not None:
+            units, self._tenths = divmod(self._tenths + self._cost_tenths * chunks, 10)
+            self._spend(units)
+
+    def renew(self, times: int = 1) -> None:
+        """The next step begins, which may do ``times`` as much as a short one."""
+        self.left = self.chunks * (times if self._scales else 1)
 
 
 class StepBudget:
-    """``units`` per step, ``times`` as many in long ones, of which ``left`` are."""
+    """The budget of a step and its allowances.
 
-    def __init__(self, units: int) -> None:
-        self.units = self.left = units
+    A short step has ``units``, a long one ``times`` as many; ``left`` is the rest of the current
+    step's. The allowances: ``loads`` counts chunks that lie in the CPU tier, ``lookups`` the chunks
+    that are asked for, ``keys`` those made for requests that have ended, and ``stores`` the chunks
+    that running requests may store even when the budget is spent.
+    """
+
+    def __init__(self, step_chunks: int) -> None:
+        self.units = self.left = UNITS_PER_CHUNK * step_chunks
         self.times = 1
+        self.loads = Allowance(step_chunks, scales=True)
+        self.lookups = Allowance(
+            LOOKUP_CHUNKS,
+            least=LOOKUP_CHUNKS_MIN,
+            scales=True,
+            cost_tenths=LOOKUP_COST_TENTHS,
+            spend=self.spend,
+        )
+        self.keys = Allowance(KEYS_MAX, cost_tenths=KEY_COST_TENTHS, spend=self.spend)
+        self.stores = Allowance(STORE_CHUNKS_MIN)
         self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
     def above(self, eighths: int) -> int:
-        """What may be spent so that as many eighths of the budget are left for others."""
+        """What may be spent so that this many eighths of the budget are left for others."""
         return self.left - self.times * self.units * eighths // 8
 
     def spend(self, units: int) -> None:
-        """So much was done, even if it was more than was left."""
+        """Record work, even if it was more than was left."""
         self.left -= units
 
     def end_step(self, now: float, *, half: bool = False) -> None:
-        """The next step begins (monotonic seconds); ``half`` of it is spoken for."""
+        """The next step begins (monotonic seconds); ``half`` of its budget is reserved."""
         self._ends.append(now)
         shortest = min((end - start for start, end in pairwise(self._ends)), default=0.0)
         if len(self._ends) <= STEPS:
             shortest = 0.0
         self.times = max(1, min(TIMES_MAX, int(shortest / LONG_S)))
         self.left = self.times * self.units // (2 if half else 1)
-
-
-AT_FIRST_LEAVES = 5
-"""Eighths of the budget that are left to what the step has to do besides."""
-LEAST_SHARE = 16
-"""This part of what is behind is done in any case, so that it does not pile up in steps whose
-budget others have used up: until it is done, chunks keep their slots and cannot be hit."""
+        for allowance in (self.loads, self.lookups, self.keys, self.stores):
+            allowance.renew(self.times)
 
 
 class DeferredWork:
-    """Pieces of work in order; a step does as many as its budget allows, but always one, and a
-    sixteenth of what was behind when it began."""
+    """Pieces of work that ended jobs leave, in order. Owned by the planner.
+
+    Several jobs of thousands of chunks may end between two steps; the states of their chunks then
+    change over several steps. A step does as many pieces as its budget allows, but always one, and
+    at least a sixteenth of the backlog at its beginning.
+    """
 
     def __init__(self, budget: StepBudget) -> None:
         self._pieces: deque[tuple[int, Callable[[], None]]] = deque()
         self._budget = budget
         self._has_worked = False
-        self._behind = 0  # what all pieces cost
-        self._least = 0  # of that, what has to be done in this step
+        self._behind = 0  # the cost of all pieces
+        self._least = 0  # of that, what must be done in this step
 
     def __len__(self) -> int:
         """Pieces that are left."""
         return len(self._pieces)
 
     def add(self, cost: int, work: Callable[[], None]) -> None:
-        """One more piece, and what it costs of the budget."""
+        """Add a piece and its cost in units of the budget."""
         self._pieces.append((max(1, cost), work))
         self._behind += max(1, cost)
 
-    def work(self, leave: int = AT_FIRST_LEAVES) -> list[Exception]:
-        """Do what this step may still do; what went wrong with single pieces."""
+    def work(self, leave: int = TAKE_IN_LEAVES) -> list[Exception]:
+        """Do the pieces that the step still allows; returns the errors of single pieces."""
         errors: list[Exception] = []
         while self._pieces and (
             self._budget.above(leave) > 0 or not self._has_worked or self._least > 0
@@ -105,5 +217,5 @@ class DeferredWork:
         """``work``, for the last time in this step."""
         errors = self.work(leave)
         self._has_worked = False
-        self._least = self._behind // LEAST_SHARE
+        self._least = self._behind // OVERDUE_SHARE
         return errors

@@ -1,14 +1,14 @@
-"""Whether a lower tier is asked at all: its breakers, and whether loading from it pays.
+"""The health of the lower tiers: circuit breakers, and whether loading from a tier pays.
 
-One gate per lower tier, owned by the planner. A gate that is shut costs nothing: the tier is
-left out of lookups, nothing is written to it, and only a probe goes to it from time to time.
-Every change is one line in the log.
+A tier whose breaker is open, or from which loading does not pay, costs nothing: lookups leave it
+out, nothing is written to it, and only a probe is sent to it from time to time. Every change is
+one line in the log. Pure.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.messages.report import Observed
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """``failures`` in a row open a breaker; ``break_even``: compare loading with computing, where
-    chunks have at most ``chunk_tokens``."""
+    """``failures`` in a row open a circuit breaker. With ``break_even`` the speed of loading is
+    compared with that of computing; chunks have at most ``chunk_tokens``."""
 
     failures: int = 3
     break_even: bool = True
@@ -29,7 +29,10 @@ class HealthLimits:
 
 
 class TierHealth:
-    """See the module. ``probe`` is the job that asks whether reading works or pays again."""
+    """The health of one lower tier. Owned by ``TierHealths``; used on vLLM's scheduler thread.
+
+    ``probe`` is the open job that tests whether reading works, or pays, again.
+    """
 
     def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
         self.reads = CircuitBreaker(limits.failures)
@@ -52,7 +55,7 @@ class TierHealth:
         return self.writes.state is not BreakerState.OPEN
 
     def tick(self, now: float) -> bool:
-        """Let time pass; whether a read should be tried now."""
+        """Let time pass; returns whether a probe is due."""
         self.reads.tick(now)
         self.writes.tick(now)
         self.pace.tick(now)
@@ -63,37 +66,65 @@ class TierHealth:
             self.reads.closed and self.pace.probe_due(now)
         )
 
+    @property
+    def breaker_state(self) -> BreakerState:
+        """The worse state of the two circuit breakers."""
+        return max(self.reads.state, self.writes.state, key=lambda state: state.value)
+
+    @property
+    def pays(self) -> bool:
+        """Whether loading from this tier is faster than computing."""
+        return self.pace.pays
+
+    @property
+    def least_tokens(self) -> float:
+        """See ``LoadOrRecompute.least_tokens``."""
+        return self.pace.least_tokens
+
+    @property
+    def load_rate(self) -> float | None:
+        """Tokens per second of loads from this tier, once measured."""
+        return self.pace.rate.value()
+
+    def begin_probe(self, job: int | None) -> None:
+        """A probe was planned; ``None``: the tier holds nothing to read."""
+        self.probe = job
+
+    def drop_probe(self) -> None:
+        """The probe says nothing of the tier; another may be planned."""
+        self.probe = None
+
     def observe(self, rank: int, seen: Observed, now: float) -> None:
-        """What one rank saw of this tier."""
+        """Take in how one rank's operations of this tier went."""
         self.reads.observe(seen.reads_good, seen.reads_failed, now, rank)
         self.writes.observe(seen.writes_good, seen.writes_failed, now, rank)
         self._log()
 
     def written(self, now: float, *, good: bool) -> None:
-        """A write has been answered by every rank."""
+        """Every rank has answered a write."""
         self.writes.judge(now, good=good)
         self._log()
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
-        """A load of a request with this tier as its slowest source ended well."""
+        """A load with this tier as its slowest source has succeeded."""
         self.pace.observe_load(tokens, seconds, now)
         self._log()
 
     def too_late(self, tokens: int, seconds: float, now: float) -> None:
-        """A load with this tier as its slowest source took longer than its request waited, which
-        had to compute its prompt after all."""
+        """A load with this tier as its slowest source missed its deadline: its request's prompt was
+        recomputed."""
         self.pace.observe_late(tokens, seconds, now)
         self._log()
 
     def probed(self, tokens: int, seconds: float, now: float, *, good: bool) -> None:
-        """The probe has been answered by every rank; ``tokens`` is what it brought."""
+        """Every rank has answered the probe, which read ``tokens``."""
         self.probe = None
         self.reads.judge(now, good=good)
         self.pace.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
     def asked(self, now: float, *, good: bool) -> None:
-        """The probe of a shared tier, which is only asked what it holds, has ended."""
+        """The probe of a shared tier, a presence query, has ended."""
         self.probe = None
         self.reads.judge(now, good=good)
         self._log()
@@ -127,16 +158,35 @@ class TierHealth:
 
 
 class TierHealths:
-    """The gates of all lower tiers, and the rate of computing that they are measured against."""
+    """The health of all lower tiers by number, and the rate of computing that loads are compared
+    with. Owned by the planner; used on vLLM's scheduler thread."""
 
     def __init__(self, names: Sequence[str], limits: HealthLimits | None = None) -> None:
-        self.prefill = Rate()
+        self._prefill = Rate()
         limits = limits or HealthLimits()
-        self.tiers = tuple(TierHealth(name, self.prefill, limits) for name in names)
+        self._tiers = tuple(TierHealth(name, self._prefill, limits) for name in names)
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def __getitem__(self, tier: int) -> TierHealth:
+        return self._tiers[tier]
+
+    def __iter__(self) -> Iterator[TierHealth]:
+        return iter(self._tiers)
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens per second that are computed, once measured."""
+        return self._prefill.value()
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A prompt of ``tokens`` was computed; ``seconds`` is its time to first token."""
+        self._prefill.observe(tokens, seconds)
 
     def totals(self) -> dict[str, float]:
-        """How often each tier's breakers have opened, by flat name."""
+        """How often each tier's circuit breakers have opened, by flat name."""
         return {
-            f"breaker_openings:{gate.name}": gate.reads.openings + gate.writes.openings
-            for gate in self.tiers
+            f"breaker_openings:{tier.name}": tier.reads.openings + tier.writes.openings
+            for tier in self._tiers
         }

@@ -1,16 +1,14 @@
-"""Write-through: committed chunks of the CPU tier on their way to one lower tier.
+"""Write-through: committed chunks of the CPU tier on their way to the lower tiers.
 
-A chunk waits here pinned ("dirty"): it cannot be evicted before it is written, so that a prefix
-longer than the CPU tier reaches the disk without holes. Both the waiting and the flying chunks
-are bounded; beyond that a chunk simply is not written through.
-
-Write-through to all lower tiers: what of it a step does. Part of the planner, on its thread.
+A chunk waits here pinned: it cannot be evicted before it is written, so that a prefix longer than
+the CPU tier reaches the disk without holes. Both the waiting chunks and those being written are
+bounded; a chunk beyond the bound is not written through. Pure.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
@@ -21,85 +19,113 @@ from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import WriteThroughJob
+from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache
-from offload.planner.step_budget import WRITE_THROUGH, WRITTEN_THROUGH, DeferredWork, StepBudget
+from offload.planner.step_budget import (
+    WRITE_THROUGH_COST,
+    WRITTEN_JOBS_MAX,
+    WRITTEN_THROUGH_COST,
+    DeferredWork,
+)
 from offload.planner.tier_health import TierHealth, TierHealths
-from offload.telemetry.counters import PlannerStats
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.hints import HIGH, LOW, PRIORITY
 
-JOBS_AT_ONCE = 8
-"""Write-throughs of a tier that are taken in together: that costs less than one by one."""
-
 
 class WriteThrough:
-    """The ``queues`` of the lower tiers, by number; what a step writes through and takes in as
-    written comes from its ``budget``. ``delete(tier, keys)`` has records deleted."""
+    """Write-through to all lower tiers, within the budget of a step.
+
+    Owned by the planner; used on its thread. ``queues`` are those of the lower tiers, by number.
+    """
 
     def __init__(
         self,
+        context: PlannerContext,
         queues: Sequence[WriteThroughQueue],
-        cpu: TierIndex,
-        job_table: JobTable,
-        stats: PlannerStats,
-        shared: PresenceCache,
-        budget: StepBudget,
-        delete: Callable[[int, Sequence[bytes]], None],
+        presence: PresenceCache,
+        deletes: PendingDeletes,
     ) -> None:
         self.queues = tuple(queues)
-        self._cpu = cpu
-        self._job_table = job_table
-        self._stats = stats
-        self._shared = shared
-        self._budget = budget
-        self._delete = delete
+        self._groups = context.groups
+        self._cpu = context.cpu
+        self._jobs = context.jobs
+        self._stats = context.stats
+        self._budget = context.budget
+        self._presence = presence
+        self._deletes = deletes
 
     @property
     def is_waiting(self) -> bool:
         """Whether a chunk waits for any tier."""
         return any(map(len, self.queues))
 
-    def due(self, deletions: PendingDeletes) -> tuple[WriteThroughJob, ...]:
-        """Write through what the budget has left, shared by the tiers: none to one that is behind
-        with deletions."""
-        queues = [queue for queue in self.queues if not deletions.is_behind(queue.tier)]
+    def offer(self, keys: Sequence[bytes], job: Job) -> None:
+        """Queue chunks that this store has committed, for the tiers that may get them."""
+        infos = job.infos_of(keys)
+        for queue in self.queues:
+            if job.write is None or queue.tier in job.write:
+                queue.offer(keys, self._cpu, self._groups, infos)
+
+    def due(self) -> tuple[WriteThroughJob, ...]:
+        """The jobs of this step: what the budget has left, shared by the tiers. A tier that is
+        behind with deletions gets none."""
+        queues = [queue for queue in self.queues if not self._deletes.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
-        most = max(1, self._budget.left // (WRITE_THROUGH * waiting))
+        most = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
         write_throughs: list[WriteThroughJob] = []
         for queue in queues:
-            jobs, evicted = queue.due(self._cpu, self._job_table, most)
+            jobs, evicted = queue.due(self._cpu, self._jobs, most)
             write_throughs += jobs
-            self._delete(queue.tier, evicted)
+            self._deletes.add(queue.tier, evicted)
             self._stats.evicted(queue.tier, evicted)
         return tuple(write_throughs)
 
-    def answered(self, jobs: Sequence[Job], backlog: DeferredWork, now: float) -> None:
-        """Write-throughs that every rank has answered."""
+    def answered(self, jobs: Sequence[Job], deferred: DeferredWork, now: float) -> None:
+        """Every rank has answered these write-throughs."""
         for tier in {job.fill_tier for job in jobs}:
             mine = [job for job in jobs if job.fill_tier == tier]
-            for first in range(0, len(mine), JOBS_AT_ONCE):
-                some = mine[first : first + JOBS_AT_ONCE]
-                cost = WRITTEN_THROUGH * sum(len(job.fills) for job in some)
-                backlog.add(cost, partial(self._take_in, tier, some, now))
+            for first in range(0, len(mine), WRITTEN_JOBS_MAX):
+                some = mine[first : first + WRITTEN_JOBS_MAX]
+                cost = WRITTEN_THROUGH_COST * sum(len(job.fills) for job in some)
+                deferred.add(cost, partial(self._take_in, tier, some, now))
 
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
         kept, bad, gone = self.queues[tier].ended(jobs, self._cpu, now)
         self._stats.stored(tier, kept, bad)
-        self._shared.written(tier, kept, now)
+        self._presence.written(tier, kept, now)
         # What a rank may have written and the index does not keep (it failed on another, or was
         # forgotten meanwhile) must not take space, nor come back after a restart.
-        self._delete(tier, gone)
+        self._deletes.add(tier, gone)
+
+    def suspend(self) -> None:
+        """The weights changed: drop what waits, and queue nothing before ``resume``."""
+        for queue in self.queues:
+            queue.close(self._cpu)
+
+    def resume(self, tiers: Container[int]) -> None:
+        """Chunks may be queued again for these tiers."""
+        for queue in self.queues:
+            if queue.tier in tiers:
+                queue.reopen()
+
+    def totals(self) -> dict[str, float]:
+        """Counters by flat name; those of a tier end in ``:`` and its name."""
+        found: dict[str, float] = {}
+        for queue in self.queues:
+            found[f"write_refusals:{queue.name}"] = queue.refused
+            found[f"writes_skipped:{queue.name}"] = queue.skipped
+        return found
 
 
 FLYING_MAX = 1024
-"""Chunks on their way to one tier."""
+"""Chunks that are being written to one tier."""
 
 
 class _Group(Protocol):
-    """The part of ``offload.planner.planner.GroupInfo`` that is needed here."""
+    """The part of ``offload.index.chunk_batch.GroupInfo`` that is needed here."""
 
     @property
     def kind(self) -> str: ...
@@ -110,20 +136,20 @@ class _Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Chunks of one group, at least one, and what the tier's policies are told of them."""
+    """At least one chunk, all of one group, with the infos for the tier's policies."""
 
     keys: Sequence[bytes]
     infos: Sequence[EntryInfo]
 
 
 class WriteThroughQueue:
-    """Chunks waiting for one lower tier.
+    """Chunks that wait for one lower tier.
 
-    Nothing is ever taken in for a tier that is ``read_only``.
-    ``max_waiting`` and ``max_flying`` count chunks (of these never more than ``FLYING_MAX``);
-    ``batch`` is the most that one job carries.
-    While ``closed`` nothing is taken in. ``skipped`` counts chunks that found no room or no working
-    tier, ``refused`` those that an admission policy or the write budget turned away.
+    Owned by ``WriteThrough``. A queue of a ``read_only`` tier accepts nothing. ``max_waiting`` and
+    ``max_flying`` bound the chunks that wait and those being written (never more than
+    ``FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks for which the
+    queue was full or the tier unavailable, ``refused`` those that an admission policy or the write
+    budget rejected.
     """
 
     def __init__(
@@ -131,7 +157,7 @@ class WriteThroughQueue:
         tier: int,
         index: TierIndex,
         *,
-        gate: TierHealth | None = None,
+        health: TierHealth | None = None,
         admissions: Sequence[AdmissionPolicy] = (),
         max_waiting: int = 1 << 30,
         max_flying: int = FLYING_MAX,
@@ -142,9 +168,10 @@ class WriteThroughQueue:
         self._read_only = read_only
         self.skipped = 0
         self.refused = 0
-        self.closed = False
+        self.name = index.name
+        self._is_closed = False
         self._index = index
-        self._gate = gate or TierHealths([index.name]).tiers[0]
+        self._health = health or TierHealths([index.name])[0]
         self._admissions = tuple(admissions)
         self._max_waiting = max_waiting
         self._max_flying = min(max_flying, FLYING_MAX)
@@ -164,11 +191,11 @@ class WriteThroughQueue:
 
     @property
     def _room(self) -> int:
-        """How many chunks may wait, and stay pinned, for this tier: as long as its breaker has not
-        closed again no more than one batch, to see whether the tier works."""
-        if self._gate.writes.closed:
+        """How many chunks may wait, and stay pinned, for this tier: while its circuit breaker is
+        half-open one batch, to find out whether the tier works."""
+        if self._health.writes.closed:
             return self._max_waiting
-        if not self._gate.writable or self._flying:
+        if not self._health.writable or self._flying:
             return 0
         return min(self._batch, self._max_waiting)
 
@@ -179,9 +206,9 @@ class WriteThroughQueue:
         groups: Mapping[int, _Group],
         infos: Sequence[EntryInfo] | None = None,
     ) -> None:
-        """Queue chunks that were just committed; pins them in the CPU tier. ``infos`` are what is
-        known of them, for the tier's policies; with it they are of one group."""
-        if self.closed or self._read_only or not keys:
+        """Queue chunks that were just committed; pins them in the CPU tier. ``infos`` are for the
+        tier's policies; chunks that come with them are of one group."""
+        if self._is_closed or self._read_only or not keys:
             return
         room = self._room
         if not room:
@@ -193,8 +220,8 @@ class WriteThroughQueue:
                 self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
             return
         infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
-        # Nothing was stored that a tier holds which may be read: see ``Planner.plan_store``.
-        if not self._gate.readable and not self._index.are_absent(keys):
+        # What a readable tier holds was not stored: see ``StorePlanner.plan``.
+        if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
         # Room first: an admission policy may spend a budget.
@@ -211,7 +238,7 @@ class WriteThroughQueue:
             self._count += len(keys)
 
     def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], room: int) -> list[bool]:
-        """Which of these may wait for the tier, as far as there is room."""
+        """Which of these may wait for the tier, up to ``room``."""
         flags: list[bool] = []
         for key, info in zip(keys, infos, strict=True):
             if not room:
@@ -231,27 +258,27 @@ class WriteThroughQueue:
         return True
 
     def _admits(self, key: bytes, info: EntryInfo) -> bool:
-        """High priority passes every admission but a budget of writes."""
+        """Whether the policies admit a chunk. High priority only has to pass write budgets."""
         if info.hints.get(PRIORITY) != HIGH:
             return all(admission.admit(key, info) for admission in self._admissions)
         budgets = [a for a in self._admissions if isinstance(a, WriteBudget)]
         return all(admission.admit(key, info) for admission in budgets)
 
     def _may_displace(self, info: EntryInfo) -> bool:
-        """Low priority takes free space only."""
+        """Whether a chunk may be written: one of low priority only into free space."""
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(
         self, cpu: TierIndex, job_table: JobTable, most: int = FLYING_MAX
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
-        """Open write-throughs of about ``most`` chunks, as far as the bound on flying chunks
-        allows: none while the tier's breaker is open, and one to see whether it may close. No more
-        are looked at if the tier has no room for them. Returns them, and the chunks that have left
-        the tier to make room."""
-        if not self._gate.writable:
+        """Open write-throughs of about ``most`` chunks, within the bound on chunks being written:
+        none while the tier's circuit breaker is open, one job while it is half-open. Looks at no
+        more chunks than that, even if the tier has no room for them. Returns the jobs, and the
+        chunks evicted from the tier to make room."""
+        if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
-        max_flying = self._max_flying if self._gate.writes.closed else 1
+        max_flying = self._max_flying if self._health.writes.closed else 1
         max_flying = min(max_flying, self._flying + most)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
@@ -264,8 +291,8 @@ class WriteThroughQueue:
     def _next(
         self, most: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
     ) -> list[WriteThroughJob]:
-        """Write-throughs of at most so many chunks of one group; what was ``evicted`` is added,
-        also if that was not enough for any."""
+        """Write-throughs of at most ``most`` chunks of one group. Adds to ``evicted`` what was
+        evicted, even if that made room for none of them."""
         keys, infos = self._take(most, cpu)
         if not keys:
             return []
@@ -319,14 +346,15 @@ class WriteThroughQueue:
 
     @property
     def flying(self) -> int:
-        """Chunks that are on their way to the tier."""
+        """Chunks that are being written."""
         return self._flying
 
     def ended(
         self, jobs: Sequence[Job], cpu: TierIndex, now: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
         """Take in write-throughs of this tier that every rank has answered. Returns the chunks that
-        can be hit now, those that could not be written, and those that the index does not keep."""
+        can be hit now, the chunks that could not be written, and those that the index does not
+        keep."""
         good: list[bytes] = []
         bad: list[bytes] = []
         infos: list[Sequence[EntryInfo]] = []
@@ -338,15 +366,24 @@ class WriteThroughQueue:
             self._flying -= len(job.fills)
             for _cpu, keys in job.pins:
                 cpu.unpin(keys)
-            self._gate.written(now, good=bool(mine))
+            self._health.written(now, good=bool(mine))
         self._index.abort(bad)
         kept = self._index.commit(good, joined(infos))
         if len(kept) == len(good):
             return kept, bad, [key for key in bad if key not in self._index]
         return kept, bad, [key for key in (*good, *bad) if key not in self._index]
 
+    def close(self, cpu: TierIndex) -> None:
+        """Drop what waits and accept nothing before ``reopen``."""
+        self.clear(cpu)
+        self._is_closed = True
+
+    def reopen(self) -> None:
+        """Accept chunks again."""
+        self._is_closed = False
+
     def clear(self, cpu: TierIndex) -> None:
-        """Forget what waits; what flies is left to its jobs."""
+        """Drop the chunks that wait; those being written are left to their jobs."""
         for batch in self._waiting:
             cpu.unpin(batch.keys)
         self._waiting.clear()
@@ -360,11 +397,12 @@ def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
 
 
 def queues_of(
-    cpu: TierIndex, lower: Sequence[TierIndex], gates: TierHealths
+    cpu: TierIndex, lower: Sequence[TierIndex], health: TierHealths
 ) -> list[WriteThroughQueue]:
-    """A queue per lower tier. What hangs keeps its slots: at most a quarter of the CPU tier."""
+    """A queue per lower tier. A write that hangs keeps its slots: at most a quarter of the CPU
+    tier."""
     flying = max(1, cpu.space.capacity // 4)
     return [
-        WriteThroughQueue(tier, index, gate=gates.tiers[tier], max_flying=flying)
+        WriteThroughQueue(tier, index, health=health[tier], max_flying=flying)
         for tier, index in enumerate(lower)
     ]

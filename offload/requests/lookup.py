@@ -19,7 +19,7 @@ from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
-from offload.requests.lookup_cache import LookupBudget, PartialLookup
+from offload.requests.lookup_cache import PartialLookup
 from offload.requests.miss_reasons import Explainer, Miss, Reason, RequestLog, RequestRecord, failed
 from offload.requests.request_state import RequestState
 
@@ -33,30 +33,29 @@ def tokens_to_load(
     keys: Sequence[Sequence[bytes]],
     start: int,
     limit: int,
-    room: LookupBudget,
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
 ) -> int | None:
-    """Where the longest prefix ends that is worth restoring; ``start`` if nothing is, and ``None``
-    if there was no ``room`` to find out: to be asked again in the next step.
+    """Where the longest prefix ends that is worth restoring; ``start`` if nothing is. ``None`` if
+    the step's allowance for lookups is used up: ask again in the next step.
 
     Arguments as of `PrefixMatcher.longest_match`; ``known`` is what earlier lookups of this request
     have found, ``origin`` says what it may read. The end of a prefix that only a farther tier holds
-    is left to be computed if it has fewer tokens than that tier is worth asking for; what nearer
-    tiers hold is loaded all the same.
+    is computed if it has fewer tokens than are worth loading from that tier; what nearer tiers hold
+    is loaded all the same.
     """
     known.begin()
 
     def longest_match(above: int | None = None) -> int:
-        holders = planner.holders_for(origin, above)
-        runs = known.runs_in(above, holders, room)
+        holders = planner.sources.holders(origin.controls.read, above)
+        runs = known.runs_in(above, holders, planner.removals, planner.budget.lookups)
         return matcher.longest_match(keys, present_in(*holders), start, limit, runs)
 
     most = origin.controls.max_load_tokens
     limit = limit if most is None else min(limit, start + most)
     hit, is_shorter = longest_match(), False
     for tier in reversed(range(len(planner.lower))):
-        least = planner.gates.tiers[tier].pace.least_tokens
+        least = planner.health[tier].least_tokens
         if hit <= start or not least or known.is_partial:
             break
         shorter = longest_match(above=tier)
@@ -66,7 +65,8 @@ def tokens_to_load(
         hit = shorter
     if known.is_partial:
         return None
-    planner.stats.short_loads += is_shorter
+    if is_shorter:
+        planner.stats.shortened()
     return hit
 
 
@@ -90,30 +90,24 @@ class Lookups:
         self.log = log
         self._matcher = matcher
         self._planner = planner
-        self._room = LookupBudget(planner.removals)
         self._unfinished: dict[str, tuple[RequestState, Request]] = {}
         self._asked: set[str] = set()  # in this step
         self._explainer = Explainer(matcher, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def go_on(self) -> None:
-        """What a step has left goes to lookups that have not come to their end and that vLLM did
-        not repeat: it does not ask for waiting requests in steps that others fill, and these would
-        take as many steps that are not full."""
+        """Use what the step has left for unfinished lookups that vLLM did not repeat: it does not
+        ask for waiting requests in steps that others fill."""
         asked, self._asked = self._asked, set()
         for name, (tracker, request) in list(self._unfinished.items()):
-            if self._room.left <= 0:
+            if self._planner.budget.lookups.left <= 0:
                 break
             if name not in asked:
                 self._go_on(tracker, request)
 
-    def next_step(self) -> int:
-        """A step is over: lookups have room again. Returns how many chunks were asked for."""
-        return self._room.next_step(self._planner.budget.times)
-
     def _go_on(self, tracker: RequestState, request: Request) -> None:
         wait: PendingLookup | None = tracker.wait
-        if wait is not None and self._planner.shared.is_stale(wait, time.monotonic()):
+        if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
             return  # its next lookup asks again, before what is known is compared
         if self._find(tracker, request, tracker.lookup_start) is not None:
             self.given_up(tracker)
@@ -152,14 +146,14 @@ class Lookups:
     def _is_waiting(self, tracker: RequestState, request: Request, start: int) -> bool:
         """Whether shared tiers may soon say more of this request's chunks; asks them first, and
         again when what they have said may be forgotten."""
-        shared = self._planner.shared
+        shared = self._planner.presence
         if not shared.tiers:
             return False
         now = time.monotonic()
         wait: PendingLookup | None = tracker.wait
         if wait is None or shared.is_stale(wait, now):
             wanted = self._matcher.wanted(tracker.keys, start, _limits(tracker, request).start)
-            held = present_in(*self._planner.holders_for(tracker.origin))(wanted)
+            held = present_in(*self._planner.sources.holders(tracker.origin.controls.read))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
             wait = tracker.wait = shared.ask(missing, tracker.origin.controls.read, now)
         return shared.is_waiting(wait, now)
@@ -173,7 +167,7 @@ class Lookups:
             chunks = [len(part) for part in ranges]
             sizes = [group.chunk_blocks for group in self._matcher.layout.groups]
             blocks = sum(map(operator.mul, chunks, sizes))
-            if not self._planner.can_load(sum(chunks), blocks, tracker.origin):
+            if not self._planner.loads.can_load(sum(chunks), blocks, tracker.origin):
                 tracker.refused = True
         return hit
 
@@ -184,7 +178,6 @@ class Lookups:
             tracker.keys,
             computed_tokens,
             _limits(tracker, request).stop,
-            self._room,
             tracker.known,
             tracker.origin,
         )
@@ -221,8 +214,8 @@ class Lookups:
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:
         """Loads of these requests are over; of ``failures`` they have failed."""
         results: dict[str, JobResult] = {}
-        while self._planner.failed_loads:
-            request, result = self._planner.failed_loads.popleft()
+        while self._planner.loads.failed:
+            request, result = self._planner.loads.failed.popleft()
             results[request] = result
         for tracker in failures:
             if tracker.record is not None and not tracker.record.final:

@@ -1,8 +1,8 @@
-"""What the lookups of a request have found, so that the next one need not ask for it again.
+"""What earlier lookups of a request have found, so that the next one does not ask for it again.
 
-A long prompt has thousands of chunks, and each is a few misses of the processor's cache: they are
-asked for over several steps, and a request that waits longer is asked for again in each. Part of
-the scheduler side, on its thread; pure.
+A long prompt has thousands of chunks, and asking for each costs a few CPU cache misses: a lookup
+asks for them over several steps, and is repeated in each step while its request waits. Pure; used
+on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -10,35 +10,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from offload.layout.prefix_match import BATCH, RunEnd, present_in
+from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
-LOOKUP_CHUNKS = 768
-"""Chunks that the lookups of one short step ask for: about half a millisecond."""
-FEW = 256
-"""So many each lookup may ask for, whatever others have asked for in this step."""
-FIRST = 16
-"""So many are asked for together before one was found."""
+FIRST_BATCH = 16
+"""Chunks that are asked for together before one was found."""
 
 Holders = tuple[Container[bytes], ...]
-
-
-class LookupBudget:
-    """What all lookups of one engine share: how many chunks those of this step may still ask for
-    (``few`` each in any case), and what has left the tiers."""
-
-    def __init__(
-        self, removals: RemovalLog, step_chunks: int = LOOKUP_CHUNKS, few: int = FEW
-    ) -> None:
-        self.removals = removals
-        self.few = few
-        self._step_chunks = self._whole = self.left = step_chunks
-
-    def next_step(self, times: int = 1) -> int:
-        """A step is over; how many chunks were asked for. The next one may ask for so many times
-        what a short one may."""
-        asked = self._whole - self.left
-        self._whole = self.left = times * self._step_chunks
-        return asked
 
 
 class KnownRange:
@@ -95,7 +73,7 @@ class KnownRange:
         one that was missing alone, because mostly it still is."""
         if self.has_gap:
             return 1
-        return BATCH if self.end > self.first else FIRST
+        return BATCH if self.end > self.first else FIRST_BATCH
 
 
 class PartialLookup:
@@ -121,17 +99,19 @@ class PartialLookup:
         self._partial_lookups += self.is_partial
         self.is_partial = False
 
-    def runs_in(self, above: int | None, holders: Holders, room: LookupBudget) -> RunEnd:
+    def runs_in(
+        self, above: int | None, holders: Holders, removals: RemovalLog, allowance: Allowance
+    ) -> RunEnd:
         """Where runs of chunks end that ``holders`` have, for `PrefixMatcher.longest_match`: too
-        early, with ``is_partial``, if this step may not ask for more. ``above`` names the
-        holders."""
+        early, with ``is_partial``, if the ``allowance`` of this step is used up. ``above`` names
+        the holders; ``removals`` logs the chunks that left them."""
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
-            run = self._known((above, group), keys, first, holders, room.removals)
-            most = max(room.left, room.few)
-            if self._partial_lookups > 2 * (end - first) // room.few + 1:
+            run = self._known((above, group), keys, first, holders, removals)
+            most = allowance.available
+            if self._partial_lookups > 2 * (end - first) // allowance.least + 1:
                 most = end - first
-            room.left -= run.extend(keys, end, most)
+            allowance.take(run.extend(keys, end, most))
             if run.end < end and not run.has_gap:
                 self.is_partial = True
             return max(first, min(run.end, end))

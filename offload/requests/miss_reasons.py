@@ -162,7 +162,7 @@ class Explainer:
             return Miss(Reason.COMPLETE)
         if boundary > limits.start:
             return Miss(Reason.FILTERED, depth_tokens=boundary, note="max_load_tokens")
-        present = present_in(*planner.holders_for(tracker.origin))
+        present = present_in(*planner.sources.holders(tracker.origin.controls.read))
         found = self._matcher.first_missing(tracker.keys, present, start, hit)
         if found is None:
             return Miss(Reason.COMPLETE)
@@ -198,9 +198,9 @@ class Explainer:
     @staticmethod
     def _not_said(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
         """Why a shared tier did not say whether it has a chunk, if one did not."""
-        for tier in sorted(planner.shared.tiers):
-            name, gate = planner.lower[tier].name, planner.gates.tiers[tier]
-            if planner.shared.is_unanswered(tier, key):
+        for tier in sorted(planner.presence.tiers):
+            name, gate = planner.lower[tier].name, planner.health[tier]
+            if planner.presence.is_unanswered(tier, key):
                 return Miss(Reason.UNANSWERED, tier=name)
             if not gate.reads.closed and (read is None or tier in read):
                 return Miss(Reason.BREAKER, tier=name, note="it was not asked")
@@ -212,14 +212,14 @@ class Explainer:
         found = None
         if key in planner.cpu:
             found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
-        for tier, (index, gate) in enumerate(zip(planner.lower, planner.gates.tiers, strict=True)):
+        for tier, (index, gate) in enumerate(zip(planner.lower, planner.health, strict=True)):
             if key not in index:
                 continue
             if read is not None and tier not in read:
                 found = found or Miss(Reason.FILTERED, tier=index.name, note="tiers")
             elif not gate.reads.closed:
                 return Miss(Reason.BREAKER, tier=index.name)
-            elif not gate.pace.pays:
+            elif not gate.pays:
                 return Miss(Reason.BREAK_EVEN, tier=index.name)
         return found
 

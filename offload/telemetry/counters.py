@@ -43,8 +43,8 @@ class TierCounters:
 class PlannerStats:
     """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier.
 
-    ``now`` is the planner's clock; ``departures`` remembers what left lately, and ``listener`` is
-    told of every chunk that comes or goes.
+    Owned by the planner; used on its thread. ``now`` is the planner's clock; ``departures``
+    remembers the chunks removed last, with the cause.
     """
 
     lower_names: Sequence[str]
@@ -59,11 +59,23 @@ class PlannerStats:
     removed: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
     departures: RemovalCauses = field(default_factory=RemovalCauses)
-    listener: ChunkListener | None = None
+    _listener: ChunkListener | None = None
 
     def __post_init__(self) -> None:
         for name in ("cpu", *self.lower_names):
             self.tiers[name] = TierCounters()
+
+    def tick(self, now: float) -> None:
+        """Set the planner's clock."""
+        self.now = now
+
+    def listen(self, listener: ChunkListener) -> None:
+        """Notify ``listener`` of every chunk that comes or goes from now on."""
+        self._listener = listener
+
+    def shortened(self) -> None:
+        """A hit was cut because too few of its tokens lie in a slow tier."""
+        self.short_loads += 1
 
     def tier(self, number: int) -> TierCounters:
         """The counters of a tier by its number."""
@@ -75,13 +87,13 @@ class PlannerStats:
         self.tier(tier).store_failures += len(bad)
         if bad:
             self._gone(tier, bad, Cause.FAILED)
-        if good and self.listener is not None:
-            self.listener.stored(tier, good)
+        if good and self._listener is not None:
+            self._listener.stored(tier, good)
 
     def promoted(self, keys: Sequence[bytes]) -> None:
         """Chunks that were read into the CPU tier."""
-        if keys and self.listener is not None:
-            self.listener.stored(CPU, keys)
+        if keys and self._listener is not None:
+            self._listener.stored(CPU, keys)
 
     def evicted(self, tier: int, keys: Sequence[bytes]) -> None:
         """Chunks that left a tier to make room."""
@@ -119,15 +131,15 @@ class PlannerStats:
             self._count_removed(tier, Cause.RESET, count)
         self.departures.clear()
         self._gone(CPU, keys, Cause.RESET)
-        if self.listener is not None:
-            self.listener.cleared()
+        if self._listener is not None:
+            self._listener.cleared()
 
     def _left(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
         if keys:
             self._count_removed(tier, cause, len(keys))
             self._gone(tier, keys, cause)
-            if self.listener is not None:
-                self.listener.removed(tier, keys)
+            if self._listener is not None:
+                self._listener.removed(tier, keys)
 
     def _count_removed(self, tier: int, cause: Cause, count: int) -> None:
         name = f"{'cpu' if tier == CPU else self.lower_names[tier]}:{cause.value}"

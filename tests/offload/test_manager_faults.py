@@ -87,7 +87,7 @@ class World:
 
     @property
     def gate(self) -> TierHealth:
-        return self.manager.planner.gates.tiers[0]
+        return self.manager.planner.health[0]
 
     async def store(self, count: int, first: int = 0, wait: bool = True) -> None:
         """Offload chunks a few at a time."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from offload.requests.lookup_cache import LookupBudget
 from tests.offload.connector.kv_cache_configs import chunked, full, mamba, mla, sliding, sliding_mla
 
 
@@ -117,7 +116,9 @@ def in_short_steps(side: Any, seed: int) -> Any:
     steps."""
     planner = side.planner
     if seed % 2:
-        side.lookups._room = LookupBudget(planner.removals, 3, 1)
-        planner._loads._step_chunks = planner._loads._room = 2
-        planner.budget.units = planner.budget.left = 4
+        budget = planner.budget
+        budget.units = budget.left = 4
+        budget.loads.chunks = budget.loads.left = 2
+        budget.lookups.chunks, budget.lookups.least = 3, 1
+        budget.lookups.renew()
     return planner

@@ -461,4 +461,4 @@ class World:
 
     def _stuck(self) -> str:
         states = {name: r.status.name for name, r in self.scheduler.requests.items()}
-        return f"{states}, open jobs {self.planner._job_table.jobs()}"
+        return f"{states}, open jobs {self.planner.jobs.jobs()}"

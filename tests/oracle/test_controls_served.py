@@ -111,7 +111,7 @@ def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Pa
         world.scheduler.add_request(request)
         with still(world):
             world.step()
-            assert world.planner.loading_chunks == 15
+            assert world.planner.loads.loading == 15
             side = world.connector._scheduler
             assert side is not None
             tables = world.scheduler.kv_cache_manager.get_block_ids("gone")

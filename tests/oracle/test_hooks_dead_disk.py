@@ -272,7 +272,7 @@ def test_no_hook_waits_for_a_file_system(
     # The disks are back, and hear of the reset.
     owed: Any = world.connector._epochs
     world.until(lambda: not owed._owed)
-    assert all(not queue.closed for queue in world.planner._write_through_queues.queues)
+    assert all(not queue._is_closed for queue in world.planner.write_through.queues)
 
 
 def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
         world.until(lambda: not world.planner.busy)
         world.forget_locally()
         world.planner.cpu.drop(list(world.planner.cpu.resident))
-        world.planner.shared.forget_all()
+        world.planner.presence.forget_all()
 
         def work() -> None:
             world.serve("asks", PROMPT)

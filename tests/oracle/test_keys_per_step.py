@@ -10,14 +10,12 @@ import pytest
 
 from bench import hooks
 from bench.hooks import BLOCK, _output
-from offload.connector.scheduler.finished_requests import MAKE_MAX
-from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MAX
 from offload.layout import request_keys as lazy_keys
 from offload.layout.keys import chunk_keys
 from offload.layout.request_keys import PAGE
 from offload.messages.plan import StepPlan
-from offload.planner.loads import STEP_CHUNKS
-from offload.requests.lookup_cache import FIRST, LOOKUP_CHUNKS
+from offload.planner.step_budget import KEYS_MAX, LOOK_AT_END_MAX, LOOKUP_CHUNKS, STEP_CHUNKS
+from offload.requests.lookup_cache import FIRST_BATCH
 from tests.oracle.test_long_requests import Server, tables_of
 
 CHUNKS = 4096
@@ -76,7 +74,7 @@ def test_of_a_new_prompt_only_the_first_are_made(made: list[int]) -> None:
     assert server.side.lookup(request, 0) == 0
     server.side.allocated(request, tables_of(request), 0)
     server.step()
-    assert 0 < server.steps[0] <= FIRST
+    assert 0 < server.steps[0] <= FIRST_BATCH
 
 
 def test_a_lookup_makes_what_it_asks_for_and_a_load_nothing_more(made: list[int]) -> None:
@@ -121,7 +119,9 @@ class Heard:
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self.uses: list[list[bytes]] = []
-        monkeypatch.setattr(server.planner, "used", lambda keys, _hints: self.uses.append(keys))
+        monkeypatch.setattr(
+            server.planner.uses, "ended", lambda keys, _hints: self.uses.append(keys)
+        )
 
 
 def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
@@ -145,7 +145,7 @@ def test_an_end_makes_the_rest_in_the_steps_that_follow(
     keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]
     assert server.side.pending
     server.rest()
-    assert max(server.steps) <= MAKE_MAX + FIRST
+    assert max(server.steps) <= KEYS_MAX + FIRST_BATCH
     assert heard.uses == keys
 
 
@@ -160,7 +160,7 @@ def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None
     assert 0 < server.steps[0] <= STEP_CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
-    assert max(server.steps) <= LOOK_AT_END_MAX + STEP_CHUNKS // 2 + MAKE_MAX
+    assert max(server.steps) <= LOOK_AT_END_MAX + STEP_CHUNKS // 2 + KEYS_MAX
     assert sum(server.steps) == chunks
 
 
@@ -169,7 +169,7 @@ def test_an_end_of_few_keys_is_told_at_once(
 ) -> None:
     server = Counted(made)
     heard = Heard(server, monkeypatch)
-    assert heard.uses == [ended(server, "a", MAKE_MAX // 2)]
+    assert heard.uses == [ended(server, "a", KEYS_MAX // 2)]
     assert not server.side.pending
 
 
@@ -182,6 +182,6 @@ def test_what_was_not_told_before_a_reset_is_not_told_after_it(
     server.side.forget()
     server.side.begin_epochs({})
     assert len(server.steps) < 3
-    for _ in range(CHUNKS // MAKE_MAX + 1):
+    for _ in range(CHUNKS // KEYS_MAX + 1):
         server.side.build_plan(_output())
     assert heard.uses == []

@@ -11,15 +11,16 @@ import pytest
 
 from bench import hooks
 from bench.hooks import BLOCK, Bed, _output
-from offload.connector.scheduler.scheduler_side import LOOK_AT_END_MAX
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult, StepReport
-from offload.planner.loads import STEP_CHUNKS
-from offload.planner.stores import PIECE_MIN
-from offload.requests import lookup as lookups
+from offload.planner import step_budget
+from offload.planner.step_budget import (
+    LOOK_AT_END_MAX,
+    STEP_CHUNKS,
+    STORE_PIECE_MIN,
+    Allowance,
+)
 from offload.requests.lookup import Lookups
-from offload.requests.lookup_cache import LookupBudget
-from offload.telemetry.removed_chunks import RemovalLog
 
 ROOM = 64
 CHUNKS = 8 * ROOM
@@ -74,7 +75,8 @@ def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of ``CHUNKS`` takes eight steps."""
-    monkeypatch.setattr(lookups, "LookupBudget", lambda r: LookupBudget(r, ROOM, ROOM // 4))
+    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS", ROOM)
+    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS_MIN", ROOM // 4)
 
 
 @pytest.mark.usefixtures("_little_room")
@@ -92,13 +94,14 @@ def test_a_lookup_goes_on_in_steps_in_which_vllm_does_not_ask() -> None:
 def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(CHUNKS)
     rooms: list[int] = []
-    over = LookupBudget.next_step
+    renew = Allowance.renew
 
-    def next_step(room: LookupBudget, times: int) -> int:
-        rooms.append(room.left)
-        return over(room, times)
+    def renewed(allowance: Allowance, times: int) -> None:
+        if allowance is server.planner.budget.lookups:
+            rooms.append(allowance.left)
+        renew(allowance, times)
 
-    monkeypatch.setattr(LookupBudget, "next_step", next_step)
+    monkeypatch.setattr(Allowance, "renew", renewed)
     requests = [server.came(server.keys) for _ in range(4)]
     for request in requests:
         assert server.side.lookup(request, 0) is None
@@ -131,15 +134,6 @@ def test_long_steps_ask_for_more(
     assert took == steps
 
 
-def test_what_was_asked_for_is_told_of_each_step_by_its_own_length() -> None:
-    room = LookupBudget(RemovalLog(), 10)
-    room.left -= 7
-    assert room.next_step(3) == 7
-    room.left -= 25
-    assert room.next_step() == 25
-    assert room.left == 10
-
-
 @pytest.mark.usefixtures("_little_room")
 def test_a_lookup_of_a_request_that_has_ended_does_not_go_on() -> None:
     server = Server(CHUNKS)
@@ -160,7 +154,7 @@ def test_a_lookup_that_fails_beside_costs_no_plan(monkeypatch: pytest.MonkeyPatc
     assert server.side.lookup(request, 0) is None
     server.step()  # in which vLLM has asked
     monkeypatch.setattr(Lookups, "_go_on", fail)
-    server.planner.plan_failed_load("other")
+    server.planner.loads.plan_failed("other")
     assert [load.request for load in server.step().loads] == ["other"]
 
 
@@ -223,13 +217,13 @@ def test_a_store_looks_for_each_chunk_about_once(
     if full:
         server.fill()
     seen: list[int] = []
-    plan_store = server.planner.plan_store
+    plan_store = server.planner.stores.plan
 
     def counted(run: Any, *args: Any, **told: Any) -> int:
         seen.append(len(run))
         return plan_store(run, *args, **told)
 
-    monkeypatch.setattr(server.planner, "plan_store", counted)
+    monkeypatch.setattr(server.planner.stores, "plan", counted)
     request = server.came([os.urandom(32) for _ in range(chunks)])
     server.side.lookup(request, 0)
     plan = server.step(request, chunks * BLOCK)
@@ -249,7 +243,7 @@ def test_an_end_stores_no_more_than_a_step_may() -> None:
     server.side.lookup(request, 0)
     request.num_computed_tokens = chunks * BLOCK
     server.side.finished(request, tables_of(request))
-    assert 0 < server.planner._stores.storing < 3 * STEP_CHUNKS
+    assert 0 < server.planner.stores.storing < 3 * STEP_CHUNKS
     assert server.planner.budget.left >= 0
 
 
@@ -260,14 +254,14 @@ def test_chunks_that_are_there_are_passed_over_in_few_pieces(
     server = Server(STEP_CHUNKS)
     request = server.came(server.keys)
     pieces: list[int] = []
-    plan_store = server.planner.plan_store
+    plan_store = server.planner.stores.plan
 
     def counted(run: Any, *args: Any, **told: Any) -> int:
         pieces.append(len(run))
         return plan_store(run, *args, **told)
 
-    monkeypatch.setattr(server.planner, "plan_store", counted)
-    monkeypatch.setattr(server.planner._stores, "room", lambda **_: 1)
+    monkeypatch.setattr(server.planner.stores, "plan", counted)
+    monkeypatch.setattr(server.planner.stores, "room", lambda **_: 1)
     server.step(request, STEP_CHUNKS * BLOCK)
     assert sum(pieces) == STEP_CHUNKS
-    assert len(pieces) <= STEP_CHUNKS // PIECE_MIN
+    assert len(pieces) <= STEP_CHUNKS // STORE_PIECE_MIN

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_not_admitted(world: World) -> None:
         def admit(self, key: Any, info: Any) -> bool:
             return False
 
-    world.planner._stores._admission = Never()
+    world.planner.stores._admission = Never()
     stored(world)
     assert reason(serve(world, "b", PROMPT)) is Reason.NOT_ADMITTED
 
@@ -151,7 +152,7 @@ def test_store_failed(world: World) -> None:
     step = planner.step
 
     def cancelled(**options: Any) -> Any:
-        planner._stores.cancel_planned()
+        planner.stores.cancel_planned()
         return step(**options)
 
     planner.step = cancelled
@@ -278,8 +279,10 @@ def test_filtered_by_the_request(world: World, told: dict[str, Any], note: str) 
 
 def test_budget(world: World) -> None:
     stored(world)
-    world.planner._loads.loading = 1
-    world.planner._loads._max_chunks = 2
+    world.planner.loads.loading = 1
+    loads = world.planner.loads
+    limits = replace(loads._context.limits, load_chunks=2)
+    loads._context = replace(loads._context, limits=limits)
     found = serve(world, "b", PROMPT)
     assert reason(found) is Reason.BUDGET
     assert (found.loaded, world.planner.totals()["loads"]) == ({}, 0), "it was computed"
@@ -288,7 +291,7 @@ def test_budget(world: World) -> None:
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])
 def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
     stored(world)
-    gate = world.planner.gates.tiers[0]
+    gate = world.planner.health[0]
     far = time.monotonic() + 1e6
     if which is Reason.BREAKER:
         gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, far
@@ -303,7 +306,7 @@ def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
 def test_too_few_tokens_to_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
-    pace = type(world.planner.gates.tiers[0].pace)
+    pace = type(world.planner.health[0].pace)
     monkeypatch.setattr(pace, "least_tokens", 1000.0)
     assert reason(serve(world, "b", PROMPT)) is Reason.BREAK_EVEN
 

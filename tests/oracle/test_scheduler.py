@@ -21,6 +21,7 @@ from offload.connector.startup import ServerSetup
 from offload.layout.groups import WINDOW, GroupLayout
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
+from offload.planner.stores import StorePlanner
 from offload.requests.request_state import RequestState
 from offload.worker.executor import Executor
 from offload.worker.loads import LoadTask
@@ -103,7 +104,7 @@ def test_blocks_written_before_the_fence_leave_no_wrong_record(
 
 
 def _no_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "fence", lambda self, blocks: None)
+    patch.setattr(StorePlanner, "fence", lambda self, blocks: None)
 
 
 def _no_event(patch: pytest.MonkeyPatch) -> None:

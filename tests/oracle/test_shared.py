@@ -93,7 +93,7 @@ def two(
     memory = SharedMemory(1 << 20)
     one, other = (Engine(n, memory, conditions, folder / str(n), seed) for n in (1, 2))
     for engine in (one, other):
-        shared = engine.planner.shared
+        shared = engine.planner.presence
         shared.limits = replace(shared.limits, lookup_timeout_s=lookup_timeout_s)
     other._prompts = one._prompts = []
     return one, other

@@ -35,7 +35,7 @@ def test_a_shared_tier_does_not_answer(
     monkeypatch.setattr(PresenceQueries, "ask", silent)
     engine, other = two(tmp_path, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
-        gate = engine.planner.gates.tiers[0]
+        gate = engine.planner.health[0]
         if how == "shut out":
             gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, time.monotonic() + 1e6
         request(engine, PROMPT)

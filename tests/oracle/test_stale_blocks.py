@@ -92,8 +92,8 @@ def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
 
 def chunks_being_stored(world: World) -> int:
     """Of stores that were sent and not answered."""
-    unsent = {store.job for store in world.planner._stores._planned}
-    jobs = [job for job in world.planner._job_table.jobs() if job.kind is JobKind.STORE]
+    unsent = {store.job for store in world.planner.stores._planned}
+    jobs = [job for job in world.planner.jobs.jobs() if job.kind is JobKind.STORE]
     return sum(len(job.fills) for job in jobs if job.job not in unsent)
 
 

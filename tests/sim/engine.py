@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from offload.index.chunk_batch import ChunkBatch
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.requests.lookup_cache import LookupBudget, PartialLookup
+from offload.requests.lookup_cache import PartialLookup
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
     CHUNK_BLOCKS,
@@ -25,8 +25,6 @@ from tests.sim.rank import Rank
 from tests.sim.server import Server, Setup
 
 GROUPS = tuple(LAYERS)
-LOOKED_AT, FEW = 4, 2
-"""Chunks that the lookups of a step ask for, and each in any case."""
 
 
 @dataclass(eq=False)
@@ -79,12 +77,11 @@ class Engine(Server):
     # -- a scheduler step --------------------------------------------------------------------
 
     def _admit(self) -> None:
-        room = LookupBudget(self.planner.removals, LOOKED_AT, FEW)
         while self.waiting:
             request = self.waiting[0]
             if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
                 return
-            hit = 0 if request.failed else self._lookup(request, room)
+            hit = 0 if request.failed else self._lookup(request)
             if hit is None:
                 return
             self.waiting.pop(0)
@@ -95,29 +92,32 @@ class Engine(Server):
                 request.failed = False
                 self.running.append(request)
 
-    def _lookup(self, request: Request, room: LookupBudget) -> int | None:
+    def _lookup(self, request: Request) -> int | None:
         """Positions that all groups can get from some tier; the last one is always computed.
         ``None``: not all was looked at in this step."""
-        present = self.planner.present
+        present = self.planner.sources.present
         hit = 0
         for prefix in request.chain[:-1]:
             if not all(present(key_of(prefix, group)) for group in GROUPS):
                 break
             hit += 1
-        remembered = self._remembered(request, room)
+        remembered = self._remembered(request)
         if remembered is None:
             self.events["looked up in part"] += 1
             return None
         assert remembered == hit, f"{request.name}: {remembered} remembered, {hit} there"
-        if hit and not self.planner.can_load(len(GROUPS) * hit, BLOCKS_PER_POSITION * hit):
+        if hit and not self.planner.loads.can_load(len(GROUPS) * hit, BLOCKS_PER_POSITION * hit):
             self.events["refused"] += 1
             return 0
         return hit
 
-    def _remembered(self, request: Request, room: LookupBudget) -> int | None:
+    def _remembered(self, request: Request) -> int | None:
         """The same, from what earlier steps have found and what this one may ask for."""
         request.known.begin()
-        run_end = request.known.runs_in(None, self.planner.holders, room)
+        planner = self.planner
+        run_end = request.known.runs_in(
+            None, planner.sources.holders(), planner.removals, planner.budget.lookups
+        )
         end = len(request.chain) - 1
         keys = {g: [key_of(prefix, g) for prefix in request.chain[:end]] for g in GROUPS}
         hit = min(run_end(group, keys[group], 0, end) for group in GROUPS)
@@ -127,7 +127,7 @@ class Engine(Server):
         for _ in request.chain:
             taken = {g: tuple(self.free.pop() for _ in range(CHUNK_BLOCKS[g])) for g in GROUPS}
             request.blocks.append(taken)
-        self.planner.fence([b for at in request.blocks for bs in at.values() for b in bs])
+        self.planner.stores.fence([b for at in request.blocks for bs in at.values() for b in bs])
         request.decodes = self.rng.randrange(4)
 
     def _wanted(self, request: Request, group: int, start: int, end: int) -> ChunkBatch:
@@ -138,9 +138,9 @@ class Engine(Server):
 
     def _load(self, request: Request, hit: int) -> None:
         runs = [self._wanted(request, group, 0, hit) for group in GROUPS]
-        for tier, tokens in self.planner.plan_load(request.name, runs).items():
+        for tier, tokens in self.planner.loads.plan(request.name, runs).items():
             self.hits[tier] += tokens // CHUNK_TOKENS
-        self.planner.touch([key for run in runs for key in run.keys])
+        self.planner.recency.note_everywhere([key for run in runs for key in run.keys])
         request.hit, request.loading = hit, True
         request.planned_at, request.planned_under = self.now(), self.epoch
         request.planned_in = self.steps
@@ -155,7 +155,7 @@ class Engine(Server):
             if end > done:
                 passes.append((request, done, end))
                 request.epochs += [self.epoch] * (end - done)
-                self.planner.computed((end - done) * CHUNK_TOKENS, 0.02 * (end - done))
+                self.planner.health.computed((end - done) * CHUNK_TOKENS, 0.02 * (end - done))
         return passes
 
     def _store(self) -> None:
@@ -166,7 +166,7 @@ class Engine(Server):
                 start, end = request.stored[group], len(request.epochs)
                 if start < end:
                     run = self._wanted(request, group, start, end)
-                    request.stored[group] += self.planner.plan_store(run)
+                    request.stored[group] += self.planner.stores.plan(run)
 
     async def _send(self, plan: StepPlan, passes: list[tuple[Request, int, int]]) -> None:
         """Fence, launch the forward pass, post: on every rank, as the connector does."""
@@ -224,7 +224,7 @@ class Engine(Server):
         done = [n for n in self.loading if all(n in rank.finished for rank in self.ranks)]
         for name in done:
             failed = _any_of(rank.finished.pop(name) for rank in self.ranks)
-            self.planner.request_ended(name)
+            self.planner.loads.request_ended(name)
             self._loaded(self.loading.pop(name), failed)
         if not report.empty:
             self.planner.tick(self.now())

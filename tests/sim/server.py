@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
+from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.write_through import WriteThroughQueue
@@ -26,6 +27,10 @@ from tiers.base import Tier
 from tiers.testing.memory_tier import MemoryTier
 
 FAILURES = 3
+
+
+LOOKED_AT, FEW = 4, 2
+"""Chunks that the lookups of a step ask for, and each in any case."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,9 @@ class Server:
             )
             for t in range(setup.tiers)
         ]
-        gates = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
+        health = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
         self.queues = [
-            WriteThroughQueue(t, i, gate=gates.tiers[t], max_waiting=setup.slots * 3 // 4, batch=4)
+            WriteThroughQueue(t, i, health=health[t], max_waiting=setup.slots * 3 // 4, batch=4)
             for t, i in enumerate(lower)
         ]
         self.max_store, self.max_load = setup.slots, 2 * setup.slots
@@ -143,14 +148,19 @@ class Server:
             group_infos(setup.tiers),
             cpu,
             lower,
+            WorkLimits(
+                store_chunks=self.max_store,
+                load_chunks=self.max_load,
+                load_blocks=setup.blocks // 2,
+                step_chunks=setup.step_chunks,
+            ),
             ranks=setup.ranks,
-            max_store_chunks=self.max_store,
-            max_load_chunks=self.max_load,
-            max_load_blocks=setup.blocks // 2,
-            gates=gates,
+            health=health,
             write_through_queues=self.queues,
-            step_chunks=setup.step_chunks,
         )
+        lookups = self.planner.budget.lookups
+        lookups.chunks, lookups.least = LOOKED_AT, FEW
+        lookups.renew()
         for tier in range(setup.tiers):
             await self._recover(tier)
 
@@ -163,7 +173,7 @@ class Server:
         infos = [EntryInfo(group_of(key), size_bytes=SLOT_BYTES) for key in keys]
         rejected = self.planner.lower[tier].recover(keys, infos)
         known = set().union(*held)
-        self.planner.delete(tier, [*sorted(known - set(keys)), *rejected])
+        self.planner.deletes.add(tier, [*sorted(known - set(keys)), *rejected])
         self.events["recovered"] += len(keys) - len(rejected)
 
     async def _open_under_epoch(self, rank: Rank, tier: int) -> None:

@@ -20,8 +20,10 @@ from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult
 from offload.planner.circuit_breaker import CircuitBreaker
 from offload.planner.jobs import Job, JobTable
+from offload.planner.load_sources import LoadSources
 from offload.planner.loads import LoadPlanner
 from offload.planner.planner import Planner
+from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealth
 from offload.worker.executor import Executor
 from offload.worker.fences import Fences
@@ -180,11 +182,11 @@ def any_number_of_probes(patch: pytest.MonkeyPatch) -> None:
 
 
 def shut_tiers_are_found(patch: pytest.MonkeyPatch) -> None:
-    def holders(self: Planner) -> Iterable[Any]:
-        lower = [index.resident for index in self.lower]
-        return (self.cpu.resident, *lower, self._loads.sources.promoting)
+    def holders(self: LoadSources, *_: Any) -> Iterable[Any]:
+        lower = [index.resident for index in self._lower]
+        return (self._cpu.resident, *lower, self.promoting)
 
-    patch.setattr(Planner, "holders", property(holders))
+    patch.setattr(LoadSources, "holders", holders)
 
 
 def budgets_are_boundless(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +196,7 @@ def budgets_are_boundless(patch: pytest.MonkeyPatch) -> None:
 SMALL = Setup(slots=6, blocks=60, trouble=0.08)
 BROKEN_COPIES = Setup(copy_failures=0.1)
 MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
-    "fences are skipped": (skip(Planner, "fence"), SMALL, WRONG_BYTES),
+    "fences are skipped": (skip(StorePlanner, "fence"), SMALL, WRONG_BYTES),
     "failed stores are committed": (failed_stores_are_good, BROKEN_COPIES, WRONG_BYTES),
     "pins are forgotten": (no_pins, SMALL, WRONG_BYTES + "|index|KeyError"),
     "a fence that timed out is forgotten": (

@@ -117,7 +117,7 @@ class World(Engine):
         self.events["aborted"] += 1
         if request.loading:
             request.aborted = True  # its blocks are held until every rank has let go of them
-            self.planner.cancel_load(request.name)
+            self.planner.loads.cancel(request.name)
             return
         (self.waiting if request in self.waiting else self.running).remove(request)
         self._give_back(request)
@@ -129,7 +129,8 @@ class World(Engine):
         for request in (*self.running, *self.loading.values()):
             request.stale = True
         if self.rng.random() < 0.5:
-            self.planner.reset(dict.fromkeys(range(self.setup.tiers), self.epoch))
+            self.planner.forget_all()
+            self.planner.begin_epochs(dict.fromkeys(range(self.setup.tiers), self.epoch))
             self._unforgotten = False
         else:
             self.planner.forget_all()
@@ -157,7 +158,7 @@ class World(Engine):
     def _check_plan(self, plan: StepPlan) -> None:
         """A tier that is shut out costs nothing but probes. A load that was planned in an earlier
         step is read to its end although that does not pay any more."""
-        gates = self.planner.gates.tiers
+        gates = self.planner.health
         for load in plan.loads:
             for item in load.items:
                 gate = gates[item.tier] if item.tier >= 0 else None
@@ -180,7 +181,7 @@ class World(Engine):
         planner, now = self.planner, self.now()
         planner.check()
         assert not self.wrong, self.wrong[0]
-        waited_for = planner._loads._waited_for
+        waited_for = planner.loads._waited_for
         for request in self.loading.values():
             if request.name in waited_for and waited_for[request.name].rest:
                 continue  # it waits for the next step, which may take any time
@@ -193,8 +194,8 @@ class World(Engine):
         if len(loads) > 1:
             assert chunks <= self.max_load, f"{chunks} chunks in flight to requests"
             assert blocks <= self.setup.blocks // 2, f"{blocks} GPU blocks held by loads"
-        assert planner._stores.storing <= self.max_store
-        probes = planner._job_table.count(JobKind.PROBE)
+        assert planner.stores.storing <= self.max_store
+        probes = planner.jobs.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
             assert len(queue) <= self.setup.slots * 3 // 4, f"{len(queue)} chunks wait for a tier"
@@ -204,7 +205,7 @@ class World(Engine):
                 self._check_breaker(rank.number, tier, delayed.begun)
 
     def _check_breaker(self, rank: int, tier: int, begun: dict[str, list[float]]) -> None:
-        weather, gate = self.weathers[rank][tier], self.planner.gates.tiers[tier]
+        weather, gate = self.weathers[rank][tier], self.planner.health[tier]
         if weather.sky is not Sky.HANGING or self.now() - weather.since < HOPELESS_S:
             return
         for method, breaker in (("read", gate.reads), ("write", gate.writes)):
@@ -242,12 +243,12 @@ class World(Engine):
             return True
         return any(
             not gate.writes.closed or (len(index) > 0 and not gate.reads.closed)
-            for gate, index in zip(self.planner.gates.tiers, self.planner.lower, strict=True)
+            for gate, index in zip(self.planner.health, self.planner.lower, strict=True)
         )
 
     def _why_busy(self) -> str:
-        gates = [(g.reads.state, g.writes.state, g.probe) for g in self.planner.gates.tiers]
-        jobs = self.planner._job_table.jobs()
+        gates = [(g.reads.state, g.writes.state, g.probe) for g in self.planner.health]
+        jobs = self.planner.jobs.jobs()
         queues = len(self.waiting), len(self.running), list(self.loading)
         return f"gates {gates}, requests {queues}, jobs {jobs[:5]}"
 
@@ -257,14 +258,14 @@ class World(Engine):
         self._take_in()
         planner = self.planner
         assert sorted(self.free) == list(range(1, self.setup.blocks)), "GPU blocks got lost"
-        assert (planner._loads.loading, planner._loads.holding, planner._stores.storing) == (
+        assert (planner.loads.loading, planner.loads.holding, planner.stores.storing) == (
             0,
             0,
             0,
         )
-        assert not planner._loads.held, "chunks are held that nobody waits for"
-        assert not len(planner._loads), "loads are put off"
-        assert not len(planner._backlog), "answers are put off"
+        assert not planner.loads.held, "chunks are held that nobody waits for"
+        assert not len(planner.loads), "loads are put off"
+        assert not len(planner.deferred), "answers are put off"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"

@@ -286,7 +286,7 @@ def record_loads(llm: Any) -> None:
     """From now on the scheduler side notes what it promises and loads."""
     side = connector(llm)._scheduler
     side.kvtest_loads = ([], set())
-    lookup, plan_load = side.lookup, side.planner.plan_load
+    lookup, plan_load = side.lookup, side.planner.loads.plan
 
     def noted(request: Any, computed_tokens: int) -> int | None:
         tokens: int | None = lookup(request, computed_tokens)
@@ -297,7 +297,7 @@ def record_loads(llm: Any) -> None:
         side.kvtest_loads[1].update(block for chunk in chunks for block in chunk.blocks)
         return plan_load(request, chunks)
 
-    side.lookup, side.planner.plan_load = noted, planned
+    side.lookup, side.planner.loads.plan = noted, planned
 
 
 def take_loads(llm: Any) -> Loads:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.requests.lookup_cache import LookupBudget
-
 
 def connector(llm: Any) -> Any:
     """The scheduler-side connector object."""
@@ -25,7 +23,9 @@ def totals(llm: Any) -> dict[str, float]:
 def look_up_in_steps(llm: Any) -> None:
     """Let a step look for three chunks, where it does for a thousand."""
     lookups = connector(llm)._scheduler.lookups
-    lookups._room = LookupBudget(lookups._room.removals, 3, 1)
+    allowance = connector(llm)._scheduler.planner.budget.lookups
+    allowance.chunks, allowance.least = 3, 1
+    allowance.renew()
     lookups.put_off, ask = 0, lookups.ask
 
     def counted(*about: Any) -> int | None:

@@ -83,7 +83,7 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:
     """What break-even compares loads with, whatever this machine's speed is."""
-    prefill = connector(llm)._scheduler.planner.gates.prefill
+    prefill = connector(llm)._scheduler.planner.health.prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
 

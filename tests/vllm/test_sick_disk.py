@@ -62,7 +62,7 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
 
 def gate_state(llm: Any) -> tuple[bool, bool, float]:
     """Whether the disk is read, whether it is written, and how often it was shut out."""
-    gate = connector(llm)._scheduler.planner.gates.tiers[0]
+    gate = connector(llm)._scheduler.planner.health[0]
     return gate.readable, gate.writes.closed, gate.reads.openings + gate.writes.openings
 
 

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MAKE_MAX = 1024
-"""Keys that are made in one step because requests have ended: a tenth of a millisecond. Mostly
-their lookups, loads and stores have made them all."""
-
-
 UNTOLD_MAX = 256
 """Uses that may wait for their keys; policies do not hear of the oldest beyond that."""
 
@@ -49,7 +44,7 @@ class FinishedRequests:
         self._layout = layout
         self._planner = planner
         self._untold: deque[_Use] = deque(maxlen=UNTOLD_MAX)
-        self._room = MAKE_MAX
+        self._allowance = planner.budget.keys
 
     @property
     def are_told(self) -> bool:
@@ -61,20 +56,15 @@ class FinishedRequests:
         self.pins.clear()
         self._untold.clear()
 
-    def next_step(self) -> int:
-        """A step is over: there is room again. Returns how many keys were made."""
-        made, self._room = MAKE_MAX - self._room, MAKE_MAX
-        return made
-
     def go_on(self) -> None:
         """Tell policies of uses in the order in which they ended, as far as this step goes."""
         while self._untold:
             use = self._untold.popleft()
-            self._room -= use.keys.make(use.count, self._room)
-            if self._room <= 0:
+            self._allowance.take(use.keys.make(use.count, self._allowance.left))
+            if self._allowance.left <= 0:
                 self._untold.appendleft(use)
                 return
-            self._planner.used(use.keys.first(use.count), use.hints)
+            self._planner.uses.ended(use.keys.first(use.count), use.hints)
 
     def ended(self, tracker: RequestState, request: Request, tokens: int, now: float) -> None:
         """A request has ended after ``tokens`` were computed and their chunks planned."""

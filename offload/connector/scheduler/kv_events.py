@@ -72,7 +72,7 @@ class KvEvents:
         self._is_clear_due = False
         self._hash_of = _hash_function()
         self._untold = self._all_there()  # what was found after a restart
-        planner.stats.listener = self
+        planner.stats.listen(self)
 
     def _all_there(self) -> deque[_Batch]:
         """Everything that the tiers hold now."""

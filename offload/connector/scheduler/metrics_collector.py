@@ -89,34 +89,33 @@ class StatsCollector:
         planner = self._scheduler.planner
         if planner is None:
             return {}
-        gauges: dict[str, float] = {"loading_chunks": planner.loading_chunks}
+        gauges: dict[str, float] = {"loading_chunks": planner.loads.loading}
         gauges |= self._set_aside_at
         kept = self._scheduler.kept()
-        for number, index in enumerate((planner.cpu, *planner.lower), -1):
+        depths = (planner.stores.storing, *(queue.depth for queue in planner.write_through.queues))
+        for index, storing in zip((planner.cpu, *planner.lower), depths, strict=True):
             name, space = index.name, index.space
             unit = self._scheduler.unit_bytes.get(name, 0)
             gauges |= {
                 f"resident_chunks:{name}": len(index),
                 f"used_ratio:{name}": space.used / space.capacity if space.capacity else 0.0,
                 f"kept_ratio:{name}": kept.get(name, 0) / max(1, space.capacity),
-                f"queue_depth:{name}": planner.queue_depth(number),
+                f"queue_depth:{name}": storing,
             }
             if unit:
                 gauges[f"capacity_bytes:{name}"] = space.capacity * unit
                 gauges[f"used_bytes:{name}"] = space.used * unit
-        return gauges | _gate_gauges(planner)
+        return gauges | _health_gauges(planner)
 
 
-def _gate_gauges(planner: Planner) -> dict[str, float]:
+def _health_gauges(planner: Planner) -> dict[str, float]:
     gauges: dict[str, float] = {}
-    prefill = planner.gates.prefill.value()
+    prefill = planner.health.prefill_rate
     if prefill is not None:
         gauges["prefill_tokens_per_second"] = prefill
-    for gate in planner.gates.tiers:
-        worst = max(gate.reads.state.value, gate.writes.state.value)
-        gauges[f"breaker_state:{gate.name}"] = worst
-        gauges[f"break_even:{gate.name}"] = int(gate.pace.pays)
-        rate = gate.pace.rate.value()
-        if rate is not None:
-            gauges[f"load_tokens_per_second:{gate.name}"] = rate
+    for tier in planner.health:
+        gauges[f"breaker_state:{tier.name}"] = tier.breaker_state.value
+        gauges[f"break_even:{tier.name}"] = int(tier.pays)
+        if tier.load_rate is not None:
+            gauges[f"load_tokens_per_second:{tier.name}"] = tier.load_rate
     return gauges

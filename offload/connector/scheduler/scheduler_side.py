@@ -26,8 +26,13 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.loads import STEP_CHUNKS
 from offload.planner.planner import Planner
+from offload.planner.step_budget import (
+    EXPIRED_MAX,
+    LOOK_AGAIN_MAX,
+    LOOK_AT_END_MAX,
+    STEP_CHUNKS,
+)
 from offload.requests.lookup import Lookups
 from offload.requests.miss_reasons import RequestLog
 from offload.requests.request_state import RequestState
@@ -39,8 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
-"""Chunks of an ended request that are looked for once more, and of those that were not before."""
 STALL_S = 5.0
 """Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
 waiting."""
@@ -147,8 +150,8 @@ class SchedulerSide:
         except Exception:
             # The request waits for a load now: it must get an answer. And whatever was about to
             # be fenced was not.
-            self.planner.distrust_stores()
-            self.planner.plan_failed_load(request.request_id)
+            self.planner.stores.distrust()
+            self.planner.loads.plan_failed(request.request_id)
             raise
 
     def _explain(self, request: Request) -> None:
@@ -163,9 +166,9 @@ class SchedulerSide:
     ) -> None:
         assert self.planner is not None
         start = tracker.lookup_start
-        self.planner.fence(self._tables.beyond(block_ids, start))
+        self.planner.stores.fence(self._tables.beyond(block_ids, start))
         wanted = self._wanted.of_range(tracker, block_ids, start, start + external_tokens)
-        tracker.sources = self.planner.plan_load(tracker.request, wanted)
+        tracker.sources = self.planner.loads.plan(tracker.request, wanted)
         tracker.loaded = self._matcher.load_ranges(start, start + external_tokens)
         tracker.loading = True
         self._moved_at = time.monotonic()
@@ -182,7 +185,7 @@ class SchedulerSide:
             return None
         self.lookups.given_up(tracker)
         if tracker.loading:
-            self.planner.cancel_load(request.request_id)
+            self.planner.loads.cancel(request.request_id)
         if not tracker.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
             if self._digests is not None:
@@ -198,7 +201,7 @@ class SchedulerSide:
         assert self.planner is not None
         if self.planner.removals.count == tracker.mark:
             return
-        present = present_in(*self.planner.holders)
+        present = present_in(*self.planner.sources.holders())
         for index, group in enumerate(self.layout.groups):
             done = tracker.keys[index][: tracker.next_chunk[index]]
             hole = find_gap(present, done, LOOK_AGAIN_MAX) if group.kind == FULL else None
@@ -228,9 +231,6 @@ class SchedulerSide:
                 self.lookups.go_on()
             except Exception as error:  # the step's plan must go out
                 self._faults.note("lookup", error)
-            # About what keys and lookups have cost of this step.
-            made, asked = self._endings.next_step(), self.lookups.next_step()
-            self.planner.budget.spend((made + 6 * asked) // 10)
         try:
             self._prepare(output)
             plan = self.planner.step(idle=idle)
@@ -239,7 +239,7 @@ class SchedulerSide:
             return plan
         except Exception as error:  # loads and fences of this step must go out all the same
             self._faults.note("build_connector_meta", error)
-            self.planner.distrust_stores()
+            self.planner.stores.distrust()
             return self.planner.step(idle=idle, write_through=False)
 
     def _prepare(self, output: SchedulerOutput) -> None:
@@ -247,14 +247,14 @@ class SchedulerSide:
         assert self._endings is not None
         now = time.monotonic()
         self.planner.tick(now)
-        self._endings.pins.tick(now)
+        self._endings.pins.tick(now, EXPIRED_MAX)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._trackers:
                 self._trackers[request_id].restart()
             if self._digests is not None:
                 self._digests.restarted(request_id)
         # Fences first: a store planned below reads blocks that are this step's own.
-        self.planner.fence(self._tables.rewritten(output))
+        self.planner.stores.fence(self._tables.rewritten(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
         self._store_boundary_states(output)
@@ -284,7 +284,7 @@ class SchedulerSide:
 
     def _computed(self, tokens: int, seconds: float) -> None:
         if self.planner is not None:
-            self.planner.computed(tokens, seconds)
+            self.planner.health.computed(tokens, seconds)
 
     def _store_scheduled(
         self, output: SchedulerOutput, tracker: RequestState, request: Request, scheduled: int
@@ -342,7 +342,7 @@ class SchedulerSide:
             if first in loaded:
                 tracker.next_chunk[index] = loaded.stop
                 continue
-            last = min(end, first + (STEP_CHUNKS // 2 if ended else self.planner.store_piece))
+            last = min(end, first + (STEP_CHUNKS // 2 if ended else self.planner.stores.piece))
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
             run = self._wanted.final(tracker, index, first, last, table)
@@ -350,7 +350,7 @@ class SchedulerSide:
             if not run:
                 continue
             self._moved_at = time.monotonic()
-            refused = run.depths[self.planner.plan_store(run, ended=ended) :]
+            refused = run.depths[self.planner.stores.plan(run, ended=ended) :]
             if refused:
                 tracker.next_chunk[index] = max(first, refused[0] // size - 1)
                 return
@@ -378,14 +378,14 @@ class SchedulerSide:
                     run = self._wanted.chunks(tracker, index, last, (block,))
                     if self._digests is not None:
                         self._digests.state(tracker, index, chunk - 1, run)
-                    self.planner.plan_store(run)
+                    self.planner.stores.plan(run)
 
     def adapters_loaded(self, loaded: Loaded) -> None:
         """The workers have loaded adapters. Where that has changed what an adapter holds, its
         requests leave, and what is being stored may be of either."""
         users = self.adapters.take(loaded)
         if users and self.planner is not None:
-            self.planner.distrust_stores()
+            self.planner.stores.distrust()
         for tracker in filter(None, map(self._trackers.get, users)):
             tracker.no_load = tracker.no_store = True
             tracker.filtered_by = "adapter"
@@ -400,7 +400,7 @@ class SchedulerSide:
         for tracker in ended:
             tracker.loading = False
         for request_id in finished:
-            self.planner.request_ended(request_id)
+            self.planner.loads.request_ended(request_id)
         failures = []
         for request_id in failed:
             logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)

@@ -135,7 +135,7 @@ def _answer(planner: Planner) -> None:
 def test_policies_are_told_all_that_is_known_of_a_chunk_in_every_tier() -> None:
     planner, above, below = _planner()
     origin = RequestOrigin(b"salt", read(session="s", pinned=16)[0])
-    planner.plan_store(_wanted(2, origin))
+    planner.stores.plan(_wanted(2, origin))
     _answer(planner)
     _answer(planner)
     for spy, size in ((above, 1), (below, 100)):
@@ -152,8 +152,8 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
     """Its last chunks are still being stored when it ends."""
     planner, above, below = _planner()
     end = {names.SESSION_END: True}
-    planner.plan_store(_wanted(2, RequestOrigin()))
-    planner.used(KEYS[:2], end)
+    planner.stores.plan(_wanted(2, RequestOrigin()))
+    planner.uses.ended(KEYS[:2], end)
     assert above.told == []
     _answer(planner)
     assert [what for what, _ in above.told] == ["insert", "insert", "touch", "advise"]
@@ -163,7 +163,7 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
 
 def test_a_use_is_noted_also_where_the_store_is_cancelled() -> None:
     planner, above, _ = _planner()
-    planner.plan_store(_wanted(2, RequestOrigin()))
-    planner.used(KEYS[:2])
-    planner.fence([0])
+    planner.stores.plan(_wanted(2, RequestOrigin()))
+    planner.uses.ended(KEYS[:2])
+    planner.stores.fence([0])
     assert above.told == [("touch", KEYS[:2])]

@@ -25,6 +25,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
+from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.write_through import WriteThroughQueue
 from policies.admission import SecondUse, WriteBudget
@@ -259,15 +260,14 @@ class Bed:
             groups,
             cpu,
             [self.disk],
+            WorkLimits(load_chunks=4, load_blocks=4),
             write_through_queues=[self.queue],
-            max_load_chunks=4,
-            max_load_blocks=4,
             admission=cpu_admission,
         )
 
     def store(self, numbers: range, **told: Any) -> None:
         origin = self.origin(**told)
-        self.planner.plan_store(run(numbers, origin))
+        self.planner.stores.plan(run(numbers, origin))
         self.finish()
 
     @staticmethod
@@ -297,16 +297,20 @@ def test_only_allowed_tiers_are_read() -> None:
     bed.store(range(2))
     bed.store(range(2, 3), tiers=["cpu"])
     disk_only, cpu_only = bed.origin(tiers=["lmdb"]), bed.origin(tiers=["cpu"])
-    assert not any(KEYS[2] in holder for holder in bed.planner.holders_for(disk_only))
-    assert bed.planner.plan_load("r", [run(range(2), disk_only)]) == {0: 32}
+    assert not any(
+        KEYS[2] in holder for holder in bed.planner.sources.holders(disk_only.controls.read)
+    )
+    assert bed.planner.loads.plan("r", [run(range(2), disk_only)]) == {0: 32}
     items = bed.planner.step().loads[0].items
     assert {(item.tier, item.slot) for item in items} == {(0, STAGED)}
     bed = Bed()
     bed.store(range(2))
     bed.planner.cpu.drop(KEYS[:1])
-    assert not any(KEYS[0] in holder for holder in bed.planner.holders_for(cpu_only))
+    assert not any(
+        KEYS[0] in holder for holder in bed.planner.sources.holders(cpu_only.controls.read)
+    )
     # Whatever a caller asks for: nothing is read from a tier that is not allowed.
-    bed.planner.plan_load("r", [run(range(1), cpu_only)])
+    bed.planner.loads.plan("r", [run(range(1), cpu_only)])
     assert bed.planner.step().loads[0].items[0].tier == IN_SLAB
 
 
@@ -340,14 +344,14 @@ def test_low_priority_may_use_half_of_the_load_budget() -> None:
     bed = Bed()
     bed.store(range(4))
     low = bed.origin(priority="low")
-    bed.planner.plan_load("r", [run(range(1))])
-    assert bed.planner.can_load(1, 1, low)
-    assert not bed.planner.can_load(2, 2, low)
-    assert bed.planner.can_load(2, 2)
-    assert bed.planner.can_load(0, 1, low)
-    assert not bed.planner.can_load(0, 2, low), "half of the GPU blocks, too"
-    assert not bed.planner.can_load(2, 0, low)
-    assert bed.planner.can_load(0, 2)
+    bed.planner.loads.plan("r", [run(range(1))])
+    assert bed.planner.loads.can_load(1, 1, low)
+    assert not bed.planner.loads.can_load(2, 2, low)
+    assert bed.planner.loads.can_load(2, 2)
+    assert bed.planner.loads.can_load(0, 1, low)
+    assert not bed.planner.loads.can_load(0, 2, low), "half of the GPU blocks, too"
+    assert not bed.planner.loads.can_load(2, 0, low)
+    assert bed.planner.loads.can_load(0, 2)
 
 
 def test_high_priority_passes_admission_but_not_the_write_budget() -> None:

@@ -7,7 +7,8 @@ import random
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
-from offload.index.timed_pins import EXPIRED_MAX, TimedPins
+from offload.index.timed_pins import TimedPins
+from offload.planner.step_budget import EXPIRED_MAX
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -40,10 +41,10 @@ def test_kept_chunks_are_no_victims_until_their_time_is_over() -> None:
     bed.put(bed.cpu, *range(10, 20))
     assert key(0) in bed.cpu
     assert key(1) in bed.cpu
-    bed.pins.tick(159.0)
+    bed.pins.tick(159.0, EXPIRED_MAX)
     bed.put(bed.cpu, *range(20, 30))
     assert key(0) in bed.cpu
-    bed.pins.tick(161.5)
+    bed.pins.tick(161.5, EXPIRED_MAX)
     bed.put(bed.cpu, *range(30, 40))
     assert key(0) not in bed.cpu
     assert bed.pins.used() == {"cpu": 0, "disk": 0}
@@ -90,9 +91,9 @@ def test_a_longer_time_wins_and_a_shorter_does_not() -> None:
     bed.put(bed.cpu, 0)
     for seconds in (10.0, 60.0, 20.0):
         bed.pins.keep([key(0)], seconds, now=0.0)
-    bed.pins.tick(30.0)
+    bed.pins.tick(30.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == 1
-    bed.pins.tick(62.0)
+    bed.pins.tick(62.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == 0
 
 
@@ -100,9 +101,9 @@ def test_many_that_end_at_once_are_let_go_in_portions() -> None:
     bed = Bed(slots=3 * EXPIRED_MAX, share=1.0)
     bed.put(bed.cpu, *range(2 * EXPIRED_MAX))
     bed.pins.keep([key(n) for n in range(2 * EXPIRED_MAX)], 1.0, now=0.0)
-    bed.pins.tick(10.0)
+    bed.pins.tick(10.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == EXPIRED_MAX
-    bed.pins.tick(10.0)
+    bed.pins.tick(10.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == 0
 
 
@@ -115,7 +116,7 @@ def test_memory_is_bounded_by_what_is_kept() -> None:
     for now in range(2000):
         number = rng.randrange(8)
         bed.pins.keep([key(number)], rng.random() * 50, now=float(now))
-        bed.pins.tick(float(now))
+        bed.pins.tick(float(now), EXPIRED_MAX)
         for tier in bed.pins._tiers:
             assert sum(map(len, tier._due.values())) == len(tier.until) <= 4, f"seed {seed}"
             assert len(tier._seconds) == len(tier._due) <= 52

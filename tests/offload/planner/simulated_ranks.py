@@ -70,11 +70,11 @@ class World:
         self.give_away(list(blocks))
         for number, block in zip(numbers, blocks, strict=True):
             self.blocks[block] = (key_of(number), self.generation)
-        self.planner.plan_store(_run(numbers, first_block))
+        self.planner.stores.plan(_run(numbers, first_block))
 
     def give_away(self, blocks: list[int]) -> None:
         """Hand blocks to new content: fence first, as vLLM's next step would."""
-        self.planner.fence(blocks)
+        self.planner.stores.fence(blocks)
         self.step()
         for block in blocks:
             self.blocks[block] = None
@@ -83,19 +83,20 @@ class World:
         """Restore the longest present prefix of ``numbers``."""
         hit = []
         for number in numbers:
-            if not any(key_of(number) in holder for holder in self.planner.holders):
+            if not any(key_of(number) in holder for holder in self.planner.sources.holders()):
                 break
             hit.append(number)
         if hit:
             self.requests += 1
-            self.planner.fence(range(first_block, first_block + len(hit)))
-            self.planner.plan_load(f"r{self.requests}", [_run(hit, first_block)])
+            self.planner.stores.fence(range(first_block, first_block + len(hit)))
+            self.planner.loads.plan(f"r{self.requests}", [_run(hit, first_block)])
             self.step()
 
     def reset(self) -> None:
         """New weights: the same keys mean other content from now on."""
         self.generation += 1
-        self.planner.reset({0: self.generation})
+        self.planner.forget_all()
+        self.planner.begin_epochs({0: self.generation})
         self.step()
 
     def step(self) -> None:

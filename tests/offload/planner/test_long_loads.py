@@ -11,6 +11,7 @@ from offload.index.retention import LoadHolds
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
+from offload.planner.context import WorkLimits
 from offload.planner.loads import NOBODY
 from offload.planner.planner import Planner
 from policies.eviction.lru import LruPolicy
@@ -27,13 +28,15 @@ class Bed:
         self.cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         self.disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy())
         groups = {GROUP: GroupInfo("full", 16, (100,))}
-        self.planner = Planner(groups, self.cpu, [self.disk], ranks=ranks, step_chunks=4)
+        self.planner = Planner(
+            groups, self.cpu, [self.disk], WorkLimits(step_chunks=4), ranks=ranks
+        )
         self.planner.tick(0.0)
 
     def store(self, numbers: range) -> None:
         """These are in the CPU tier and on the disk."""
         for n in numbers:
-            self.planner.plan_store(run(range(n, n + 1)))
+            self.planner.stores.plan(run(range(n, n + 1)))
             self.work()
 
     def work(self) -> None:
@@ -53,7 +56,7 @@ class Bed:
 
     def load(self, request: str = "r", numbers: range = LONG) -> LoadJob:
         """The first part of a load."""
-        self.planner.plan_load(request, [run(numbers)])
+        self.planner.loads.plan(request, [run(numbers)])
         (first,) = self.step().loads
         assert not first.is_last
         return first
@@ -68,11 +71,11 @@ class Bed:
     def end(self, job: int, result: JobResult | None = None) -> None:
         """A load ends; nothing may be left of it."""
         self.planner.complete(StepReport({job: result or JobResult()}))
-        self.planner.request_ended("r")
+        self.planner.loads.request_ended("r")
         self.work()
-        assert self.planner.loading_chunks == 0
-        loads = self.planner._loads
-        for left in (loads.held, loads.sources.promoting, loads._queue, loads._waited_for):
+        assert self.planner.loads.loading == 0
+        loads = self.planner.loads
+        for left in (loads.held, self.planner.sources.promoting, loads._queue, loads._waited_for):
             assert not left
         for index in (self.cpu, self.disk):
             assert not index._pins
@@ -95,14 +98,14 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     bed.store(LONG)
     if where == "disk":
         bed.cpu.clear()
-    tokens = bed.planner.plan_load("r", [run(LONG)])
+    tokens = bed.planner.loads.plan("r", [run(LONG)])
     assert tokens == {-1 if where == "cpu" else 0: 160}
     parts = bed.parts()
     assert keys_in(parts) == [key_of(n) for n in LONG]
     assert {part.job for part in parts} == {parts[0].job}
     assert [part.part for part in parts] == list(range(len(parts)))
     assert len(parts) >= 3
-    assert bed.planner.loading_chunks == 10
+    assert bed.planner.loads.loading == 10
     bed.end(parts[0].job)
     assert all(key_of(n) in bed.cpu for n in LONG)
     assert bed.planner.totals()["loads"] == 1
@@ -111,7 +114,7 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
 
 def test_a_load_of_nothing_is_a_load() -> None:
     bed = Bed()
-    assert bed.planner.plan_load("r", []) == {}
+    assert bed.planner.loads.plan("r", []) == {}
     (load,) = bed.step().loads
     assert (load.items, load.is_last) == ((), True)
     bed.end(load.job)
@@ -123,7 +126,7 @@ def test_a_key_may_be_there_twice() -> None:
     bed.store(LONG)
     twice = [*LONG, 3, 4]
     keys = [key_of(n) for n in twice]
-    bed.planner.plan_load("r", [ChunkBatch(keys, GROUP, list(range(12)), range(1, 13))])
+    bed.planner.loads.plan("r", [ChunkBatch(keys, GROUP, list(range(12)), range(1, 13))])
     parts = bed.parts()
     assert keys_in(parts) == keys
     bed.end(parts[0].job)
@@ -133,8 +136,8 @@ def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
     bed = Bed()
     bed.store(LONG)
     for name in "abc":
-        bed.planner.plan_load(name, [run(LONG)])
-    while not all(load.rest == [] for load in bed.planner._loads._waited_for.values()):
+        bed.planner.loads.plan(name, [run(LONG)])
+    while not all(load.rest == [] for load in bed.planner.loads._waited_for.values()):
         plan = bed.step()
         assert sum(len(part.items) for part in plan.loads) <= 4
     jobs = {part.job for part in bed.planner.step().loads}
@@ -150,14 +153,14 @@ def keeps_its_chunks(tier: str) -> None:
         bed.cpu.clear()
     first = bed.load()
     index = bed.cpu if tier == "cpu" else bed.disk
-    room = bed.planner._loads._room
-    bed.planner._loads._room = 0  # no part is planned meanwhile
+    allowance = bed.planner.budget.loads
+    left, allowance.left = allowance.left, 0  # no part is planned meanwhile
     for n in OTHERS:
         one = run(range(n, n + 1))
         (info,) = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
         grant = index.reserve([key_of(n)], [info])
         index.commit([key_of(n)][: len(grant.places)])
-    bed.planner._loads._room = room
+    allowance.left = left
     assert index.evictions, "the tier must overflow"
     assert all(index.is_pinned(key_of(n)) for n in LONG)
     parts = [first, *bed.parts()]
@@ -181,10 +184,10 @@ def test_chunks_that_are_not_held_are_missed(tier: str, monkeypatch: pytest.Monk
 def test_two_loads_may_wait_for_the_same_chunks() -> None:
     bed = Bed()
     bed.store(LONG)
-    bed.planner.plan_load("r", [run(LONG)])
-    bed.planner.plan_load("other", [run(LONG)])
-    bed.planner.cancel_load("other")
-    held = bed.planner._loads.held
+    bed.planner.loads.plan("r", [run(LONG)])
+    bed.planner.loads.plan("other", [run(LONG)])
+    bed.planner.loads.cancel("other")
+    held = bed.planner.loads.held
     assert len(held) == 1
     assert all(key_of(number) in held for number in LONG)
     parts = [part for _ in range(10) for part in bed.step().loads]
@@ -200,14 +203,14 @@ def test_an_answer_ends_only_its_own_load() -> None:
     """A name may come back while an earlier load under it still flies (a read that hangs)."""
     bed = Bed()
     bed.store(LONG)
-    bed.planner.plan_load("r", [run(range(3))])
+    bed.planner.loads.plan("r", [run(range(3))])
     (old,) = bed.step().loads
-    bed.planner.request_ended("r")
-    assert bed.planner.loading_chunks == 0
+    bed.planner.loads.request_ended("r")
+    assert bed.planner.loads.loading == 0
     new = bed.load("r")
-    assert bed.planner.loading_chunks == len(LONG)
+    assert bed.planner.loads.loading == len(LONG)
     bed.planner.complete(StepReport({old.job: JobResult()}))
-    assert bed.planner.loading_chunks == len(LONG), "the new load has not ended"
+    assert bed.planner.loads.loading == len(LONG), "the new load has not ended"
     assert keys_in([new, *bed.parts()]) == [key_of(n) for n in LONG], "nor is it cut short"
     bed.end(new.job)
 
@@ -217,7 +220,7 @@ def test_a_request_that_is_aborted_loads_no_more() -> None:
     bed.store(LONG)
     bed.cpu.clear()
     first = bed.load()
-    bed.planner.cancel_load("r")
+    bed.planner.loads.cancel("r")
     (last,) = bed.step().loads
     assert (last.job, last.part, last.is_last, last.items) == (first.job, 1, True, ())
     bed.end(first.job)
@@ -235,7 +238,8 @@ def test_a_reset_in_the_midst_fails_the_load() -> None:
     bed = Bed()
     bed.store(LONG)
     first = bed.load()
-    bed.planner.reset({0: 2})
+    bed.planner.forget_all()
+    bed.planner.begin_epochs({0: 2})
     is_cut(bed, first)
     assert not len(bed.cpu)
 
@@ -248,7 +252,7 @@ def test_a_tier_that_begins_to_fail_in_the_midst_is_not_asked_for_the_rest() -> 
     failing = StepReport()
     failing.see(0, 0, Observed(reads_failed=3))
     bed.planner.complete(failing)
-    assert not bed.planner.gates.tiers[0].reads.closed
+    assert not bed.planner.health[0].reads.closed
     is_cut(bed, first)
 
 
@@ -276,12 +280,14 @@ def test_a_part_that_fails_fails_the_load_and_keeps_the_rest() -> None:
 
 def test_a_load_that_every_rank_has_given_up_is_not_planned_on() -> None:
     bed = Bed(ranks=2)
-    bed.planner = Planner(bed.planner.groups, bed.cpu, [bed.disk], ranks=1, step_chunks=4)
+    bed.planner = Planner(
+        bed.planner.groups, bed.cpu, [bed.disk], WorkLimits(step_chunks=4), ranks=1
+    )
     bed.store(LONG)
     bed.cpu.clear()
     first = bed.load()
     bed.planner.complete(StepReport({first.job: JobResult(failed=True, late=True)}))
-    bed.planner.request_ended("r")
+    bed.planner.loads.request_ended("r")
     (last,) = bed.step().loads
     assert last.is_last
     assert last.items == (NOBODY,)
@@ -298,7 +304,7 @@ def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest()
     bed.planner.complete(StepReport({parts[0].job: JobResult()}))
     assert 0 < bed.cpu.filling_count < 10
     assert bed.planner.busy
-    held = bed.planner.present
+    held = bed.planner.sources.present
     for _ in range(20):
         assert all(map(held, map(key_of, LONG)))
         bed.step()
@@ -309,18 +315,18 @@ def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest()
 def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> None:
     many = range(300)
     cpu = TierIndex("cpu", SlotCapacity(400), LruPolicy())
-    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, step_chunks=53)
-    assert planner.plan_store(run(many)) == 100, "five eighths of the budget"
-    assert planner.plan_store(run(range(100, 300))) == 0
-    assert planner.plan_store(run(range(290, 300))) == 0, "nor few, as long as it goes on"
+    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), WorkLimits(step_chunks=53))
+    assert planner.stores.plan(run(many)) == 100, "five eighths of the budget"
+    assert planner.stores.plan(run(range(100, 300))) == 0
+    assert planner.stores.plan(run(range(290, 300))) == 0, "nor few, as long as it goes on"
     ended = run(range(290, 300))
-    assert planner.plan_store(ended, ended=True) == 10, "of what ends a few always find room"
+    assert planner.stores.plan(ended, ended=True) == 10, "of what ends a few always find room"
     assert planner.totals()["store_refusals"] == 0
     plan = planner.step()
-    assert planner.plan_store(run(range(100, 300))) == 100
+    assert planner.stores.plan(run(range(100, 300))) == 100
     assert sum(len(store.slots) for store in plan.stores) == 110
     ended = run(range(200, 300))
-    assert planner.plan_store(ended, ended=True) == 64, "and no more, however many are missing"
+    assert planner.stores.plan(ended, ended=True) == 64, "and no more, however many are missing"
 
 
 def test_a_part_in_the_slab_names_slots_that_hold_it() -> None:

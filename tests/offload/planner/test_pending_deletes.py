@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.planner.pending_deletes import DELETIONS_MAX
+from offload.planner.step_budget import DELETIONS_MAX
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import answer, holding, make, see, step, wanted
 
@@ -14,7 +14,7 @@ def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
     planner.lower[0].space.capacity = 100 * many
     holding(planner, *range(many))
     see(planner, losses=1)
-    planner.plan_store(wanted(0))
+    planner.stores.plan(wanted(0))
     plan = step(planner, 0.0)
     answer(planner, plan.stores[0].job)
     deleted = list(plan.deletes[0])

@@ -11,8 +11,10 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
+from offload.planner.context import WorkLimits
 from offload.planner.jobs import Job
 from offload.planner.planner import Planner
+from offload.planner.stores import StorePlanner
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, World, key_of
 
@@ -68,7 +70,7 @@ def test_no_load_ever_brings_other_content(
 )
 def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "no fence":
-        monkeypatch.setattr(Planner, "fence", lambda self, blocks: None)
+        monkeypatch.setattr(StorePlanner, "fence", lambda self, blocks: None)
     elif fault == "ignore failed ranks":
         monkeypatch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
     elif fault == "forget pins":
@@ -112,7 +114,7 @@ def finish(planner: Planner, *jobs: int) -> None:
 
 def stored(planner: Planner, *numbers: int) -> None:
     """Store chunks and let the write-through end too."""
-    planner.plan_store(wanted(*numbers))
+    planner.stores.plan(wanted(*numbers))
     while planner.busy:
         plan = planner.step()
         finish(planner, *(job.job for job in (*plan.stores, *plan.write_throughs)))
@@ -120,31 +122,31 @@ def stored(planner: Planner, *numbers: int) -> None:
 
 def test_a_chunk_is_stored_once() -> None:
     planner = make()
-    assert planner.plan_store(wanted(1, 2)) == 2
-    assert planner.plan_store(wanted(1, 2, block=7)) == 2
+    assert planner.stores.plan(wanted(1, 2)) == 2
+    assert planner.stores.plan(wanted(1, 2, block=7)) == 2
     assert [store.slots for store in planner.step().stores] == [(0, 1)]
 
 
 def test_a_store_that_finds_no_slot_can_be_asked_again() -> None:
     planner = make(slots=2)
-    assert planner.plan_store(wanted(1, 2, 3)) == 2
+    assert planner.stores.plan(wanted(1, 2, 3)) == 2
     assert planner.stats.store_refusals == 1
     plan = planner.step()
     finish(planner, plan.stores[0].job)
     planner.step()
-    assert planner.plan_store(wanted(1, 2, 3)) == 2  # dirty chunks are not evicted
+    assert planner.stores.plan(wanted(1, 2, 3)) == 2  # dirty chunks are not evicted
 
 
 def test_no_more_is_stored_at_a_time_than_may_be() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
     cpu = TierIndex("cpu", SlotCapacity(8), LruPolicy())
-    planner = Planner(groups, cpu, max_store_chunks=3)
-    assert planner.plan_store(wanted(1, 2)) == 2
-    assert planner.plan_store(wanted(3, 4, 5, block=3)) == 1
+    planner = Planner(groups, cpu, (), WorkLimits(store_chunks=3))
+    assert planner.stores.plan(wanted(1, 2)) == 2
+    assert planner.stores.plan(wanted(3, 4, 5, block=3)) == 1
     first, second = planner.step().stores
-    assert planner.plan_store(wanted(4, 5, block=4)) == 0, "they are still under way"
+    assert planner.stores.plan(wanted(4, 5, block=4)) == 0, "they are still under way"
     finish(planner, first.job)
-    assert planner.plan_store(wanted(4, 5, 6, block=4)) == 2
+    assert planner.stores.plan(wanted(4, 5, 6, block=4)) == 2
     finish(planner, second.job)
     planner.check()
 
@@ -154,7 +156,7 @@ def test_a_committed_chunk_is_written_through_and_then_found_below() -> None:
     stored(planner, 1, 2)
     stored(planner, 3, 4)
     assert planner.stats.tier(CPU).evicted_chunks == 2
-    tokens = planner.plan_load("r", [wanted(1, 3)])
+    tokens = planner.loads.plan("r", [wanted(1, 3)])
     assert tokens == {0: 16, CPU: 16}
     items = planner.step().loads[0].items
     assert [(item.tier, item.slot >= 0) for item in items] == [(0, True), (IN_SLAB, True)]
@@ -164,7 +166,7 @@ def test_a_load_larger_than_the_cpu_tier_is_staged() -> None:
     planner = make(slots=2)
     for numbers in ((1, 2), (3, 4), (5, 6)):
         stored(planner, *numbers)
-    planner.plan_load("r", [wanted(1, 2, 3, 4, 5, 6)])
+    planner.loads.plan("r", [wanted(1, 2, 3, 4, 5, 6)])
     items = planner.step().loads[0].items
     assert [item.slot == STAGED for item in items] == [True] * 4 + [False] * 2
 
@@ -173,8 +175,8 @@ def test_two_requests_share_one_read() -> None:
     planner = make(slots=2)
     stored(planner, 1)
     stored(planner, 2, 3)
-    planner.plan_load("a", [wanted(1)])
-    planner.plan_load("b", [wanted(1, block=9)])
+    planner.loads.plan("a", [wanted(1)])
+    planner.loads.plan("b", [wanted(1, block=9)])
     first, second = planner.step().loads
     assert first.items[0].tier == 0
     assert second.items[0].tier == IN_SLAB
@@ -185,18 +187,18 @@ def test_a_lost_record_is_forgotten_and_deleted_on_every_rank() -> None:
     planner = make(slots=2)
     stored(planner, 1)
     stored(planner, 2, 3)
-    planner.plan_load("a", [wanted(1)])
+    planner.loads.plan("a", [wanted(1)])
     job = planner.step().loads[0].job
     lost = frozenset({key_of(1)})
     planner.complete(StepReport({job: JobResult(bad=lost, lost=lost)}))
-    assert not any(key_of(1) in holder for holder in planner.holders)
+    assert not any(key_of(1) in holder for holder in planner.sources.holders())
     assert planner.step().deletes == {0: (key_of(1),)}
     assert planner.stats.load_failures == 1
 
 
 def test_a_chunk_that_is_forgotten_while_it_is_written_is_deleted() -> None:
     planner = make()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     finish(planner, planner.step().stores[0].job)
     (write_through,) = planner.step().write_throughs
     planner.forget([key_of(1)])
@@ -207,8 +209,8 @@ def test_a_chunk_that_is_forgotten_while_it_is_written_is_deleted() -> None:
 
 def test_an_unsent_store_whose_block_is_reused_is_cancelled() -> None:
     planner = make()
-    planner.plan_store(wanted(1, 2))
-    planner.fence([2])
+    planner.stores.plan(wanted(1, 2))
+    planner.stores.fence([2])
     plan = planner.step()
     assert plan.stores == ()
     assert plan.fence == ()
@@ -217,24 +219,24 @@ def test_an_unsent_store_whose_block_is_reused_is_cancelled() -> None:
 
 def test_a_sent_store_whose_block_is_reused_is_fenced() -> None:
     planner = make()
-    planner.plan_store(wanted(1, 2))
+    planner.stores.plan(wanted(1, 2))
     job = planner.step().stores[0].job
-    planner.fence([2, 77])
+    planner.stores.fence([2, 77])
     assert planner.step().fence == (job,)
 
 
 def test_stores_that_are_distrusted_are_never_committed() -> None:
     """A fence may have been missed: nobody knows what the blocks hold."""
     planner = make()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     sent = planner.step().stores[0].job
-    planner.plan_store(wanted(2, block=9))
-    planner.distrust_stores()
+    planner.stores.plan(wanted(2, block=9))
+    planner.stores.distrust()
     assert planner.step().stores == (), "what was not sent is cancelled"
     finish(planner, sent)
-    assert not any(key_of(n) in holder for n in (1, 2) for holder in planner.holders)
+    assert not any(key_of(n) in holder for n in (1, 2) for holder in planner.sources.holders())
     planner.check()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     finish(planner, planner.step().stores[0].job)
     assert key_of(1) in planner.cpu, "the next store is trusted again"
 
@@ -243,23 +245,24 @@ def test_after_a_reset_nothing_is_written_before_the_new_epoch() -> None:
     """A tier that is still of the old epoch would keep new chunks under it."""
     planner = make()
     planner.forget_all()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     finish(planner, planner.step().stores[0].job)
     assert key_of(1) in planner.cpu
     assert planner.step().write_throughs == ()
     planner.begin_epochs({0: 2})
-    planner.plan_store(wanted(2))
+    planner.stores.plan(wanted(2))
     finish(planner, planner.step().stores[0].job)
     assert [write_through.keys for write_through in planner.step().write_throughs] == [(key_of(2),)]
 
 
 def test_after_a_reset_late_stores_are_not_found() -> None:
     planner = make()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     job = planner.step().stores[0].job
-    planner.reset({0: 1})
+    planner.forget_all()
+    planner.begin_epochs({0: 1})
     finish(planner, job)
-    assert not any(key_of(1) in holder for holder in planner.holders)
+    assert not any(key_of(1) in holder for holder in planner.sources.holders())
     plan = planner.step()
     assert plan.reset
     assert plan.epochs == {0: 1}
@@ -269,8 +272,9 @@ def test_after_a_reset_late_stores_are_not_found() -> None:
 
 def test_a_job_needs_every_rank_and_one_failed_rank_fails_it() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
-    planner = Planner(groups, TierIndex("cpu", SlotCapacity(2), LruPolicy()), ranks=2)
-    planner.plan_store(wanted(1, 2))
+    cpu = TierIndex("cpu", SlotCapacity(2), LruPolicy())
+    planner = Planner(groups, cpu, ranks=2)
+    planner.stores.plan(wanted(1, 2))
     job = planner.step().stores[0].job
     finish(planner, job)
     assert key_of(1) not in planner.cpu

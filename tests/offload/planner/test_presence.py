@@ -19,7 +19,7 @@ from offload.planner.tier_health import TierHealths
 from policies.eviction.lru import LruPolicy
 
 KEYS = [bytes([n]) * 32 + group_suffix(0) for n in range(20)]
-LIMITS = SharedLimits(lookup_timeout_s=0.05, remember_s=5.0, asked_most=12)
+LIMITS = SharedLimits(lookup_timeout_s=0.05, remember_s=5.0, asked_max=12)
 
 
 class World:
@@ -31,22 +31,22 @@ class World:
         self.cpu = TierIndex("cpu", SlotCapacity(16), LruPolicy())
         self.disk = TierIndex("disk", ByteCapacity(100), LruPolicy())
         self.store = TierIndex("store", ByteCapacity(known_most), LruPolicy())
-        self.gates = TierHealths(["disk", "store"])
+        self.health = TierHealths(["disk", "store"])
         self.planner = Planner(
             {0: GroupInfo("full", 16, (1, 1))},
             self.cpu,
             [self.disk, self.store],
             ranks=ranks,
-            gates=self.gates,
+            health=self.health,
             shared=[1],
             shared_limits=limits,
         )
-        self.shared = self.planner.shared
+        self.presence = self.planner.presence
         self.ranks = ranks
         self.now = 0.0
 
     def ask(self, keys: list[bytes]) -> PendingLookup:
-        return self.shared.ask(keys, None, self.now)
+        return self.presence.ask(keys, None, self.now)
 
     def at(self, now: float) -> None:
         self.now = now
@@ -67,7 +67,9 @@ class World:
         self.answer(self.step(), there)
 
     def load(self, keys: list[bytes], result: JobResult) -> None:
-        self.planner.plan_load("r", [ChunkBatch(keys, 0, list(range(len(keys))), range(len(keys)))])
+        self.planner.loads.plan(
+            "r", [ChunkBatch(keys, 0, list(range(len(keys))), range(len(keys)))]
+        )
         [job] = self.step().loads
         self.planner.complete(StepReport({job.job: result}))
 
@@ -75,14 +77,14 @@ class World:
 def test_an_answer_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
     world = World()
     wait = world.ask(KEYS[:8])
-    assert world.shared.is_waiting(wait, 0.0)
+    assert world.presence.is_waiting(wait, 0.0)
     plan = world.step()
     [question] = plan.questions
     assert (question.tier, question.keys) == (1, tuple(KEYS[:8]))
     assert not plan.empty
     world.answer(plan, KEYS[:5])
-    assert not world.shared.is_waiting(wait, 0.0)
-    assert [world.planner.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
+    assert not world.presence.is_waiting(wait, 0.0)
+    assert [world.planner.sources.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
     assert not world.ask(KEYS[:8]).numbers, "all of it is known now"
     assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
 
@@ -108,7 +110,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
     world.at(4.9)
     assert not world.ask(KEYS[:8]).numbers
     world.at(5.1)
-    assert not any(map(world.planner.present, KEYS[:3]))
+    assert not any(map(world.planner.sources.present, KEYS[:3]))
     assert [q.keys for q in _questions(world, KEYS[:8])] == [tuple(KEYS[:8])]
     assert not world.step().deletes, "the store keeps what this engine has forgotten"
 
@@ -116,7 +118,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
 def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
     world = World()
     world.learn(KEYS[:3])
-    world.planner.plan_load("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
+    world.planner.loads.plan("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
     world.at(6.0)
     assert [world.planner.lower[1].is_pinned(k) for k in KEYS[:3]] == [True, False, False]
     assert KEYS[0] in world.store
@@ -133,13 +135,13 @@ def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() 
     wait = world.ask(KEYS[:2])
     for _ in range(STEPS_MIN - 1):
         world.step()
-    assert world.shared.is_waiting(wait, 10.0), "the engine has been busy"
+    assert world.presence.is_waiting(wait, 10.0), "the engine has been busy"
     world.step()
-    assert world.shared.is_waiting(wait, 0.049)
-    assert not world.shared.is_waiting(wait, 0.051)
-    assert not world.shared.is_waiting(wait, 0.0), "once gone on, it does not stop again"
+    assert world.presence.is_waiting(wait, 0.049)
+    assert not world.presence.is_waiting(wait, 0.051)
+    assert not world.presence.is_waiting(wait, 0.0), "once gone on, it does not stop again"
     assert world.planner.totals()["lookup_timeouts"] == 1
-    assert world.shared.is_unanswered(1, KEYS[0])
+    assert world.presence.is_unanswered(1, KEYS[0])
 
 
 def test_a_late_answer_is_remembered() -> None:
@@ -148,7 +150,7 @@ def test_a_late_answer_is_remembered() -> None:
     plan = world.step()
     world.at(ANSWER_MAX_S - 1)
     world.answer(plan, KEYS[:2])
-    assert world.planner.present(KEYS[0])
+    assert world.planner.sources.present(KEYS[0])
 
 
 def test_a_question_without_an_answer_ends() -> None:
@@ -159,7 +161,7 @@ def test_a_question_without_an_answer_ends() -> None:
     world.at(ANSWER_MAX_S)
     assert not world.planner.busy
     world.answer(plan, KEYS[:2])
-    assert not world.planner.present(KEYS[0]), "nobody knows any more what it was about"
+    assert not world.planner.sources.present(KEYS[0]), "nobody knows any more what it was about"
     assert world.ask(KEYS[:2]).numbers, "it can be asked again"
 
 
@@ -168,10 +170,10 @@ def test_one_rank_without_its_part_is_a_miss() -> None:
     wait = world.ask(KEYS[:3])
     [question] = world.step().questions
     world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\1\0")}))
-    assert world.shared.is_waiting(wait, 0.0)
-    assert not world.planner.present(KEYS[0])
+    assert world.presence.is_waiting(wait, 0.0)
+    assert not world.planner.sources.present(KEYS[0])
     world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\0\1")}))
-    assert [world.planner.present(key) for key in KEYS[:3]] == [True, False, False]
+    assert [world.planner.sources.present(key) for key in KEYS[:3]] == [True, False, False]
 
 
 def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
@@ -188,7 +190,7 @@ def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
     world = World()
     wait = world.ask(KEYS[:2])
     world.answer(world.step(), None)
-    assert not world.shared.is_waiting(wait, 0.0)
+    assert not world.presence.is_waiting(wait, 0.0)
     assert world.ask(KEYS[:2]).numbers
     assert world.planner.totals()["unanswered_questions:store"] == 1
 
@@ -222,7 +224,7 @@ def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> N
 
 def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
     world = World()
-    world.planner.plan_store(ChunkBatch(KEYS[:1], 0, [1], [16]))
+    world.planner.stores.plan(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult()}))
     write_throughs: dict[int, WriteThroughJob] = {
@@ -238,7 +240,7 @@ def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
 
 def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
     world = World(ranks=2)
-    world.planner.plan_store(ChunkBatch(KEYS[:1], 0, [1], [16]))
+    world.planner.stores.plan(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult(ranks=2)}))
     write_throughs = {job.tier: job for job in world.step().write_throughs}
@@ -252,7 +254,7 @@ def test_a_tier_that_lost_everything_is_asked_again() -> None:
     world = World()
     world.learn(KEYS[:3])
     world.planner.complete(StepReport(tiers={(1, 0): Observed(losses=1)}))
-    assert not any(map(world.planner.present, KEYS[:3]))
+    assert not any(map(world.planner.sources.present, KEYS[:3]))
     assert world.ask(KEYS[:3]).numbers
     assert 1 not in world.step().deletes
 
@@ -263,11 +265,11 @@ def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> Non
     wait = world.ask(KEYS[8:10])
     plan = world.step()
     world.planner.forget_all()
-    assert not world.shared.is_waiting(wait, 0.0)
+    assert not world.presence.is_waiting(wait, 0.0)
     assert not world.ask(KEYS).numbers, "its new epoch has not begun"
     world.planner.begin_epochs({1: 7})
     world.answer(plan, KEYS[8:10])
-    assert not any(map(world.planner.present, KEYS))
+    assert not any(map(world.planner.sources.present, KEYS))
     world.ask(KEYS[:2])
     new = world.step()
     assert (new.reset, new.epochs, len(new.questions)) == (True, {1: 7}, 1)
@@ -276,17 +278,17 @@ def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> Non
 def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None:
     world = World()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
-    gate = world.gates.tiers[1]
-    assert gate.reads.state is BreakerState.OPEN
+    health = world.health[1]
+    assert health.reads.state is BreakerState.OPEN
     assert not world.ask(KEYS[:2]).numbers
     world.at(6.0)
     plan = world.step()
     assert [q.keys for q in plan.questions] == [(PROBE_KEY,)]
     world.answer(plan, None)
-    assert gate.reads.state is BreakerState.OPEN
+    assert health.reads.state is BreakerState.OPEN
     world.at(30.0)
     world.answer(world.step(), [])
-    assert gate.reads.closed, "it answers, though it holds nothing"
+    assert health.reads.closed, "it answers, though it holds nothing"
     assert world.ask(KEYS[:2]).numbers
 
 
@@ -295,7 +297,8 @@ def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     world.at(6.0)
     world.step()
-    world.planner.reset({0: 1, 1: 1})
+    world.planner.forget_all()
+    world.planner.begin_epochs({0: 1, 1: 1})
     world.at(6.1)
     assert [q.keys for q in world.step().questions] == [(PROBE_KEY,)]
 
@@ -311,6 +314,6 @@ def test_a_plan_with_questions_travels(keys: list[bytes]) -> None:
 def test_no_shared_tier_costs_nothing() -> None:
     cpu = TierIndex("cpu", SlotCapacity(4), LruPolicy())
     planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
-    assert not planner.shared.ask(KEYS, None, 0.0).numbers
+    assert not planner.presence.ask(KEYS, None, 0.0).numbers
     assert not planner.step().questions
     assert not [name for name in planner.totals() if "asked" in name or "lookup" in name]

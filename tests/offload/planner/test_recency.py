@@ -54,7 +54,7 @@ def into(cpu: TierIndex, *lower: TierIndex) -> Callable[[int, Sequence[Key]], No
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "AT_ONCE", 3)
+    monkeypatch.setattr(uses, "USE_KEYS_MAX", 3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 20])

@@ -13,9 +13,9 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult, StepReport
-from offload.planner import loads as load_planner
-from offload.planner import step_budget as backlog
+from offload.planner import step_budget
 from offload.planner import stores as store_planner
+from offload.planner.context import WorkLimits
 from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.step_budget import StepBudget
@@ -56,7 +56,11 @@ class Bed:
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
         queues = queues_of(self.cpu, self.lower, TierHealths([index.name for index in self.lower]))
         self.planner = Planner(
-            groups, self.cpu, self.lower, write_through_queues=queues, step_chunks=step_chunks
+            groups,
+            self.cpu,
+            self.lower,
+            WorkLimits(step_chunks=step_chunks),
+            write_through_queues=queues,
         )
         self.now = self.step_s = 0.0
         self.computed = self.stored = 0
@@ -73,7 +77,7 @@ class Bed:
             some = numbers[first : first + length]
             depths = range(16, 16 * (len(some) + 1), 16)
             run = ChunkBatch([key_of(n) for n in some], 0, list(some), depths)
-            self.planner.plan_store(run)
+            self.planner.stores.plan(run)
         spend = self.planner.budget
         plan = self._watched(spend)
         if loading:
@@ -81,7 +85,7 @@ class Bed:
         self.stored += sum(len(store.slots) for store in plan.stores)
         jobs = [*plan.stores, *plan.write_throughs]
         self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
-        behind = sum(cost for cost, _ in self.planner._backlog._pieces)
+        behind = sum(cost for cost, _ in self.planner.deferred._pieces)
         self.behind_most = max(self.behind_most, behind)
         return plan
 
@@ -100,7 +104,7 @@ class Bed:
             budget.end_step = ends  # type: ignore[method-assign]  # as it was
 
     def use(self, numbers: range) -> None:
-        self.planner.used([key_of(n) for n in numbers])
+        self.planner.uses.ended([key_of(n) for n in numbers])
 
 
 def overload(tiers: int, slots: int = 40_000, length: int = 100, *, loading: bool = False) -> Bed:
@@ -148,7 +152,7 @@ def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
         bed.step(0)
     assert not bed.planner.busy
     assert all(key_of(n) in index for index in bed.lower for n in range(bed.computed))
-    assert not any(queue.skipped for queue in bed.planner._write_through_queues.queues)
+    assert not any(queue.skipped for queue in bed.planner.write_through.queues)
     bed.planner.check()
 
 
@@ -156,7 +160,7 @@ def test_prefills_of_8192_tokens_are_stored_as_a_whole_where_they_take_long() ->
     """512 chunks in each step of 0.2 s, into a full CPU tier, and on; not where steps are short."""
     stored = {}
     for step_s in (0.02, 0.2):
-        bed = Bed(1, slots=20_000, step_chunks=load_planner.STEP_CHUNKS)
+        bed = Bed(1, slots=20_000, step_chunks=step_budget.STEP_CHUNKS)
         junk = [key_of(10**9 + n) for n in range(20_000)]
         bed.cpu.recover(junk, [EntryInfo()] * len(junk))
         bed.step_s = step_s
@@ -166,7 +170,7 @@ def test_prefills_of_8192_tokens_are_stored_as_a_whole_where_they_take_long() ->
             bed.step(512)
             bed.use(range(bed.computed - 512, bed.computed))
         stored[step_s] = bed.stored / bed.computed
-        assert not any(queue.skipped for queue in bed.planner._write_through_queues.queues)
+        assert not any(queue.skipped for queue in bed.planner.write_through.queues)
     assert stored[0.2] == 1.0
     assert stored[0.02] < 0.5
 
@@ -229,11 +233,11 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
             planner.complete(StepReport({job.job: JobResult() for job in jobs}))
 
     small = [key_of(n) for n in range(10)]
-    planner.plan_store(ChunkBatch(small, 0, list(range(10)), range(16, 176, 16)))
+    planner.stores.plan(ChunkBatch(small, 0, list(range(10)), range(16, 176, 16)))
     finish()
     disk.pin(small[:5])
     key = small[0][:32] + large.to_bytes(4, "big")
-    planner.plan_store(ChunkBatch([key], large, [99], [16]))
+    planner.stores.plan(ChunkBatch([key], large, [99], [16]))
     finish()
     assert key not in disk
     assert set(deleted) == {key for key in small if key not in disk} == set(small[5:])
@@ -242,7 +246,7 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
 def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
     """Thousands that wait for a tier all of whose chunks must stay."""
     bed = Bed(1, disk_chunks=50)
-    (disk,), (queue,) = bed.lower, bed.planner._write_through_queues.queues
+    (disk,), (queue,) = bed.lower, bed.planner.write_through.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
     disk.pin(JUNK[:50])
     bed.cpu.recover(JUNK[50:], [EntryInfo()] * len(JUNK[50:]))
@@ -272,7 +276,7 @@ def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
 def test_steps_that_are_long_one_after_the_other_may_do_more(
     steps_s: list[float], times: int
 ) -> None:
-    budget = StepBudget(UNITS)
+    budget = StepBudget(STEP_CHUNKS)
     now = 0.0
     for took in [0.0, *steps_s]:
         now += took
@@ -296,7 +300,7 @@ def done_in(step_s: float, steps: int = 60) -> tuple[int, int]:
     depths = range(16, 16 * (len(JUNK) + 1), 16)
     for _ in range(6):
         bed.step(0)
-    bed.planner.plan_load("r", [ChunkBatch(JUNK, 0, list(range(len(JUNK))), depths)])
+    bed.planner.loads.plan("r", [ChunkBatch(JUNK, 0, list(range(len(JUNK))), depths)])
     parts = [part for _ in range(4) for part in bed.step(0).loads]
     return stored, sum(len(part.items) for part in parts)
 
@@ -308,7 +312,7 @@ def test_long_steps_store_and_load_more() -> None:
 
 
 def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_planner, "LEAVES", 0)
+    patch.setattr(store_planner, "STORES_LEAVE", 0)
 
 
 def _no_end(patch: pytest.MonkeyPatch) -> None:
@@ -329,7 +333,7 @@ def _few_of_each(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_least_share(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backlog, "LEAST_SHARE", 1 << 30)
+    patch.setattr(step_budget, "OVERDUE_SHARE", 1 << 30)
 
 
 def _pins_stay(patch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_a_tier_that_fails_is_left_out_of_lookups() -> None:
 
 def test_what_the_cpu_tier_holds_is_found_all_the_same() -> None:
     planner = make()
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 2)
     break_reads(planner)
@@ -64,7 +64,7 @@ def test_a_chunk_of_a_tier_that_is_shut_out_is_stored_anew() -> None:
     planner = make()
     holding(planner, 1)
     break_reads(planner)
-    assert planner.plan_store(wanted(1)) == 1
+    assert planner.stores.plan(wanted(1)) == 1
     assert step(planner, 0.0).stores[0].slots == (0,)
 
 
@@ -160,7 +160,8 @@ def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
     holding(planner, 1)
     gate = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    planner.reset({0: 1})
+    planner.forget_all()
+    planner.begin_epochs({0: 1})
     answer(planner, probe.job, JobResult(failed=True))
     assert gate.reads.state is BreakerState.HALF_OPEN
     holding(planner, 2)
@@ -173,7 +174,7 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     holding(planner, *range(64))
     break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    planner.plan_store(wanted(*range(100, 110)))
+    planner.stores.plan(wanted(*range(100, 110)))
     answer(planner, step(planner, WAIT_S).stores[0].job)
     assert step(planner, WAIT_S).write_throughs == (), "the tier is full of pinned chunks"
     answer(planner, probe.job)
@@ -188,7 +189,7 @@ def test_the_other_tier_goes_on() -> None:
     holding(planner, 2, 3, tier=1)
     break_reads(planner, 0)
     assert [found(planner, n) for n in (1, 2, 3)] == [False, True, True]
-    planner.plan_load("r", [wanted(2, 3)])
+    planner.loads.plan("r", [wanted(2, 3)])
     assert [item.tier for item in step(planner, 0.0).loads[0].items] == [1, 1]
 
 
@@ -196,12 +197,12 @@ def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
     holding(planner, 1, tier=1)
-    planner.plan_load("hung", [wanted(1)])
+    planner.loads.plan("hung", [wanted(1)])
     (hung,) = step(planner, 0.0).loads
     assert hung.items[0].tier == 0
     break_reads(planner, 0)
     assert found(planner, 1)
-    planner.plan_load("r", [wanted(1, block=9)])
+    planner.loads.plan("r", [wanted(1, block=9)])
     (load,) = step(planner, 0.0).loads
     assert (load.items[0].tier, load.items[0].slot) == (1, STAGED)
     answer(planner, load.job)
@@ -212,26 +213,26 @@ def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
 def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
-    planner.plan_load("a", [wanted(1)])
-    planner.plan_load("b", [wanted(1, block=9)])
+    planner.loads.plan("a", [wanted(1)])
+    planner.loads.plan("b", [wanted(1, block=9)])
     first, second = step(planner, 0.0).loads
     assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
 
 
 def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
-    planner = make(max_load_blocks=4)
+    planner = make(load_blocks=4)
     holding(planner, *range(6))
-    planner.plan_load("hung", [wanted(0, 1, 2)])
+    planner.loads.plan("hung", [wanted(0, 1, 2)])
     job = step(planner, 0.0).loads[0].job
-    assert not planner.can_load(2, 2)
-    planner.request_ended("hung")
-    assert planner.can_load(2, 2)
-    planner.plan_load("next", [wanted(4, 5)])
+    assert not planner.loads.can_load(2, 2)
+    planner.loads.request_ended("hung")
+    assert planner.loads.can_load(2, 2)
+    planner.loads.plan("next", [wanted(4, 5)])
     next_job = step(planner, 0.0).loads[0].job
     answer(planner, job, JobResult(failed=True))
-    assert not planner.can_load(3, 3), "the late answer of the hung load counts only once"
+    assert not planner.loads.can_load(3, 3), "the late answer of the hung load counts only once"
     answer(planner, next_job)
-    assert planner.can_load(4, 4)
+    assert planner.loads.can_load(4, 4)
 
 
 # -- break-even --------------------------------------------------------------------------------
@@ -239,13 +240,13 @@ def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
 
 def compute_at(planner: Planner, rate: float) -> None:
     for _ in range(SAMPLES_MIN):
-        planner.computed(TOKENS, TOKENS / rate)
+        planner.health.computed(TOKENS, TOKENS / rate)
 
 
 def load_at(planner: Planner, rate: float, now: float) -> None:
     """One request's load of one chunk from the tier, straight to the GPU."""
     assert found(planner, 1)
-    planner.plan_load("r", [wanted(1)])
+    planner.loads.plan("r", [wanted(1)])
     (load,) = step(planner, now).loads
     # It is not kept in the CPU tier, so that the next load comes from below again.
     bad = JobResult(seconds=TOKENS / rate)
@@ -260,7 +261,7 @@ def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
     for _ in range(SAMPLES_MIN):
         load_at(planner, 100.0, 0.0)
     assert not found(planner, 1)
-    assert planner.gates.tiers[0].writable, "only reading does not pay"
+    assert planner.health[0].writable, "only reading does not pay"
     assert step(planner, WAIT_S - 1).loads == ()
     probe = probe_of(step(planner, WAIT_S))
     answer(planner, probe.job, JobResult(seconds=TOKENS / 100.0))
@@ -273,11 +274,11 @@ def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
 def test_a_load_of_the_cpu_tier_says_nothing_of_the_tier_below() -> None:
     planner = make()
     compute_at(planner, 1e9)
-    planner.plan_store(wanted(1))
+    planner.stores.plan(wanted(1))
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 2)
     for _ in range(10):
-        planner.plan_load("r", [wanted(1)])
+        planner.loads.plan("r", [wanted(1)])
         (load,) = step(planner, 0.0).loads
         answer(planner, load.job, JobResult(seconds=100.0))
     assert found(planner, 2)
@@ -327,10 +328,10 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     planner = make(tiers=2, ranks=2)
     holding(planner, 1, 2, 3)
     holding(planner, 2, tier=1)
-    planner.plan_load("r", [wanted(1)])
+    planner.loads.plan("r", [wanted(1)])
     see(planner, rank=1, losses=1)
     assert len(planner.lower[0]) == 0
-    assert [planner.present(key_of(n)) for n in (2, 3)] == [True, False]
+    assert [planner.sources.present(key_of(n)) for n in (2, 3)] == [True, False]
     plan = step(planner, 1.0)
     assert set(plan.deletes[0]) == {key_of(1), key_of(2), key_of(3)}
     assert 1 not in plan.deletes
@@ -347,26 +348,26 @@ def test_a_load_that_came_too_late_is_enough() -> None:
     for _ in range(8):
         load_at(planner, 5000.0, 0.0)
     assert found(planner, 1)
-    planner.plan_load("late", [wanted(1)])
+    planner.loads.plan("late", [wanted(1)])
     (load,) = step(planner, 0.0).loads
     answer(planner, load.job, JobResult(failed=True, late=True, seconds=10.0))
     assert not found(planner, 1)
-    assert planner.gates.tiers[0].reads.closed, "no single read was late"
+    assert planner.health[0].reads.closed, "no single read was late"
 
 
 def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> None:
     planner = make(slots=16)
     compute_at(planner, 20_000.0)
-    planner.plan_store(wanted(*range(2, 12)))
+    planner.stores.plan(wanted(*range(2, 12)))
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 1)
     for _ in range(8):
-        planner.plan_load("r", [wanted(*range(1, 12))])  # one from the disk, ten from the CPU tier
+        planner.loads.plan("r", [wanted(*range(1, 12))])  # one from the disk, ten from the CPU tier
         (load,) = step(planner, 0.0).loads
         planner.cpu.drop([key_of(1)])
         answer(planner, load.job, JobResult(seconds=0.2))
     assert found(planner, 1)
-    assert planner.gates.tiers[0].pace.least_tokens == 0
+    assert planner.health[0].pace.least_tokens == 0
 
 
 def test_a_probe_counts_tokens_as_a_load_does() -> None:
@@ -376,6 +377,6 @@ def test_a_probe_counts_tokens_as_a_load_does() -> None:
     planner = Planner(groups, TierIndex("cpu", SlotCapacity(8), LruPolicy()), [lower])
     keys = [b"chunk" + group_suffix(n) for n in range(4)]
     lower.recover(keys, [EntryInfo(n, size_bytes=100) for n in range(4)])
-    job = planner._loads.plan_probe(0)
-    (opened,) = planner._job_table.jobs()
+    job = planner.loads.plan_probe(0)
+    (opened,) = planner.jobs.jobs()
     assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})

@@ -36,11 +36,11 @@ def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
 
 def test_what_waited_when_it_opened_is_let_go() -> None:
     planner = make(slots=4)
-    planner.plan_store(wanted(1, 2, 3, 4))
+    planner.stores.plan(wanted(1, 2, 3, 4))
     answer(planner, step(planner, 0.0).stores[0].job)
     break_writes(planner)
     assert step(planner, 0.0).write_throughs == ()
-    assert planner.plan_store(wanted(5, 6, 7, 8)) == 4
+    assert planner.stores.plan(wanted(5, 6, 7, 8)) == 4
 
 
 def test_the_first_write_after_the_wait_decides() -> None:
@@ -64,7 +64,7 @@ def test_a_hung_first_write_pins_no_more_than_itself() -> None:
     (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
     for start in range(50, 200, 10):
         store(planner, *range(start, start + 10), now=WAIT_S)
-    assert planner.plan_store(wanted(*range(200, 360))) == 160
+    assert planner.stores.plan(wanted(*range(200, 360))) == 160
     assert len(write_through.keys) == 32
 
 
@@ -76,7 +76,7 @@ def test_the_first_write_is_one_job_also_with_two_groups() -> None:
     keys = [key_of(1), (1).to_bytes(12, "big")]
     groups = {GROUP: GroupInfo("full", TOKENS, (100,)), 1: GroupInfo("full", TOKENS, (100,))}
     assert planner.cpu.recover(keys, [info] * 2) == []
-    queue = WriteThroughQueue(0, planner.lower[0], gate=planner.gates.tiers[0])
+    queue = WriteThroughQueue(0, planner.lower[0], health=planner.health[0])
     queue.offer(keys, planner.cpu, groups)
     jobs, _evicted = queue.due(planner.cpu, JobTable(1))
     assert len(jobs) == 1
@@ -85,7 +85,7 @@ def test_the_first_write_is_one_job_also_with_two_groups() -> None:
 def test_deletes_wait_while_open_and_are_delivered_later() -> None:
     planner = make()
     break_writes(planner)
-    planner.delete(0, [key_of(1), key_of(2)])
+    planner.deletes.add(0, [key_of(1), key_of(2)])
     assert step(planner, 0.0).deletes == {}
     assert not planner.busy, "an idle engine does not step for them"
     assert step(planner, WAIT_S).deletes == {0: (key_of(1), key_of(2))}
@@ -95,13 +95,13 @@ def test_deletes_wait_while_open_and_are_delivered_later() -> None:
 def test_a_deletion_is_delivered_before_the_key_is_written_again() -> None:
     planner = make()
     break_writes(planner)
-    planner.delete(0, [key_of(1)])
+    planner.deletes.add(0, [key_of(1)])
     plan = store(planner, 1, now=0.0)
     assert (plan.deletes, plan.write_throughs) == ({}, ())
-    planner.plan_store(wanted(2))
+    planner.stores.plan(wanted(2))
     answer(planner, step(planner, 0.0).stores[0].job)
     planner.tick(WAIT_S)
-    planner.plan_store(wanted(3))
+    planner.stores.plan(wanted(3))
     first = step(planner, WAIT_S)
     assert first.deletes == {0: (key_of(1),)}
 
@@ -110,8 +110,9 @@ def test_resets_are_delivered_whatever_the_breakers_say() -> None:
     planner = make()
     break_reads(planner)
     break_writes(planner)
-    planner.delete(0, [key_of(1)])
-    planner.reset({0: 7})
+    planner.deletes.add(0, [key_of(1)])
+    planner.forget_all()
+    planner.begin_epochs({0: 7})
     plan = step(planner, 0.0)
     assert plan.reset
     assert plan.epochs == {0: 7}
@@ -122,7 +123,7 @@ def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
     planner = make()
     holding(planner, 1)
     break_writes(planner)
-    planner.touch([key_of(1)])
+    planner.recency.note_everywhere([key_of(1)])
     assert step(planner, 0.0).touches == {}
 
 
@@ -137,8 +138,8 @@ def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     write_throughs = hung.write_throughs or step(planner, WAIT_S).write_throughs
     assert write_throughs, "the write that finds out"
     for _ in range(50):
-        planner.touch([key_of(2)])
-        planner.delete(0, [key_of(1)])
+        planner.recency.note_everywhere([key_of(2)])
+        planner.deletes.add(0, [key_of(1)])
         plan = step(planner, WAIT_S)
         assert (plan.touches, plan.deletes) == ({}, {})
     answer(planner, write_throughs[0].job)
@@ -152,15 +153,15 @@ def test_the_weights_change_while_a_disk_is_away() -> None:
     holding(planner, 1)
     planner.forget_all()
     planner.begin_epochs({1: 7})
-    assert not planner.present(key_of(1))
-    planner.plan_store(wanted(2))
+    assert not planner.sources.present(key_of(1))
+    planner.stores.plan(wanted(2))
     plan = step(planner, 0.0)
     assert plan.epochs == {1: 7}
     answer(planner, plan.stores[0].job)
     assert {job.tier for job in step(planner, 0.0).write_throughs} == {1}
     planner.begin_epochs({0: 3})
     assert planner.busy
-    planner.plan_store(wanted(3))
+    planner.stores.plan(wanted(3))
     plan = step(planner, 0.0)
     assert (plan.epochs, plan.reset) == ({0: 3}, False)
     answer(planner, plan.stores[0].job)

@@ -10,6 +10,7 @@ from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner.circuit_breaker import BreakerState
+from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealth, TierHealths
 from policies.base import EntryInfo
@@ -26,8 +27,8 @@ def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Plann
     groups = {GROUP: GroupInfo("full", TOKENS, (100,) * tiers)}
     cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
     lower = [TierIndex(f"disk{n}", ByteCapacity(6400), LruPolicy()) for n in range(tiers)]
-    gates = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
-    return Planner(groups, cpu, lower, ranks=ranks, gates=gates, **limits)
+    health = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
+    return Planner(groups, cpu, lower, WorkLimits(**limits), ranks=ranks, health=health)
 
 
 def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
@@ -68,25 +69,27 @@ def probe_of(plan: StepPlan) -> LoadJob:
 
 def break_reads(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, reads_failed=FAILURES)
-    gate = planner.gates.tiers[tier]
+    gate = planner.health[tier]
     assert gate.reads.state is BreakerState.OPEN
     return gate
 
 
 def break_writes(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, writes_failed=FAILURES)
-    gate = planner.gates.tiers[tier]
+    gate = planner.health[tier]
     assert gate.writes.state is BreakerState.OPEN
     return gate
 
 
 def found(planner: Planner, number: int) -> bool:
-    assert planner.present(key_of(number)) == any(key_of(number) in h for h in planner.holders)
-    return planner.present(key_of(number))
+    assert planner.sources.present(key_of(number)) == any(
+        key_of(number) in h for h in planner.sources.holders()
+    )
+    return planner.sources.present(key_of(number))
 
 
 def store(planner: Planner, *numbers: int, now: float = 0.0) -> StepPlan:
     """Store chunks; the plan in which their write-through may go."""
-    planner.plan_store(wanted(*numbers))
+    planner.stores.plan(wanted(*numbers))
     answer(planner, step(planner, now).stores[0].job)
     return step(planner, now)

@@ -15,7 +15,7 @@ from offload.planner.load_or_recompute import SAMPLES_MIN, STOP_BELOW
 from offload.planner.planner import Planner
 from offload.planner.tier_health import TierHealths
 from offload.requests.lookup import tokens_to_load
-from offload.requests.lookup_cache import LookupBudget, PartialLookup
+from offload.requests.lookup_cache import PartialLookup
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -38,22 +38,22 @@ def planner_with(cpu: int, *below: int) -> Planner:
         index.recover(keys, [EntryInfo(0, size_bytes=1)] * count)
         first += count
     gates = TierHealths([index.name for index in lower])
-    planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, gates=gates)
+    planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, health=gates)
     for _ in range(SAMPLES_MIN):
-        planner.computed(1000, 1000 / RATE)
+        planner.health.computed(1000, 1000 / RATE)
     return planner
 
 
 def slow(planner: Planner, tier: int) -> None:
     """A short load from this tier takes as long as computing ten chunks."""
     for _ in range(SAMPLES_MIN):
-        planner.gates.tiers[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
+        planner.health[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
 def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
-    first, limit, room = start * CHUNK, CHUNKS * CHUNK, LookupBudget(planner.removals)
+    first, limit = start * CHUNK, CHUNKS * CHUNK
     found = tokens_to_load(
-        PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, room, PartialLookup(), origin
+        PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, PartialLookup(), origin
     )
     assert found is not None
     return found // CHUNK
@@ -108,5 +108,5 @@ def test_each_of_two_tiers_is_weighed_by_itself() -> None:
 def test_a_read_under_way_is_joined_whatever_its_tier() -> None:
     planner = planner_with(0, 9)
     slow(planner, 0)
-    planner.plan_load("r", [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))])
+    planner.loads.plan("r", [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))])
     assert chunks_to_load(planner) == 9

@@ -15,9 +15,10 @@ from offload.layout.keys import group_suffix
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
+from offload.planner.step_budget import Allowance
 from offload.requests import lookup_cache as known_prefix
 from offload.requests.lookup import tokens_to_load
-from offload.requests.lookup_cache import LookupBudget, PartialLookup
+from offload.requests.lookup_cache import PartialLookup
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -56,7 +57,9 @@ class World:
         self.other = TierIndex("other", ByteCapacity(10**6), LruPolicy())
         infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
         self.planner = Planner(infos, self.cpu, [self.disk, self.other])
-        self.room = LookupBudget(self.planner.removals, STEP, FEW)
+        self.allowance = self.planner.budget.lookups
+        self.allowance.chunks, self.allowance.least = STEP, FEW
+        self.allowance.renew()
         self.known = PartialLookup()
         self.limit = CHUNKS * CHUNK
         self.loads: list[int] = []
@@ -66,13 +69,16 @@ class World:
         index.recover(new, [EntryInfo(int(key[-1]), size_bytes=1) for key in new])
 
     def ask(self, start: int = 0, known: PartialLookup | None = None) -> int | None:
-        room = self.room if known is None else LookupBudget(self.planner.removals, 10**6)
         known = self.known if known is None else known
-        return tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, room, known)
+        return tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, known)
 
     def truth(self, start: int = 0) -> int | None:
         """What a lookup says that remembers nothing and may ask for everything."""
-        return self.ask(start, PartialLookup())
+        self.planner.budget.lookups = Allowance(10**6, least=10**6)
+        try:
+            return self.ask(start, PartialLookup())
+        finally:
+            self.planner.budget.lookups = self.allowance
 
     def change(self) -> None:
         """Something comes or goes, in one of the ways that there are."""
@@ -88,9 +94,9 @@ class World:
         elif what < 0.82:
             index.clear()
         elif what < 0.85:
-            gates = self.planner.gates.tiers
-            for gate in self.random.sample(gates, self.random.choice([1, 2])):
-                gate.pace.pays = not gate.pace.pays  # that disk is asked or not
+            healths = list(self.planner.health)
+            for health in self.random.sample(healths, self.random.choice([1, 2])):
+                health.pace.pays = not health.pace.pays  # that disk is asked or not
         elif what < 0.92:
             self.load()
         else:
@@ -102,7 +108,7 @@ class World:
         if keys:
             name = f"r{self.random.random()}"
             blocks, depths = list(range(1, len(keys) + 1)), range(1, len(keys) + 1)
-            self.planner.plan_load(name, [ChunkBatch(keys, 0, blocks, depths)])
+            self.planner.loads.plan(name, [ChunkBatch(keys, 0, blocks, depths)])
             self.loads += [load.job for load in self.planner.step().loads]
 
     def end_load(self) -> None:
@@ -120,7 +126,7 @@ def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
     world.put(world.disk, world.every[: world.random.randrange(len(world.every))])
     answers = start = 0
     for step in range(200):
-        world.room.next_step()
+        world.allowance.renew()
         if world.random.random() < 0.4:
             world.change()
         if world.random.random() < 0.05:
@@ -203,7 +209,7 @@ def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
     world.disk.drop(keys)
     assert world.ask() == world.truth() == 4 * CHUNK, "it is being read"
     world.planner.complete(StepReport({world.loads[0]: JobResult(failed=True)}))
-    world.room.next_step()
+    world.allowance.renew()
     assert world.ask() == world.truth() == 0
 
 
@@ -212,18 +218,18 @@ def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> No
     world = World(0)
     keys = world.keys[0][:8]
     world.put(world.disk, keys)
-    world.planner.plan_load("back", [ChunkBatch(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
+    world.planner.loads.plan("back", [ChunkBatch(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
     world.loads += [load.job for load in world.planner.step().loads]
     world.load()
     world.disk.drop(keys)
     while (found := world.ask()) is None:
-        world.room.next_step()
+        world.allowance.renew()
     assert found == world.truth() == 8 * CHUNK, "they are being read"
     world.planner.budget.spend(10**6)
     failed = JobResult(failed=True)
     world.planner.complete(StepReport(dict.fromkeys(world.loads, failed)))
     assert world.cpu.filling_count == 4, "the first four of the prompt"
-    world.room.next_step()
+    world.allowance.renew()
     assert world.ask() == world.truth() == 0
 
 
@@ -232,23 +238,23 @@ def test_a_long_prompt_takes_several_steps_and_asks_for_each_chunk_once() -> Non
     world.put(world.disk, world.every)
     steps = 1
     while (found := world.ask()) is None:
-        world.room.next_step()
+        world.allowance.renew()
         steps += 1
     assert found == CHUNKS * CHUNK
     assert steps == -(-CHUNKS // STEP)
-    world.room.next_step()
+    world.allowance.renew()
     assert world.ask() == CHUNKS * CHUNK
-    assert world.room.left == STEP, "it was asked again"
+    assert world.allowance.left == STEP, "it was asked again"
 
 
 def test_several_long_prompts_share_a_step() -> None:
     world = World(0)
     world.put(world.disk, world.every)
     assert world.ask() is None
-    left = world.room.left
+    left = world.allowance.left
     world.known = PartialLookup()
     assert world.ask() is None, "another request"
-    assert left - world.room.left == FEW, "it may ask for a few all the same"
+    assert left - world.allowance.left == FEW, "it may ask for a few all the same"
 
 
 @pytest.mark.parametrize("most", [3, 10**6])
@@ -263,7 +269,7 @@ def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
         assert steps < 4 * CHUNKS, "it waits for ever"
         world.put(world.cpu, world.every[:4])
         world.cpu.evict(4)
-        world.room.next_step()
+        world.allowance.renew()
     assert found == CHUNKS * CHUNK
 
 

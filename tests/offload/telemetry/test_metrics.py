@@ -50,9 +50,9 @@ def test_what_is_counted_has_a_place() -> None:
     worker.read(0, 1, 1.0)
     worker.wrote(0, 1, 1.0)
     worker.corrupt(0)
-    gates = TierHealths(["lmdb"])
-    gates.tiers[0].observe(0, Observed(reads_failed=9), 0.0)
-    counted = stats.totals() | worker.totals() | gates.totals() | RequestLog().totals()
+    health = TierHealths(["lmdb"])
+    health[0].observe(0, Observed(reads_failed=9), 0.0)
+    counted = stats.totals() | worker.totals() | health.totals() | RequestLog().totals()
     for flat in counted:
         name, *labels = flat.split(":")
         assert name in METRICS, flat
