@@ -87,7 +87,13 @@ TORCH_IN = (
     "tiers/copy/",
     "tiers/testing/simulated_copy.py",
 )
-ASYNCIO_IN = ("offload/worker/", "offload/loop.py", "offload/manager/", "tiers/")
+ASYNCIO_IN = (
+    "offload/worker/",
+    "offload/loop.py",
+    "offload/manager/",
+    "offload/requests/background_writer.py",
+    "tiers/",
+)
 
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}

@@ -109,7 +109,7 @@ class ServerSetup:
         """This is what the workers have agreed on."""
         self.namespace = namespace
         if self._requests is not None:
-            self._requests.namespace = namespace.name
+            self._requests.adopt(namespace.name)
 
     @property
     def fence_is_late(self) -> bool:

@@ -245,10 +245,11 @@ def failed(result: JobResult | None) -> Reason:
 
 
 class Sink(Protocol):
-    """What takes records that will not change any more; waits for nothing and never raises.
-    ``dropped`` counts those that it had no time for."""
+    """Takes records that will not change any more; never waits and never raises."""
 
-    dropped: int
+    @property
+    def dropped(self) -> int:
+        """Records that it did not take, because it was behind or has failed."""
 
     def __call__(self, record: RequestRecord) -> None: ...
 

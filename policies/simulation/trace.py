@@ -176,6 +176,34 @@ def request_row(request: Request) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value or name not in optional}
 
 
+class TraceLines:
+    """Lines of our own format, the first of which is ``head``. Numbers stand for block keys."""
+
+    def __init__(self, name: str, block_tokens: int, **meta: object) -> None:
+        self.head = _line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
+        self._numbers = BlockNumbers()
+
+    def record(
+        self, time_s: float, keys: Sequence[Hashable], prompt_tokens: int, **fields: Any
+    ) -> str:
+        """The line of one request by its block keys; ``fields`` are those of ``Request``."""
+        return self.request(Request(time_s, prompt_tokens, self._numbers.runs(keys), **fields))
+
+    @staticmethod
+    def request(request: Request) -> str:
+        """The line of one request whose blocks are numbered already."""
+        return _line(request_row(request))
+
+    @property
+    def different_blocks(self) -> int:
+        """The number of blocks that have a number."""
+        return len(self._numbers)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":")) + "\n"
+
+
 class TraceWriter:
     """Writes our own format, request by request: a context manager.
 
@@ -186,7 +214,7 @@ class TraceWriter:
 
     def __init__(self, path: str | Path, name: str, block_tokens: int, **meta: object) -> None:
         self._path = Path(path)
-        self._numbers = BlockNumbers()
+        self._lines = TraceLines(name, block_tokens, **meta)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -195,23 +223,17 @@ class TraceWriter:
         if self._path.suffix == ".gz":
             raw = cast("IO[bytes]", gzip.GzipFile(self._path.name, "wb", fileobj=raw))
         self._file = io.TextIOWrapper(raw, encoding="utf-8")
-        self._line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
+        self._file.write(self._lines.head)
 
     def record(
         self, time_s: float, keys: Sequence[Hashable], prompt_tokens: int, **fields: Any
     ) -> None:
         """Append one request by its block keys; ``fields`` are those of ``Request``."""
-        runs = self._numbers.runs(keys)
-        self.write(Request(time_s, prompt_tokens, runs, **fields))
+        self._file.write(self._lines.record(time_s, keys, prompt_tokens, **fields))
 
     def write(self, request: Request) -> None:
         """Append one request whose blocks are numbered already."""
-        self._line(request_row(request))
-
-    @property
-    def different_blocks(self) -> int:
-        """The number of blocks that have a number."""
-        return len(self._numbers)
+        self._file.write(self._lines.request(request))
 
     def flush(self) -> None:
         """Let others read what was written so far."""
@@ -232,6 +254,3 @@ class TraceWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _line(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")

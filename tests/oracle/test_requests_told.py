@@ -142,7 +142,7 @@ def _seen(number: int, keys: tuple[Any, ...] = (b"a", b"b")) -> Seen:
 
 
 def test_recording_ends_at_its_bound(tmp_path: Path) -> None:
-    recorder = TraceRecorder(str(tmp_path / "t.jsonl"), 16, blocks_most=3)
+    recorder = TraceRecorder(str(tmp_path / "t.jsonl"), 16, blocks_max=3)
     for number in range(4):
         recorder.record(_seen(number, (b"%d" % number, b"-%d" % number)))
     recorder.close()

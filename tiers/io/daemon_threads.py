@@ -11,8 +11,11 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -69,6 +72,43 @@ class DaemonThreads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+
+
+class DaemonExecutor(Executor):
+    """One daemon thread for ``loop.run_in_executor``, for example of ``aiofiles``."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a blocking function as soon as the thread is free."""
+        done: Future[T] = Future()
+        self._queue.put(partial(_settle, done, partial(fn, *args, **kwargs)))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End after the queued calls. Blocks, with ``wait``, for as long as one hangs."""
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # it holds the caller's buffers
+
+
+def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # the caller's to handle, whatever it is
+        done.set_exception(error)
+    else:
+        done.set_result(result)
 
 
 def _prepared(

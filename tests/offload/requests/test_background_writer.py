@@ -1,0 +1,91 @@
+"""The writer of the request log and the recorded trace: order, bounds, and a disk that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from pathlib import Path
+
+import pytest
+
+from offload.requests.background_writer import WAITING_MAX, BackgroundWriter
+from tests.threads import no_thread_is_left
+
+GENEROUS_S = 60.0
+
+
+class Disk:
+    """Takes numbers once it is ``free``, on the writer's executor."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.busy = threading.Event()
+        self.free = threading.Event()
+
+    async def write(self, batches: AsyncIterator[list[int]], executor: Executor) -> None:
+        async for batch in batches:
+            await asyncio.get_running_loop().run_in_executor(executor, self._take, batch)
+
+    def _take(self, batch: list[int]) -> None:
+        self.busy.set()
+        assert self.free.wait(GENEROUS_S)
+        self.taken += batch
+
+
+def test_everything_is_written_in_order_before_it_is_closed() -> None:
+    disk = Disk()
+    disk.free.set()
+    with no_thread_is_left():
+        writer = BackgroundWriter("test", "writing", disk.write)
+        for number in range(WAITING_MAX):
+            writer.put(number)
+        writer.close(GENEROUS_S)
+        writer.close(GENEROUS_S)
+    assert disk.taken == list(range(WAITING_MAX))
+    writer.put(-1)
+    assert writer.dropped == 1
+
+
+def test_a_disk_that_hangs_bounds_what_waits(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    with no_thread_is_left():
+        writer = BackgroundWriter("test", "writing", disk.write)
+        writer.put(0)
+        assert disk.busy.wait(GENEROUS_S)
+        for number in range(1, WAITING_MAX + 4):
+            writer.put(number)  # never waits: nobody frees the disk meanwhile
+        assert writer.dropped == 3
+        disk.free.set()
+        writer.close(GENEROUS_S)
+    assert disk.taken == list(range(WAITING_MAX + 1))
+    assert not [record for record in caplog.records if "did not end" in record.message]
+
+
+HUNG = """
+import os, sys, threading
+hangs = threading.Event()
+def hang(*_):
+    hangs.set()
+    threading.Event().wait()
+os.replace = hang  # before aiofiles takes it
+from offload.requests.miss_reasons import RequestRecord
+from offload.requests.request_log import RequestFile
+file = RequestFile(sys.argv[1], 8)
+file(RequestRecord("r", 0.0, 1, 0))
+assert hangs.wait(60)
+file.close(0.05)
+print("closed")
+"""
+
+
+def test_a_process_with_a_dead_disk_exits(tmp_path: Path) -> None:
+    """A thread that the interpreter joins at exit would hold it up forever."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text("{}\n")
+    command = [sys.executable, "-c", HUNG, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=GENEROUS_S, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
