@@ -129,7 +129,7 @@ def colour_of(series: str, number: int) -> str:
 
 
 def direction(column: str, *, cost: bool | None = None) -> str:
-    """What the axis says below the column's name. ``cost`` overrides what the name suggests."""
+    """The text of the axis: the column, and which direction is better. ``cost`` overrides what the name suggests."""
     if cost is None:
         cost = column in LOWER_IS_BETTER or column.startswith("TTFT")
     return f"{column} ({'lower' if cost else 'higher'} is better)"
@@ -137,7 +137,7 @@ def direction(column: str, *, cost: bool | None = None) -> str:
 
 @dataclass(slots=True)
 class Bars:
-    """What a plot shows: groups of bars, a bar per series, with intervals where they are known."""
+    """The content of a plot: groups of bars, a bar per series, with intervals where they are known."""
 
     groups: list[str]
     series: list[str]
@@ -245,7 +245,7 @@ def deliver(
     wanted: Callable[[Row], bool] | None = None,
     cost: bool | None = None,
 ) -> None:
-    """What every command does at its end: JSON or a table, and files if they are to be kept."""
+    """End a command: print JSON or a table, and keep files if asked to."""
     if as_json:
         print(to_json(report))
     else:

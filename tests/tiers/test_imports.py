@@ -1,4 +1,4 @@
-"""What importing parts of ``tiers`` loads."""
+"""Importing a part of ``tiers`` loads only the libraries that it needs."""
 
 from __future__ import annotations
 
