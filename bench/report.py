@@ -129,7 +129,8 @@ def colour_of(series: str, number: int) -> str:
 
 
 def direction(column: str, *, cost: bool | None = None) -> str:
-    """The text of the axis: the column, and which direction is better. ``cost`` overrides what the name suggests."""
+    """The text of the axis: the column, and which direction is better. ``cost`` overrides the guess
+    from the column's name."""
     if cost is None:
         cost = column in LOWER_IS_BETTER or column.startswith("TTFT")
     return f"{column} ({'lower' if cost else 'higher'} is better)"
@@ -137,7 +138,7 @@ def direction(column: str, *, cost: bool | None = None) -> str:
 
 @dataclass(slots=True)
 class Bars:
-    """The content of a plot: groups of bars, a bar per series, with intervals where they are known."""
+    """The content of a plot: groups of bars, a bar per series, and intervals where known."""
 
     groups: list[str]
     series: list[str]

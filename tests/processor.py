@@ -30,7 +30,7 @@ def pretend() -> None:
 
 
 def has_avx512() -> bool:
-    """Whether kernels for AVX-512 are used here."""
+    """True if kernels for AVX-512 are used here."""
     import torch
 
     return bool(torch.cpu._is_avx512_supported())

@@ -45,12 +45,12 @@ def hold_loads(worker: Any) -> None:
 
 
 def held_loads(worker: Any) -> int:
-    """How many have begun since."""
+    """The number of copies begun since."""
     return int(executor(worker)._engine.kvtest_held)
 
 
 def release_loads(worker: Any) -> None:
-    """What is held goes on, and nothing more is held."""
+    """Release the held copies, and hold no more."""
     engine = executor(worker)._engine
     del engine._load
     engine.kvtest_gate.set()

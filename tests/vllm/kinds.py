@@ -268,7 +268,7 @@ def planted_faults_are_seen(engine: Engine, expected: Expected, stored: Blocks) 
 
 
 def wrong_bits(found: bytes, right: bytes) -> int:
-    """How many bits differ."""
+    """The number of bits that differ."""
     return (int.from_bytes(found) ^ int.from_bytes(right)).bit_count()
 
 
@@ -301,7 +301,7 @@ def record_loads(llm: Any) -> None:
 
 
 def take_loads(llm: Any) -> Loads:
-    """What was noted since the last call."""
+    """Returns the notes since the last call."""
     side = connector(llm)._scheduler
     promised, blocks = side.kvtest_loads
     side.kvtest_loads = ([], set())

@@ -11,7 +11,7 @@ def connector(llm: Any) -> Any:
 
 
 def is_idle(llm: Any) -> bool:
-    """Whether the connector has nothing left to do."""
+    """True if the connector has nothing left to do."""
     return not connector(llm).has_pending_push_work()
 
 

@@ -1,4 +1,4 @@
-"""What a test process and an engine process say to each other. Imports neither vllm nor torch."""
+"""Messages between a test process and an engine process. Imports neither vllm nor torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Generation:
     finish_reason: str | None
 
     def same_output(self, other: Generation) -> bool:
-        """Whether tokens and log-probabilities are equal to the last bit."""
+        """True if tokens and log-probabilities are equal to the last bit."""
         return self.tokens == other.tokens and self.logprobs == other.logprobs
 
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the call gave: a value, or the text of a traceback."""
+    """The result of the call: a value, or the text of a traceback."""
 
     value: object
     error: str | None = None

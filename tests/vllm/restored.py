@@ -1,5 +1,5 @@
-"""What every end-to-end test compares: that blocks were really restored, that their bytes are those
-that were computed, and answers with log-probabilities where both runs computed alike."""
+"""The comparisons of every end-to-end test: that blocks were really restored, that their bytes are
+those that were computed, and answers with log-probabilities where both runs computed alike."""
 
 from __future__ import annotations
 

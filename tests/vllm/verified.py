@@ -29,7 +29,7 @@ def added(transfer: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count(llm: Any) -> Verified:
-    """What the ranks of an engine have counted so far."""
+    """The counters of an engine's ranks so far."""
     ranks = faults.on_workers(llm, _of_worker)
     planner = connector(llm)._scheduler.planner
     totals = planner.totals() if planner is not None else {}
