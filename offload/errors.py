@@ -7,11 +7,12 @@ OffloadError
     PageSizeError                page bytes that disagree with the memory they lie in
     UnsupportedSpecError         a KV cache kind that is not offloaded
   CapacityError                  a tier too small to hold one chunk
-  TransferError                  a copy that failed (raised by ``tiers.copy.base``)
   TierUnavailableError           a tier that cannot be opened
-  ManagerClosedError             an ``OffloadManager`` that is used while or after it is closed
+  ManagerClosedError             a call of an ``OffloadManager`` that is closed or closing
   NamespaceError                 stored geometry or format differs
-  InvariantError                 our bug; the message carries the state
+  InvariantError                 a bug in this package; the message carries the state
+
+A failed copy raises ``tiers.copy.base.TransferError``, which is not an ``OffloadError``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 
 
 class OffloadError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a configuration: where (``$.tiers[0].capacity``), what, how to fix."""
+    """One fault of a configuration: where (``$.tiers[0].capacity``), what, and how to fix it."""
 
     where: str
     what: str
@@ -39,7 +40,7 @@ class Problem:
 
 
 class ConfigError(OffloadError, ValueError):
-    """One or more problems of a configuration, all reported at once."""
+    """A bad configuration; ``problems`` lists every fault of it."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -74,7 +75,7 @@ class TierUnavailableError(OffloadError):
 
 
 class ManagerClosedError(OffloadError):
-    """An ``OffloadManager`` was closed before an operation began or came to its end."""
+    """An ``OffloadManager`` was closed before an operation began, or before it ended."""
 
 
 class NamespaceError(OffloadError):

@@ -30,7 +30,7 @@ def parse_size(value: object) -> int:
     """Bytes from an integer or a text such as ``"8GiB"``; a fraction of a byte is cut off.
 
     Raises ``ValueError`` whose text says what is wrong and, after the first period, how to write
-    it. Zero is allowed here; whether it makes sense is the caller's matter.
+    it. Zero is allowed here; the caller checks whether it makes sense.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -46,10 +46,10 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """A short text for a size: exact where two decimals or the next smaller unit allow it
+    """Return a short text for a size: exact if two decimals or the next smaller unit allow it
     (``8GiB``, ``5.75GiB``, ``1537MiB``), else with two decimals.
 
-    The rounded form never rounds up, so that a limit that is quoted in a hint is really a limit.
+    It never rounds up, so that a limit that a hint quotes is a valid value.
     """
     if size < KIB:
         return f"{size}B"

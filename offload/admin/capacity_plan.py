@@ -1,4 +1,4 @@
-"""What ``kvtiers plan`` works out: what tiers hold and hit, whether loading pays, what is written.
+"""The arithmetic of ``kvtiers plan``: capacity, hits, whether loading pays, and bytes written.
 
 Pure: sizes, speeds and the simulator's result in, a plan out.
 
@@ -95,7 +95,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What the simulator said: hits with these capacities, and with an endless cache."""
+    """The simulator's result: hits with these capacities, and with an infinite cache."""
 
     trace: Trace
     result: Result
@@ -162,7 +162,7 @@ def make_plan(
 
 
 def _does_not_pay(tier: str) -> str:
-    """What a server makes of it: only lower tiers have a gate (``offload.planner.tier_health``)."""
+    """Say how a server reacts: it compares only lower tiers (``offload.planner.tier_health``)."""
     what = f"{tier}: computing is faster than loading"
     if tier == "cpu":
         return f"{what}, and break_even watches lower tiers only: loads would slow requests down"

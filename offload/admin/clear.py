@@ -1,5 +1,5 @@
-"""What ``kvtiers clear`` removes: whole namespaces, in those that stay the records that were not
-used for long, and what was moved aside. What a live server uses stays as it is.
+"""The work of ``kvtiers clear``: it removes whole namespaces, records that were not used for long,
+and folders that were moved aside. It leaves alone what a live server uses.
 
 What cannot be deleted is reported, stays visible to ``kvtiers inspect``, and is tried again by
 every later ``clear`` of the path, whatever that is asked for.
@@ -21,7 +21,8 @@ from tiers.folders.folder import prepare
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for; each that is given must fit. ``before_ns``: last used before that."""
+    """The conditions for a removal; all that are given must hold. ``before_ns`` is the time before
+    which the last use must lie."""
 
     names: Sequence[str] = ()
     models: Sequence[str] = ()
@@ -29,7 +30,7 @@ class Wanted:
     set_aside: bool = False
 
     def fits(self, home: NamespaceFolder) -> bool:
-        """Whether a namespace is meant, or something in it, whatever its age."""
+        """Return True if a namespace fits, or something in it may, whatever its age."""
         return (not self.names or home.name.startswith(tuple(self.names))) and (
             not self.models or home.model in self.models
         )
@@ -37,9 +38,8 @@ class Wanted:
 
 @dataclass(slots=True)
 class Removal:
-    """One namespace to remove, or with ``old`` so many records of its stores, or with ``aside``
-    folders that a tier in it moved aside. ``left_bytes`` could not be deleted; ``problem`` says
-    why."""
+    """One removal: a namespace, or ``old`` records in it (their number), or the folders in it that
+    a tier moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` says why."""
 
     home: NamespaceFolder
     size_bytes: int
@@ -53,7 +53,7 @@ class Removal:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the namespace itself goes."""
+        """True if the namespace itself goes."""
         return not (self.old or self.aside)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Removal:
 
 
 def find_removals(homes: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
-    """What fits, and what earlier removals have left. Raises what opening a store raises."""
+    """List what fits, and what earlier removals left. Raises what opening a folder raises."""
     found = []
     for home in homes:
         size, last_used = usage(home.folder)
@@ -128,7 +128,8 @@ def _find_old(removal: Removal, before_ns: int) -> bool:
 
 
 def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int], None]) -> None:
-    """Do it; ``advance`` is told of each. Modifies ``removals``. Raises as ``alone_with`` does."""
+    """Remove everything, and call ``advance`` after each. Modifies ``removals``. Raises as
+    ``alone_with`` does."""
     for removal in removals:
         try:
             removal.done = _remove(removal, before_ns)
@@ -142,7 +143,7 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
 
 
 def _remove(removal: Removal, before_ns: int) -> bool:
-    """Whether it is gone; ``False`` or ``InUseError`` if a server uses it. Raises
+    """Return True if it is gone, and False if a server uses it. Raises ``InUseError`` and
     ``NotDeletedError``."""
     home = removal.home
     if home.is_trash:

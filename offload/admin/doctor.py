@@ -1,4 +1,4 @@
-"""What ``kvtiers doctor`` finds out about a model, and how it says it. Pure: numbers in, text out.
+"""The findings of ``kvtiers doctor`` about a model, and their text. Pure: numbers in, text out.
 
 ``offload.connector.model.probe`` asks vLLM for the geometry; here it is put beside the configured
 tiers.
@@ -53,7 +53,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """How many tokens of one long prefix a tier holds, all ranks together."""
+    """The tokens of one long prefix that a tier can hold, all ranks together."""
 
     name: str
     capacity_bytes: int
@@ -79,13 +79,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the model can be offloaded with this configuration."""
+        """True if the model can be offloaded with this configuration."""
         return not self.refused
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the probe found. ``pages[g]`` are the pages of the layers of group ``g``, without
+    """The result of the probe. ``pages[g]`` are the pages of the layers of group ``g``, without
     and with padding."""
 
     model: str
@@ -104,7 +104,7 @@ def refusal(model: str, reason: str, fixes: Sequence[str] = ()) -> Report:
 
 
 AskAgain = Callable[[Sequence[str]], LayoutInput | None]
-"""What vLLM makes of the model with more flags; ``None`` if it refuses them."""
+"""Asks vLLM about the model with more flags; returns ``None`` if vLLM refuses them."""
 
 
 def examine(

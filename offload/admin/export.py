@@ -1,14 +1,13 @@
 """``kvtiers export``: the records of a namespace into one file.
 
-Any store will do, also one that a server writes to: what is evicted meanwhile is left out, and
-every record is verified before it is written. Records go in the order of their last use, oldest
-first, so that a store that is filled from the file has the same order.
+A server may write to the same folder: the export leaves out what the server evicts meanwhile, and
+verifies every record before it writes it. Records go in the order of their last use, oldest first,
+so that a tier that is filled from the file has the same order.
 
-The file that an export is written to: under another name until it is whole, by one at a time.
-
-The part has a lock of the kernel's, which ends with its process: what a killed export left is
-written over by the next. Only whoever holds it writes, removes or renames the part, and it looks
-again then whether the part that it has locked is still the one that has the name.
+The export writes to a part file, which it renames when it is whole. A kernel lock on the part lets
+one process at a time write, remove or rename it, and ends with that process: the next export
+overwrites what a killed one left. After taking the lock the export checks that the locked file
+still has the part's name.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class Exported:
-    """What one store gave. ``damaged`` and ``unread`` (encrypted, no key) records were left out,
-    as were those that were ``gone`` by the time they were read."""
+    """Counts of one rank's records. ``damaged`` and ``unread`` (encrypted, no key) records were
+    left out, and so were those that were ``gone`` before they could be read."""
 
     replica: int
     rank: int
@@ -146,7 +145,7 @@ def _export_store(
 
 
 def _about(store: RankFolder, outside: OfflineStore, record_bytes: int) -> dict[str, Any]:
-    """What an import must know of a store. ``record_bytes`` is its smallest payload."""
+    """Describe one rank's records for the import. ``record_bytes`` is the smallest payload."""
     owner = outside.owner
     return {
         "replica": store.replica,

@@ -60,8 +60,8 @@ OWN = ("replica", "rank", "refused", "damaged", "left")
 
 @dataclass(slots=True)
 class Imported:
-    """What went into one store. ``damaged`` frames were skipped; ``refused`` says why nothing of
-    this store could be imported; ``left`` records were whole and found no room, or were refused."""
+    """The result for one rank. ``damaged`` frames were skipped; ``refused`` says why nothing of
+    this rank could be imported; ``left`` records were whole and found no space, or were refused."""
 
     replica: int
     rank: int
@@ -72,7 +72,7 @@ class Imported:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every record is in the store now."""
+        """True if every record is in the tier now."""
         return not (self.refused or self.damaged or self.left or self.counts.failed)
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Import:
 
 
 def _is_store(about: dict[str, Any] | None) -> bool:
-    """Whether the beginning of a store says what must be known of it."""
+    """Return True if the description of a rank has all that an import needs."""
     if about is None:
         return False
     numbers = [about.get(name) for name in ("replica", "rank", "epoch", "record_bytes")]

@@ -1,4 +1,4 @@
-"""What ``kvtiers inspect`` counts: one walk over the records of a store, payloads unread."""
+"""The counts of ``kvtiers inspect``, from one walk over the records that reads no payloads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NamespaceSummary:
 def summarise(
     homes: list[NamespaceFolder], advance: Callable[[int], None]
 ) -> list[NamespaceSummary]:
-    """Walk over everything; ``advance`` is told of records seen."""
+    """Walk over everything. ``advance`` gets the number of records seen since its last call."""
     found = []
     for home in homes:
         disk_bytes, last_used = usage(home.folder)

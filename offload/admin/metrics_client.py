@@ -1,7 +1,7 @@
-"""What ``kvtiers top`` makes of a server's ``/metrics``: tiers, totals, and rates of two pages.
+"""Reads a server's ``/metrics`` for ``kvtiers top``: tiers, totals, and rates from two pages.
 
-Versions differ in which metrics they have: whatever is missing is ``None`` and shown as a dash.
-Several engines (data-parallel replicas) are summed, except states, of which the worst counts.
+Versions differ in the metrics that they have: a missing one is ``None`` and shown as a dash. The
+numbers of several engines (data-parallel replicas) are added; of their states the worst counts.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class TierView:
 
 @dataclass(slots=True)
 class View:
-    """What is shown. ``hit_ratio`` is of the prompt tokens that vLLM asked the tiers for;
-    ``misses`` are requests since the start of the server, by reason."""
+    """All values to show. ``hit_ratio`` is a share of the prompt tokens that vLLM asked the tiers
+    for; ``misses`` counts requests since the start of the server, by reason."""
 
     tiers: list[TierView]
     running: float | None
@@ -144,7 +144,7 @@ class TierHits:
 
 
 def hits(page: Page) -> list[TierHits]:
-    """What every tier had and gave."""
+    """Return the lookups and hits of every tier."""
     return [
         TierHits(
             name,
@@ -234,7 +234,7 @@ def parse(text: str, at_s: float) -> Page:
 
 
 def view(now: Page, before: Page | None = None) -> View:
-    """What to show of a page; rates need an earlier one."""
+    """Collect the values to show from a page; rates need an earlier one."""
     return View(
         tiers=[_tier(name, now, before) for name in now.tiers],
         running=now.value("vllm:num_requests_running", None),
@@ -273,7 +273,7 @@ def _tier(name: str, now: Page, before: Page | None) -> TierView:
 
 
 def _gain(name: str, now: Page, before: Page | None, tier: str | None = None) -> float | None:
-    """How much a counter grew; after a restart of the server, what it counted since."""
+    """Return the growth of a counter; after a restart of the server, its value since then."""
     value = now.value(name, tier)
     if value is None or before is None:
         return None

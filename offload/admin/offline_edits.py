@@ -1,7 +1,7 @@
-"""What the command line changes in stores: only where no server uses them.
+"""Changes that the command line makes below a tier's path, only where no server uses it.
 
-The owner of a store keeps its index in memory, so nobody else may write beside it. Short changes
-hold the lock of the path, for which a server that starts meanwhile waits some seconds.
+The owner of a rank's folder keeps its index in memory, so no other process may write to it. Short
+changes hold the lock of the path; a server that starts meanwhile waits some seconds for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def is_older(record: Found, before_ns: int) -> bool:
 def _open_alone(store: RankFolder, key_file: str) -> LmdbReader | FileReader:
     if store.kind == "file":
         return FileReader(store.folder)
-    # Checked when the walk began; whoever used it since has checked it too. What is changed is
+    # It was checked when the walk began, and every later user checked it too. Each change is
     # checked once more.
     return LmdbReader(store.folder, is_owned=True, key_file=key_file)
 

@@ -1,7 +1,7 @@
-"""What ``kvtiers verify`` does with one store: read and verify every record.
+"""The work of ``kvtiers verify`` on one rank's folder: it reads and verifies every record.
 
-A live server's store is only read: what is damaged there, its owner drops when it next reads it,
-and answers with a miss. Without an owner damaged records are removed here.
+If a server owns the folder, nothing is changed: the server drops a damaged record when it next
+reads it, and treats it as a miss. Without an owner the command removes damaged records.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Pace:
 
 @dataclass(slots=True)
 class Scrubbed:
-    """What was found in one store. ``gone`` were removed or replaced by the owner meanwhile;
-    ``unread`` are encrypted and their key was not given. ``problem`` says why the store could not
-    be read, or not to its end, or would not be used by a start; ``standing`` and ``remark`` are as
-    in ``offload.namespaces.inventory``."""
+    """The result for one rank's folder. The owner removed or replaced the ``gone`` records
+    meanwhile; the ``unread`` ones are encrypted and their key was not given. ``problem`` says why
+    the folder could not be read to its end, or why a server would not use it; ``standing`` and
+    ``remark`` are as in ``offload.namespaces.inventory``."""
 
     store: RankFolder
     records: int = 0
@@ -97,7 +97,7 @@ def scrub(
     pace: Pace,
     advance: Callable[[int], None],
 ) -> None:
-    """Read and verify everything; ``advance`` is told the bytes. Modifies ``result``.
+    """Read and verify everything. ``advance`` gets the bytes that were read. Modifies ``result``.
 
     Raises ``StoreChangedError``.
     """

@@ -15,17 +15,20 @@ from typer.core import TyperCommand, TyperGroup
 from offload.cli.output import guarded_output
 
 COMMANDS = {
-    "top": ("offload.cli.top", "A running server, live, from its /metrics."),
-    "why": ("offload.cli.why", "Why did the last requests miss?"),
-    "inspect": ("offload.cli.inspect", "What lies in a tier's folder, also while it is used."),
-    "verify": ("offload.cli.verify", "Read and check every record; remove what is damaged."),
+    "top": ("offload.cli.top", "Show a running server, live, from its /metrics."),
+    "why": ("offload.cli.why", "Show why the last requests missed."),
+    "inspect": (
+        "offload.cli.inspect",
+        "Show what a tier's folder holds, in use or not.",
+    ),
+    "verify": ("offload.cli.verify", "Read and check every record; remove damaged ones."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
-    "export": ("offload.cli.export", "Records of a namespace into one file."),
-    "import": ("offload.cli.import_", "Records of an export into a tier's folder."),
-    "doctor": ("offload.cli.doctor", "Can this model be offloaded, and how?"),
-    "plan": ("offload.cli.plan", "What tiers of given sizes would hold, hit, save and write."),
-    "bench": ("offload.cli.bench", "Benchmarks, from a checkout."),
-    "simulate": ("policies.simulation.cli", "Eviction policies on request traces."),
+    "export": ("offload.cli.export", "Write the records of a namespace to one file."),
+    "import": ("offload.cli.import_", "Read the records of an export into a tier's folder."),
+    "doctor": ("offload.cli.doctor", "Check whether and how a model can be offloaded."),
+    "plan": ("offload.cli.plan", "Predict what tiers of given sizes hold, hit, save and write."),
+    "bench": ("offload.cli.bench", "Run benchmarks, from a checkout."),
+    "simulate": ("policies.simulation.cli", "Run eviction policies on request traces."),
 }
 """Module and line of help of each command, in the order shown."""
 

@@ -44,7 +44,7 @@ AGAIN = "It counts towards the capacity. See to the cause and run this again"
 def clear(
     folder: Folder,
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Begin of a namespace's name. Repeatable.")
+        list[str] | None, typer.Option(help="Beginning of a namespace's name. Repeatable.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Model's name. Repeatable.")] = None,
     unused_for: Annotated[
@@ -55,11 +55,11 @@ def clear(
         ),
     ] = "",
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="Only what was moved aside as damaged.")
+        bool, typer.Option("--set-aside", help="Only folders that were moved aside as damaged.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Everything below the path.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove namespaces by name, model or age; what a running server uses stays.

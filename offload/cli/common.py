@@ -1,4 +1,4 @@
-"""What the commands share: how they refuse, read sizes and times, show progress and print."""
+"""Helpers of all commands: refusals, sizes and times, progress, and output."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Problems(list[Problem]):
             self.file(Path(path), "Give --key-file the file of the server's configuration.")
 
     def homes(self, folder: Path) -> list[NamespaceFolder]:
-        """What lies below a folder; a problem if nothing does."""
+        """Find the namespaces below a folder; add a problem if there are none."""
         from offload.cli.path_hints import not_a_folder
         from offload.namespaces.inventory import find_homes
 
@@ -119,7 +119,7 @@ class Problems(list[Problem]):
 
 
 def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
-    """What keeps a path from being read, and what to do; ``fix`` is for another path."""
+    """Say why a path cannot be read, and what to do; ``fix`` applies if the path is wrong."""
     if isinstance(error, PermissionError):
         return "may not be read by this user", "Run this as the user that the server runs as."
     if isinstance(error, NotADirectoryError):
@@ -229,7 +229,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def age_text(at_ns: int, now_s: float | None = None) -> str:
-    """How long ago that was; ``?`` if it is not known."""
+    """The age of a time stamp as text, or ``?`` if it is unknown."""
     if at_ns <= 0:
         return "?"
     seconds = max(0.0, (now_s or time.time()) - at_ns / 1e9)

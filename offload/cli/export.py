@@ -34,7 +34,7 @@ app = make_app()
 def export(
     folder: Folder,
     file: Annotated[Path, typer.Argument(help="File to write.")],
-    namespace: Annotated[str, typer.Option(help="Begin of the namespace's name.")] = "",
+    namespace: Annotated[str, typer.Option(help="Beginning of the namespace's name.")] = "",
     model: Annotated[str, typer.Option(help="Model's name.")] = "",
     rate: Annotated[
         str,
@@ -60,7 +60,7 @@ def export(
     if file.is_dir() or not file.parent.is_dir():
         problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
     elif file.exists() and not file.is_file():
-        problems.add(str(file), "is no regular file", "Name a file that may be written anew.")
+        problems.add(str(file), "is no regular file", "Name a file that can be replaced.")
     elif file.exists() and not overwrite:
         problems.add(str(file), "exists", "Name another file, or give --overwrite.")
     problems.refuse("export")
@@ -73,7 +73,7 @@ def export(
 def _choose(
     problems: Problems, homes: list[NamespaceFolder], namespace: str, model: str
 ) -> NamespaceFolder | None:
-    """The one namespace that is meant; a problem if it is none or several."""
+    """Return the one namespace that fits; add a problem if none or several do."""
     fitting = [
         home
         for home in homes

@@ -88,7 +88,7 @@ def inspect(
 
 
 def _hits(address: str) -> list[TierHits]:
-    """What the server's tiers have given."""
+    """Fetch the hits of the server's tiers."""
     from offload.admin.metrics_client import PageError, fetch, hits, parse, shown_url
 
     try:

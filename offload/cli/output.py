@@ -1,7 +1,7 @@
-"""What becomes of a program whose output cannot be written, because the disk below it is full: one
-line on stderr and exit code 1, wherever it happened and whether the output is buffered or not.
+"""Ends a program whose output cannot be written, for example because the disk is full.
 
-Of a closed pipe (``| head``) nothing is said; the program ends with 1 as well.
+It prints one line on stderr and exits with code 1, wherever the failure happens and whether the
+output is buffered or not. After a closed pipe (``| head``) it prints nothing and exits with 1 too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 
 class OutputLostError(Exception):
-    """Standard output cannot be written. No ``OSError``, because those tell of a store."""
+    """Standard output cannot be written. Not an ``OSError``, because those concern a tier."""
 
 
 class _Output:
@@ -24,11 +24,11 @@ class _Output:
         self._file = file
 
     def write(self, text: str) -> int:
-        with _told():
+        with _as_output_lost():
             return self._file.write(text)
 
     def flush(self) -> None:
-        with _told():
+        with _as_output_lost():
             self._file.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class _Output:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _as_output_lost() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
@@ -47,7 +47,7 @@ def _told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Around the whole program."""
+    """Guard standard output while the program runs."""
     file = sys.stdout
     if file is None:  # it was started with stdout closed: nothing is printed
         yield

@@ -1,5 +1,5 @@
-"""What was given to a command in the place of a tier's folder: the address of a Mooncake store, or
-a server's configuration. Neither can be looked into; the user is told what to do instead."""
+"""Hints for a user who gives a command something other than a tier's folder: the address of a
+Mooncake store, or a server's configuration. The command cannot read those and says what to do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CONFIG_BYTES_MAX = 1 << 20
 
 STORE = "is the address of a Mooncake store: the commands that look at records need a folder"
 INSTEAD = (
-    "What it holds is on its master's page (http://{host}:9003/metrics/summary, unless that was "
-    "started with another --metrics_port), what a server finds there on the server's (kvtiers top "
-    "URL). Servers check every record that they read. To empty it, start the master anew."
+    "Its master's page shows what it holds (http://{host}:9003/metrics/summary, unless the master "
+    "was started with another --metrics_port); kvtiers top URL shows what a server finds there. "
+    "Servers check every record that they read. To empty the store, restart the master."
 )
 
 
 def not_a_folder(path: Path) -> tuple[str, str] | None:
-    """What this is and what to do instead, if it is something that is taken for a tier's path."""
-    # Of os.path, because those of Path raise where a parent may not be looked into.
+    """Say what a path is and what to do instead, if users mistake it for a tier's path."""
+    # os.path, because the methods of Path raise where a parent may not be read
     if not os.path.exists(path):
         match = _ADDRESS.fullmatch(str(path))
         return (STORE, INSTEAD.format(host=match["host"])) if match else None

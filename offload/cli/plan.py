@@ -44,7 +44,7 @@ Parameters = Annotated[
     float, typer.Option(min=0, help="Active parameters, as 8e9. (default: the model's)")
 ]
 Endurance = Annotated[
-    str, typer.Option(help="Bytes that the disk may be written in its life, as 1200TB.")
+    str, typer.Option(help="Bytes that may be written to the disk in its life, as 1200TB.")
 ]
 TokenBytes = Annotated[
     str, typer.Option(help="Bytes of one token's KV, all ranks; instead of a model.")
@@ -68,7 +68,7 @@ def plan(
     parameters: Parameters = 0.0,
     write_budget: Annotated[str, typer.Option(help="Bytes to write per day, as 2TB.")] = "",
     endurance: Endurance = "",
-    years: Annotated[float, typer.Option(min=0.1, help="Years that it shall last.")] = YEARS,
+    years: Annotated[float, typer.Option(min=0.1, help="Years that the disk must last.")] = YEARS,
     token_bytes: TokenBytes = "",
     as_json: AsJson = False,
 ) -> None:
@@ -110,7 +110,11 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
     if model.startswith("-"):  # an option that is not known goes on to vLLM, but after a model
         problems.add(model, "is no option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):
-        what = "both MODEL and --token-bytes are given" if model else "neither is given"
+        what = (
+            "both MODEL and --token-bytes are given"
+            if model
+            else "neither MODEL nor --token-bytes is given"
+        )
         problems.add("MODEL", what, "Give a model, or --token-bytes 128KiB.")
     elif flags and not model:
         problems.add(flags[0], "is no option", "Flags of vLLM come after MODEL; see --help.")

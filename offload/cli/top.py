@@ -49,11 +49,12 @@ def top(
     interval: Annotated[
         float,
         typer.Option(
-            min=0.0, max=86_400.0, help="Seconds between two looks; rates are over this time."
+            min=0.0, max=86_400.0, help="Seconds between two views; rates cover this time."
         ),
     ] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="One view and no more; --interval 0 for no rates.")
+        bool,
+        typer.Option("--once", help="Show one view and exit; with --interval 0 it has no rates."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``kvtiers why``: what the last requests found, and why they did not find more."""
+"""``kvtiers why``: what the last requests of a server found, and why they missed the rest."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 @app.command()
 def why(
     file: File,
-    last: Annotated[int, typer.Option(help="So many of the newest requests.")] = 20,
+    last: Annotated[int, typer.Option(help="Number of the newest requests to show.")] = 20,
     request: Annotated[str, typer.Option(help="Only requests whose id contains this.")] = "",
     reason: Annotated[str, typer.Option(help="Only requests with this reason.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what the last requests of a server found in which tier, and why not more.
+    """Show what the last requests of a server found in which tier, and why they missed the rest.
 
-    Works while the server runs. The counters vllm:kvtiers_misses_total have all requests.
+    Works while the server runs. The counters vllm:kvtiers_misses_total cover all requests.
     """
     from offload.requests.miss_reasons import MEANINGS
 
@@ -71,7 +71,7 @@ def why(
 
 
 def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
-    """The records of a file; a last line that is still being written is left out."""
+    """Read the records of a file, without a last line that is still being written."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MAX]
@@ -90,8 +90,8 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
 
 
 def _is_record(record: Any) -> bool:
-    """Whether it has what every record of a server has, and nothing in it is of another kind.
-    Reasons may be those of a newer version."""
+    """Return True if a record has all fields that a server writes, with values of the right types.
+    A newer version may have other reasons."""
     if not isinstance(record, dict) or not isinstance(record.get("loaded_tokens"), dict):
         return False
     numbers = [record.get(name) for name in NUMBERS] + list(record["loaded_tokens"].values())
@@ -141,7 +141,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
 
 
 def _where(record: dict[str, Any]) -> str:
-    """The first missing chunk, and what is known of it."""
+    """Describe the first missing chunk."""
     parts = []
     if "missing" in record:
         missing = record["missing"]

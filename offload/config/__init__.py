@@ -1,1 +1,1 @@
-"""What a user configures: schema, options, checks against this machine. Knows no running server."""
+"""The configuration: schema, options and checks against this machine. Knows no running server."""

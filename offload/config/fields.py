@@ -35,7 +35,7 @@ class PolicyConfig(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> str | dict[str, Any]:
-        """What ``policies.registry`` takes: the name, or a mapping with the options beside it."""
+        """The spec for ``policies.registry``: the name, or a mapping of the name and options."""
         return {"name": self.name, **self.options} if self.options else self.name
 
 
@@ -57,7 +57,7 @@ REQUIRED: Any = _Missing()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of value is read, and how the reference names it."""
+    """A kind of value: the function that reads it, and its name in the reference."""
 
     label: str
     read: Reader
@@ -79,7 +79,7 @@ class Field:
 
 
 def show(value: Any) -> str:
-    """A value as it stood in the configuration, cut to one short line."""
+    """A value as the configuration has it, cut to one short line."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -101,7 +101,7 @@ def read_table(
     problems: list[Problem],
     elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Every field of ``fields`` from the mapping ``raw``; faulty and missing ones by default.
+    """Read every field of ``fields`` from the mapping ``raw``; bad and missing ones get defaults.
 
     ``elsewhere`` says where a name is known that is unknown here. Problems are appended.
     """
@@ -211,7 +211,7 @@ def path() -> Kind:
             problems.append(Problem(where, f"must be absolute (got {show(value)})", fix))
             return None
         if ".." in value.split("/"):
-            fix = f"Write {show(os.path.normpath(value))} if that is meant."
+            fix = f"Write the path without it, perhaps {show(os.path.normpath(value))}."
             problems.append(Problem(where, f'must not contain ".." (got {show(value)})', fix))
             return None
         return "/" + os.path.normpath(value).lstrip("/")

@@ -45,12 +45,12 @@ from tiers.mooncake.client import why_not
 RESERVE_SHARE = 0.05
 RESERVE_MIN = 2 * GIB
 MEMORY_LEFT_SHARE = 0.125
-"""Of the memory limit, what the CPU tier must leave to everything else."""
+"""The part of the memory limit that the CPU tier must leave to everything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What is wrong (``problems``: the server must not start) and what is odd (``warnings``)."""
+    """The findings: ``problems`` keep the server from starting, ``warnings`` do not."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -80,7 +80,7 @@ def load_config(extra: Mapping[str, Any] | None) -> LoadedConfig:
 
 
 def check_machine(config: OffloadConfig) -> Findings:
-    """What this machine has to say to a configuration. Raises nothing."""
+    """Check a configuration against this machine. Raises nothing."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
     _check_memory(config, memory_limit(), problems, warnings)
@@ -157,7 +157,7 @@ def _policy_problem(where: str, error: PolicySpecError) -> Problem:
 def _check_folder(
     tier: TierConfig, where: str, problems: list[Problem], warnings: list[Problem]
 ) -> bool:
-    """Whether the folder cannot be used; space need not be looked at then."""
+    """Check a tier's folder; return True if it cannot be used, so that its space is irrelevant."""
     trouble = _folder_problem(tier, where)
     if trouble:
         problems.append(trouble)
@@ -198,7 +198,7 @@ def _access_problem(path: str, where: str) -> Problem | None:
     found = os.lstat(path)
     if found.st_uid != os.geteuid():
         what = f"{path} belongs to uid {found.st_uid}, this server runs as uid {os.geteuid()}"
-        return Problem(where, what, "Use a folder of its own.")
+        return Problem(where, what, "Use another folder.")
     if found.st_mode & 0o022:
         what = f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
         return Problem(where, what, f"Run: chmod 700 {path}")
@@ -222,7 +222,7 @@ def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | No
 def _check_space(
     tier: TierConfig, where: str, taken: dict[int, int], problems: list[Problem]
 ) -> None:
-    """``taken`` sums what the tiers before this one will use, by file system."""
+    """Check free space. ``taken`` sums the needs of the tiers before this one by file system."""
     if least := _least(tier):
         what = f"{format_size(tier.capacity)} is too small for any chunk"
         what += ": the index alone takes 2MiB" if tier.type == "lmdb" else ""
@@ -248,8 +248,8 @@ def _check_space(
 
 
 def _least(tier: TierConfig) -> int:
-    """What a tier of one rank takes at least, if it has less; else 0. A first answer, before a
-    chunk's size is known (``check_capacity``)."""
+    """Return the least capacity of a tier with one rank if it has less, else 0. A first estimate,
+    before a chunk's size is known (``check_capacity``)."""
     least = least_share(tier, ALIGNMENT, MIB)
     return least if tier.capacity < least else 0
 
@@ -295,8 +295,8 @@ def _key_file_problem(path: str, where: str) -> Problem | None:
 
 
 def _recordings(config: OffloadConfig) -> Iterator[Problem]:
-    """What a server would find out in a thread, and say in a line of its log that nobody reads
-    before they look for the file."""
+    """Check files that a server opens later in a thread, where a failure is only a line of the
+    log."""
     for name, path in (
         ("record_trace", config.record_trace),
         ("record_requests", config.record_requests),
@@ -326,8 +326,8 @@ def _existing(path: str) -> Path:
 
 
 def _not_writable(folder: Path) -> str:
-    """Why nothing can be made in ``folder``; tried out, because access bits do not tell (root,
-    read-only mounts, /proc). What is made is gone when this returns."""
+    """Say why nothing can be created in ``folder``. It tries, because access bits are not enough
+    (root, read-only mounts, /proc), and removes what it created."""
     try:
         with tempfile.TemporaryDirectory(prefix=".kvtiers-probe-", dir=folder):
             return ""

@@ -1,7 +1,7 @@
-"""What the machine has: memory under its control groups, and who is related to this process.
+"""The machine's memory limits under its control groups, and the relatives of this process.
 
-Linux only; everything is read from ``/proc`` and ``/sys/fs/cgroup``, whose places are parameters so
-that tests can point at a copy. A file that is missing or unreadable counts as "no limit".
+Linux only. Everything is read from ``/proc`` and ``/sys/fs/cgroup``, whose paths are parameters so
+that tests can use a copy. A file that is missing or unreadable counts as "no limit".
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
 
 
 def is_relative(pid: int, proc: Path = PROC) -> bool:
-    """Whether ``pid`` is this process, one of its ancestors, descendants or siblings (the ranks of
-    one server are siblings)."""
+    """Return True if ``pid`` is this process or one of its ancestors, descendants or siblings (the
+    ranks of one server are siblings)."""
     parent = _parent(os.getpid(), proc)
     if parent > 1 and parent == _parent(pid, proc):
         return True

@@ -302,7 +302,7 @@ class TierType:
 
     @property
     def common(self) -> tuple[Field, ...]:
-        """Those of ``TIER_FIELDS`` that it takes."""
+        """The fields of ``TIER_FIELDS`` that this type takes."""
         return tuple(field for field in TIER_FIELDS if field.name not in self.without)
 
 
@@ -331,21 +331,21 @@ register_tier_type(
                 "scrub",
                 choice("idle", "off"),
                 "idle",
-                "Verify records that nobody asks for, while nothing is asked of the tier, and "
-                "remove what is damaged; or never. Not for shared tiers.",
+                "`idle` verifies records while the tier has nothing else to do, and removes "
+                "damaged ones. Not for shared tiers.",
             ),
             Field(
                 "scrub_rate",
                 size(),
                 8 << 20,
-                "Most bytes per second that are read for that, per server.",
+                "Bytes per second to read for that at most, per server.",
                 "`8MiB`",
             ),
             Field(
                 "scrub_period_s",
                 number(60, 31_536_000, " s"),
                 604_800.0,
-                "How often each record has its turn.",
+                "Time in which each record has its turn once.",
             ),
             Field(
                 "shared",

@@ -1,4 +1,4 @@
-"""Paths that must not become a tier's: a tier fills its folder, and clears what is too much there.
+"""Paths that a tier must not use: a tier fills its folder and removes files from it.
 
 Looks only; blocks on the disk.
 """
@@ -18,24 +18,24 @@ SYSTEM_FOLDERS = frozenset(
         *("/var/cache", "/var/lib", "/var/log", "/var/spool", "/var/tmp"),
     )
 )
-"""Folders that belong to the system as a whole; a folder below them will do."""
+"""Folders of the system; a folder below one of them can be used."""
 SYSTEM_TREES = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/sbin", "/usr/bin",
                 "/usr/lib", "/usr/lib64", "/usr/libexec", "/usr/sbin", "/usr/share")  # fmt: skip
-"""Folders below which nothing of ours belongs either, but for ``/dev/shm``."""
+"""Folders below which a tier must not lie either, except in ``/dev/shm``."""
 _SHARED_MEMORY = "/dev/shm"
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _NOT_CONTENT = frozenset(("lost+found", LOCK_NAME))
-_OWN = "Give an empty folder of its own, for example {0}."
+_OWN = "Give the tier its own empty folder, for example {0}."
 SHOWN_MAX = 3
 
 
 def path_problem(path: str | Path) -> tuple[str, str] | None:
-    """Why a tier must not have this path, and what to do; ``None`` if it may."""
+    """Say why a tier must not use this path, and what to do; ``None`` if it may."""
     return place_problem(path) or content_problem(path)
 
 
 def place_problem(path: str | Path) -> tuple[str, str] | None:
-    """As ``path_problem``, of where it lies alone."""
+    """Check the location only, as ``path_problem`` does."""
     real = os.path.realpath(path)
     fix = _OWN.format(Path(real) / "kvtiers")
     if real in SYSTEM_FOLDERS:
@@ -54,7 +54,7 @@ def place_problem(path: str | Path) -> tuple[str, str] | None:
 
 
 def content_problem(path: str | Path) -> tuple[str, str] | None:
-    """As ``path_problem``, of what lies there: something, and nothing of ours among it."""
+    """Check the contents only, as ``path_problem`` does: files, none of which are ours."""
     folder = Path(path)
     names = [name for name in entries(folder) if name not in _NOT_CONTENT]
     if not names or any(map(_is_ours, names)) or LOCK_NAME in entries(folder):
@@ -70,7 +70,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a model's configuration and weights lie there."""
+    """Return True if a model's configuration and weights lie there."""
     if not os.path.isfile(folder / "config.json"):  # Path.is_file raises where it may not look
         return False
     return any(name.endswith(_WEIGHTS) for name in entries(folder))

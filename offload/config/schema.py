@@ -1,9 +1,9 @@
-"""The configuration: what ``kv_connector_extra_config`` may say, its defaults, and its arithmetic.
+"""The configuration: the contents of ``kv_connector_extra_config``, defaults, and arithmetic.
 
 ``parse_config`` is pure (apart from asking for the machine's memory when no CPU capacity is given)
 and gives the same answer in every process of one server, because scheduler and workers each parse
-for themselves and must agree on the number of slots. What needs the machine (folders, disks, other
-servers) is in ``offload.config.machine_checks``; ``load_config`` there does both and reports every
+for themselves and must agree on the number of slots. Checks of the machine (folders, disks, other
+servers) are in ``offload.config.machine_checks``; ``load_config`` there does both and reports every
 problem at once.
 """
 
@@ -73,13 +73,13 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     @property
     def shared(self) -> bool:
-        """Whether other engines write to it as well."""
+        """True if other engines write to it as well."""
         tier_type = TIER_TYPES.get(self.type)
         return bool(tier_type and tier_type.shared) or bool(self.options.get("shared"))
 
 
 class OffloadConfig(msgspec.Struct, frozen=True):
-    """Everything that the user decides. Sizes are bytes per server, times are seconds."""
+    """The whole configuration. Sizes are bytes per server, times are seconds."""
 
     cpu: CpuConfig
     tiers: tuple[TierConfig, ...] = ()
@@ -106,17 +106,17 @@ class OffloadConfig(msgspec.Struct, frozen=True):
 
     @property
     def translated(self) -> tuple[TierConfig, ...]:
-        """The tiers below whose paths other geometries are read, as lower tiers of their own."""
+        """The tiers below whose paths other geometries are read; each counts as a lower tier."""
         return tuple(tier for tier in self.tiers if tier.geometry == "translate")
 
     @property
     def lower(self) -> tuple[TierConfig, ...]:
-        """Every tier below the CPU, in the order in which plans number them: those that are
-        written, then those that are only read."""
+        """Every tier below the CPU, in the order in which plans number them: first the tiers that
+        are written, then the read-only ones."""
         return self.tiers + self.translated
 
     def is_read_only(self, tier: int) -> bool:
-        """Whether ``lower[tier]`` belongs to others."""
+        """Return True if ``lower[tier]`` belongs to others."""
         return tier >= len(self.tiers)
 
 
@@ -132,7 +132,7 @@ class SlotCounts:
 
 
 def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
-    """The configuration that ``extra`` describes. Raises ``ConfigError`` with every problem."""
+    """Read the configuration in ``extra``. Raises ``ConfigError`` with every problem."""
     config, problems = draft_config(extra)
     if problems:
         raise ConfigError(problems)
@@ -140,9 +140,9 @@ def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
 
 
 def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
-    """The configuration as far as it can be read, with defaults for what cannot, and the problems.
+    """Read a configuration as far as possible, with defaults for bad values, and list the problems.
 
-    In the draft a tier whose path or capacity is faulty has ``""`` or 0 there.
+    In the draft a tier with a bad path or capacity has ``""`` or 0 there.
     """
     problems: list[Problem] = []
     raw = {} if extra is None else extra
@@ -157,10 +157,10 @@ def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
 
 
 def default_config(limit: MemoryLimit | None = None) -> tuple[OffloadConfig, list[str]]:
-    """The configuration of a server that was given none: a CPU tier only, sized by the machine.
+    """The configuration of a server without one: only a CPU tier, sized by the machine.
 
-    There is no disk tier by default: where prompts may be written to is the user's decision.
-    The second result are lines for the log that say what was chosen and why.
+    There is no disk tier by default: the user decides where prompts may be written. The second
+    result are lines for the log that explain the choice.
     """
     limit = limit or memory_limit()
     config = parse_config({"cpu": {"capacity": default_cpu_capacity(limit.limit_bytes)}})
@@ -210,7 +210,7 @@ def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCount
 
 
 def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[Problem]:
-    """Whether the CPU tier can hold one chunk, once a chunk's bytes per rank are known."""
+    """Check that the CPU tier can hold one chunk, once a chunk's bytes per rank are known."""
     counts = slot_counts(config, slot_bytes, ranks)
     if counts.slots >= 1:
         return []
@@ -264,8 +264,8 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
 
 _TIER_NAMES = {field.name for field in TIER_FIELDS}
 _NOT_SHARED = {"policy", "high_watermark", "scrub", "scrub_rate", "scrub_period_s"}
-"""Options that a shared tier does not heed: it keeps its capacity itself, for all its engines, and
-none of them scrubs it for the others."""
+"""Options that a shared tier ignores: it keeps its capacity itself, for all its engines, and none
+of them scrubs it for the others."""
 
 
 def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None:
@@ -290,7 +290,7 @@ def _check_duplicates(tiers: tuple[TierConfig, ...], problems: list[Problem]) ->
             if tier.path and other.path and (mine.startswith(theirs) or theirs.startswith(mine)):
                 word = "equals" if mine == theirs else "lies inside or around"
                 what = f"{word} $.tiers[{earlier}].path ({show(tier.path)}, {show(other.path)})"
-                fix = "Give every tier a folder of its own."
+                fix = "Give every tier its own folder."
                 problems.append(Problem(f"$.tiers[{later}].path", what, fix))
 
 
@@ -325,8 +325,8 @@ def at_least(size_bytes: int) -> str:
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
-    """A name per lower tier: its type, numbered from the second of a type on; what is read of
-    others below the same path is called after the tier."""
+    """Name each lower tier by its type, numbered from the second of a type on. A tier that reads
+    other geometries below the same path is named after that tier."""
     names: list[str] = []
     for tier in config.tiers:
         count = sum(1 for name in names if name.rstrip("0123456789") == tier.type)

@@ -44,4 +44,4 @@ def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
 
 
 SMALL_FILES_BYTES = 64 * KIB
-"""What locks, claim, epoch and manifest of a rank may take of its share of a tier's capacity."""
+"""Bytes of a rank's share of the capacity for its locks, claim, epoch and manifest."""

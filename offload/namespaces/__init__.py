@@ -1,1 +1,1 @@
-"""Who owns a folder, manifests, epochs and the inventory of stores. Knows no running server."""
+"""Namespaces on disk: owners of folders, manifests, epochs, inventory. Knows no running server."""

@@ -1,8 +1,8 @@
-"""Who uses a folder now: claims and short locks, both ``flock`` of the kernel.
+"""Claims on folders and short locks; both are ``flock`` locks of the kernel.
 
-A claim ends with its process, however that ends; its file stays and says only who held it last, for
-messages. The tiers' own ``owner.lock`` files count as claims too, and so do the files by which
-engines that share a folder without locks say that they live (``tiers.files.members``).
+A claim ends with its process, however that ends. Its file stays and names the last holder, for
+messages. The ``owner.lock`` files of the tiers count as claims too, and so do the files by which
+engines that share a folder without locks show that they are alive (``tiers.files.members``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWNER_WAIT_S = 1.0
 SHARERS_MAX = 64
 _CLAIM = re.compile(r"rank-[0-9]+(\.sharer-[0-9]+)?\.claim", re.ASCII)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems without ``flock`` answer."""
+"""Errors of file systems that have no ``flock``."""
 _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+", re.ASCII)
 
 
@@ -121,7 +121,7 @@ def claim_shared(path: Path, engine: str) -> int:
 
 
 def sharers(path: Path) -> list[Owner]:
-    """Who shares the folder that would be claimed by ``path``."""
+    """The owners that share the folder whose claim is ``path``."""
     claims = sorted(path.parent.glob(f"{path.stem}.sharer-*.claim"))
     return [owner for one in claims if (owner := holder(one)) is not None]
 
@@ -154,7 +154,7 @@ def _write_owner(fd: int, engine: str) -> None:
 
 
 def holder(claim: Path) -> Owner | None:
-    """Who holds this claim now, found out by trying to take it; ``None`` if nobody does."""
+    """The holder of a claim, found by trying to take it; ``None`` if it is free."""
     if claim.parent.name == ENGINES:
         return _engine(claim)
     try:
@@ -174,7 +174,7 @@ def holder(claim: Path) -> Owner | None:
 
 
 def engines(folder: Path) -> list[Owner]:
-    """Who lives among the engines that share a tier's folder without locks."""
+    """The live engines among those that share a tier's folder without locks."""
     return [owner for file in engine_files(folder) if (owner := _engine(file)) is not None]
 
 
@@ -200,7 +200,7 @@ def _settled_owner(fd: int, path: Path) -> Owner:
 
 
 def _read_owner(fd: int, path: Path) -> Owner:
-    """What the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
+    """Read what the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
         shares = ".sharer-" in path.name

@@ -1,8 +1,8 @@
-"""What else lies below a tier's path: other namespaces, how they differ, and making room.
+"""Other namespaces below a tier's path: how they differ, and removing them to make space.
 
 The configured capacity of a tier covers everything below its path, also what other models left
-there. What is removed gets a name of its own first (``.trash-<hex>``), so that nobody opens half of
-it; what cannot be deleted stays there, counts, and is tried again by the next start or ``clear``.
+there. A folder is renamed to ``.trash-<hex>`` before it is removed, so that nobody opens half of
+it. What cannot be deleted stays there and counts; the next start or ``clear`` tries again.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def describe_neighbours(
         try:
             other = read_manifest(base / name)
         except NamespaceError:
-            continue  # whoever opens it says so
+            continue  # the process that opens it says so
         differences = differing_fields(other, namespace) if other else []
         if differences and (nearest is None or len(differences) < len(nearest[1])):
             nearest = name, differences

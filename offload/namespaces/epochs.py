@@ -12,13 +12,13 @@ from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import spot_of
 
 READ_ONLY_EPOCH = 1
-"""What a tier that is only read is told at a reset; it has forgotten everything then."""
+"""The epoch of a read-only tier after a reset; it has then forgotten everything."""
 RANDOM_BITS = 30
 
 
 def draw_epoch() -> int:
-    """An epoch of a shared tier for weights that only this engine is known to have: later than
-    those it drew before, and nobody else's.
+    """Draw an epoch of a shared tier for weights that only this engine is known to have. It is
+    higher than the engine's earlier ones, and no other engine's.
 
     Seconds since 1970, then random bits, then a one: odd, as all epochs of changed weights are, and
     never 0, which is the epoch of the model's files.
@@ -27,9 +27,10 @@ def draw_epoch() -> int:
 
 
 class TierEpochs:
-    """For tiers at ``paths``, which are there now: where they lie is remembered. ``shared`` are the
-    numbers of shared tiers, whose epochs are kept nowhere. Tiers numbered beyond the paths are only
-    read, and their epochs are their owners'."""
+    """Begins the epochs of the tiers at ``paths``, which must exist, and remembers their disks.
+
+    ``shared`` are the numbers of shared tiers, whose epochs are kept nowhere. Tiers numbered beyond
+    the paths are read-only; their owners keep their epochs."""
 
     def __init__(
         self,

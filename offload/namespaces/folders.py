@@ -96,8 +96,8 @@ class NamespacePlace:
 
 @dataclass(frozen=True, slots=True)
 class OnDamage:
-    """What becomes of a folder that cannot be trusted: it is moved aside, and ``note`` gets one
-    line about it; or, if ``is_strict``, nothing is touched and that is a ``NamespaceError``."""
+    """The treatment of a folder that cannot be trusted. It is moved aside, and ``note`` gets one
+    line about it; or, if ``is_strict``, it stays as it is and ``NamespaceError`` is raised."""
 
     note: Callable[[str], None] = _warn
     is_strict: bool = False

@@ -1,9 +1,9 @@
-"""How the bytes of a chunk are ordered on one rank: enough to read them on a rank of another shape.
+"""The order of a chunk's bytes on one rank: enough to read them on a rank of another shape.
 
-A chunk in a slot or a record is its blocks one after the other; in a block lie the pages of the
-group's layers; in a page, outermost first in the order that ``LayerGeometry.order`` says, kernel
-blocks, heads and tokens, and innermost ``unit_bytes`` adjacent bytes that mean something only as a
-whole. What ranks have in common of a layer is its ``split``:
+A chunk in a slot or a record is a sequence of blocks. A block is a sequence of pages, one per layer
+of the group. A page has three dimensions, kernel blocks, heads and tokens, in the order that
+``LayerGeometry.order`` gives, outermost first; its smallest part is a unit of ``unit_bytes``
+adjacent bytes. The ``split`` of a layer says what ranks have in common:
 
 * ``heads``: rank ``r`` of ``R`` has ``heads`` heads. With fewer heads than ranks every head lies on
   several neighbouring ranks (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
@@ -37,10 +37,10 @@ _DOMAIN = b"kvtiers geometry\n"
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One layer's page. ``form`` is what must be equal for the units to mean the same: the kernels
-    and the type of the numbers. ``kernel_tokens`` are the tokens of one kernel block;
-    ``tokens`` is their number if each has a unit of its own, and 1 if a unit is all tokens of a
-    kernel block (and head), ordered as only the kernel knows."""
+    """One layer's page. Units mean the same only if ``form`` is equal: the kernels and the type of
+    the numbers. ``kernel_tokens`` is the number of tokens of one kernel block. ``tokens`` is the
+    same number if each token has its own unit, and 1 if a unit holds all tokens of a kernel block
+    (and head), in an order that only the kernel knows."""
 
     layer: str
     split: str
@@ -129,8 +129,8 @@ class Geometry:
 
     @classmethod
     def load(cls, content: bytes, where: str) -> Geometry:
-        """What ``dump`` wrote. Whatever stands there is read as hostile: raises ``NamespaceError``
-        that begins with ``where``."""
+        """Read what ``dump`` wrote. The content is not trusted: raises ``NamespaceError`` with a
+        text that begins with ``where``."""
         try:
             document = json.loads(content)
             form = document["format"]

@@ -1,7 +1,7 @@
-"""Finds the stores below a folder, for the command line: whose they are, who uses them, and what a
-start would make of them.
+"""Finds the rank folders below a path, for the command line: their namespaces, their users, and
+what a server that starts would do with them.
 
-``RankFolder.look`` asks the same functions as a start does, level by level: ``judge_namespace`` and
+``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace`` and
 ``judge_replica`` of the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` of the
 files, and ``judge_epochs`` of both together.
 
@@ -45,10 +45,10 @@ _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
 
 
 class Standing(enum.Enum):
-    """What the next start would make of a store: begin with nothing, because nothing was stored
-    (``EMPTY``) or because the weights were replaced since (``STALE``); keep it (``WHOLE``); begin
-    empty because it cannot be trusted, or refuse to start where recovery is strict (``DAMAGED``);
-    refuse to start because a newer version wrote it (``NEWER``)."""
+    """The treatment of a rank folder by the next start: begin with nothing, because nothing was
+    stored (``EMPTY``) or because the weights were replaced since (``STALE``); keep it (``WHOLE``);
+    begin empty because it cannot be trusted, or refuse to start if recovery is strict
+    (``DAMAGED``); refuse to start because a newer version wrote it (``NEWER``)."""
 
     EMPTY = "empty"
     WHOLE = "whole"
@@ -66,14 +66,14 @@ class Verdict:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the store; empty if a start finds no fault with it."""
+        """The fault that a start would find; empty if there is none."""
         if self.standing is Standing.DAMAGED:
             return f"damaged: {self.why}"
         return self.why if self.standing is Standing.NEWER else ""
 
     @property
     def remark(self) -> str:
-        """What an operator should know of a store that is not damaged."""
+        """A remark for the operator about a folder that is not damaged."""
         return self.why if self.standing is Standing.STALE else ""
 
 
@@ -121,8 +121,8 @@ class RankFolder:
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
     def look(self, key_file: str = "") -> tuple[Verdict, OfflineStore | None]:
-        """What a start would make of it, and its records if they can be read (the caller closes
-        that). Raises ``OSError`` or ``TierError``."""
+        """Judge the folder as a start would. Returns the verdict, and its records if they can be
+        read (the caller closes those). Raises ``OSError`` or ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))
         verdict = self._judge_folders() if has_folders else None
         if self.kind == "empty":
@@ -136,7 +136,7 @@ class RankFolder:
         return verdict or Verdict(Standing.WHOLE), outside
 
     def _judge_folders(self) -> Verdict | None:
-        """What is wrong with the folders around it."""
+        """Judge the folders around it."""
         replica = self.folder.parent
         try:
             trouble = judge_namespace(replica.parent) or judge_replica(replica)
@@ -145,7 +145,7 @@ class RankFolder:
         return Verdict(Standing.DAMAGED, trouble) if trouble else None
 
     def _judge_records(self, outside: OfflineStore) -> Verdict | None:
-        """Whether its records are those of its place and of its epoch."""
+        """Judge whether its records belong to its namespace, its rank and its epoch."""
         epoch = outside.epoch
         try:
             noted = read_epoch(self.folder.parent)  # after that: a reset changes it first
@@ -209,7 +209,7 @@ class NamespaceFolder:
 
     @property
     def is_aside(self) -> bool:
-        """Whether it was moved aside because it could not be trusted."""
+        """True if it was moved aside because it could not be trusted."""
         return bool(QUARANTINE.fullmatch(self.name))
 
     @property
@@ -223,7 +223,7 @@ class NamespaceFolder:
         return not (self.is_aside or self.is_trash)
 
     def owners(self) -> list[Owner]:
-        """Who uses any of its ranks now."""
+        """The owners that use any of its ranks now."""
         return [owner for store in self.stores for owner in store.owners()]
 
 

@@ -36,11 +36,11 @@ _MEMBERS = frozenset({"format", "namespace", "fields"})
 
 
 class NewerFormatError(NamespaceError):
-    """Written by a newer version of this package: to be left alone."""
+    """A newer version of this package wrote it: leave it alone."""
 
 
 class _Absent:
-    """What the other side lacks; equal to no JSON value."""
+    """Stands for a field that one side lacks; equal to no JSON value."""
 
     def __repr__(self) -> str:
         return "(absent)"

@@ -1,7 +1,7 @@
-"""On which mounted disk a path lies, to notice when that disk is not there.
+"""Finds the mounted disk on which a path lies, to notice when that disk is missing.
 
-A mount point without its disk is an empty folder of the file system around it. Whoever makes
-folders there fills the wrong disk, and what is stored there is hidden when the right one is back.
+A mount point without its disk is an empty folder of the file system around it. Folders that are
+created there fill the wrong disk, and are hidden when the right one is back.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class MountPoint:
     mount: str
 
     def is_same_place(self, other: MountPoint) -> bool:
-        """Whether a path that lay here and lies there now still lies on the disk that is meant:
-        the same file system, or whatever is mounted at the same folder."""
+        """Return True if a path that lay here and lies there now is still on the right disk: the
+        same file system, or another one that is mounted at the same folder."""
         return self.device == other.device or self.mount == other.mount
 
 
 def spot_of(path: str | Path) -> MountPoint:
-    """Where ``path`` lies. Raises ``OSError``, also if nothing is there; may block."""
+    """Find the mount point of ``path``. Raises ``OSError``, also if nothing is there; may block."""
     place = Path(path).resolve(strict=True)
     device = os.stat(place).st_dev
     while not os.path.ismount(place):

@@ -49,7 +49,9 @@ def simulate(
     lower_policy: Annotated[str, typer.Option(help="Policy of the lower tier.")] = "lru",
     mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "write-through",
     admission: Annotated[str, typer.Option(help="Admission policy (of the lower tier).")] = "",
-    hints: Annotated[str, typer.Option(help=f"Hints told: {', '.join(HINT_LEVELS)}.")] = "none",
+    hints: Annotated[
+        str, typer.Option(help=f"Hints that policies get: {', '.join(HINT_LEVELS)}.")
+    ] = "none",
     format: Annotated[
         str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
     ] = "auto",

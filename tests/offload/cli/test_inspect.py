@@ -247,7 +247,7 @@ def test_a_mooncake_store_cannot_be_looked_into_and_what_to_do_is_said(
     assert len(done.err.splitlines()) == 1
     assert "is the address of a Mooncake store" in done.err
     assert "http://127.0.0.1:9003/metrics/summary" in done.err
-    assert "start the master anew" in done.err
+    assert "restart the master" in done.err
     assert ("Give the path of a tier: /mnt/kv." in done.err) == (given == "config.json")
     assert sorted(os.listdir()) == ["config.json"]
 

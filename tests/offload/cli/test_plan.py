@@ -184,7 +184,7 @@ def test_a_model_of_vllm(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        ([], ["2 problems", "--cpu: is required", "MODEL: neither is given"]),
+        ([], ["2 problems", "--cpu: is required", "neither MODEL nor --token-bytes is given"]),
         (["m", "--token-bytes", "1KiB", "--cpu", "1GiB"], ["both MODEL and --token-bytes"]),
         (["--cpu", "8G", "--token-bytes", "x"], ["--cpu: has an ambiguous unit", "is not a size"]),
         (["--cpu", "0", "--token-bytes", "1KiB"], ["--cpu: must be more than nothing"]),

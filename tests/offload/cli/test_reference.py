@@ -1,6 +1,6 @@
-"""``docs/reference/command-line.md`` is what the commands say of themselves.
+"""``docs/reference/command-line.md`` is made from the help of the commands.
 
-``KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`` writes it anew.
+``KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`` rewrites it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HEAD = """# The command line
 `kvtiers COMMAND --help` says the same. `kvtiers --install-completion` sets up completion for
 your shell. The guide is [Operating](../guides/operate.md).
 
-* **Exit codes**: 0 if all is well, 1 for what was found or could not be done, 2 for what was asked
-  wrongly. Errors are on stderr, all of them at once, each with the value found and what to do.
-* **`--json`** prints one object on stdout and nothing else; progress bars are on stderr and only on
+* **Exit codes**: 0 on success, 1 if the command found faults or could not finish, 2 for a wrong
+  command line. Errors go to stderr, all of them at once, each with the value and what to do.
+* **`--json`** prints one object on stdout and nothing else. Progress bars go to stderr, and only on
   a terminal.
 * **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
   `12h`, `7d`, `2w`.

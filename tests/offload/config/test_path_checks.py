@@ -35,7 +35,7 @@ def said(path: Path | str) -> str:
 )
 def test_places_of_the_system(path: str, words: str) -> None:
     assert words in said(path)
-    assert "Give an empty folder of its own, for example /" in said(path)
+    assert "Give the tier its own empty folder, for example /" in said(path)
     with pytest.raises(ConfigError):
         load_config(extra(tier(path)))
 
