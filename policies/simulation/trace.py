@@ -177,7 +177,7 @@ def request_row(request: Request) -> dict[str, Any]:
 
 
 class TraceLines:
-    """Lines of our own format, the first of which is ``head``. Numbers stand for block keys."""
+    """Makes the lines of our trace format; ``head`` is the first. Numbers stand for block keys."""
 
     def __init__(self, name: str, block_tokens: int, **meta: object) -> None:
         self.head = _line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
