@@ -53,38 +53,38 @@ FOUND = {
         "Prompt tokens beyond vLLM's own cache that could have come from a tier."
     ),
     "hit_tokens": Metric("Tokens for which a load was planned, by the tier that holds them.", TIER),
-    "missed_tokens": Metric("Wanted tokens that a tier does not hold, nor one above it.", TIER),
-    "loaded_tokens": Metric("Tokens restored, by the tier that gave them.", TIER),
+    "missed_tokens": Metric("Wanted tokens that neither a tier nor one above it holds.", TIER),
+    "loaded_tokens": Metric("Tokens restored, by the tier that held them.", TIER),
     "misses": Metric(
-        "Requests for which not everything was there, by the reason of the first missing chunk.",
+        "Requests that did not find their whole prefix, by the reason of the first missing chunk.",
         ("reason",),
     ),
     "recomputed_tokens": Metric(
         "Wanted tokens that were computed, by the reason of the first missing chunk.", ("reason",)
     ),
-    "complete_lookups": Metric("Requests that lacked nothing."),
+    "complete_lookups": Metric("Requests that found their whole prefix."),
     "lookups": Metric("Lookups; a request that waits is looked up again."),
     "lookup_seconds": Metric("Time spent in lookups, on vLLM's scheduler thread."),
-    "asked_chunks": _shared("Chunks that a shared tier was asked about."),
-    "found_chunks": _shared("Chunks that a shared tier said it holds."),
-    "unanswered_questions": _shared("Questions that a shared tier failed to answer."),
+    "asked_chunks": _shared("Chunks whose presence in a shared tier was queried."),
+    "found_chunks": _shared("Chunks that a shared tier reported as present."),
+    "unanswered_questions": _shared("Presence queries that a shared tier did not answer."),
     "lookup_timeouts": Metric(
-        "Requests that went on before a shared tier had answered (lookup_timeout_s)."
+        "Requests that continued before a shared tier had replied (lookup_timeout_s)."
     ),
 }
 MOVED = {
-    "loads": Metric("Loads that ended well."),
+    "loads": Metric("Loads that succeeded."),
     "load_bytes": Metric("Bytes copied from the CPU tier into GPU blocks."),
     "load_seconds": Metric("Time from the start of a load to its end."),
     "load_failures": Metric("Loads that failed and were recomputed."),
     "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
     "load_refusals": Metric("Lookups whose hit was not used: the load budget was spent."),
-    "short_loads": Metric("Lookups whose hit was cut: a slow tier had only few tokens."),
+    "short_loads": Metric("Lookups whose hit was shortened: a slow tier held only a few tokens."),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
-    "fence_timeouts": Metric("Stores that were failed because a step could not wait for them."),
+    "fence_timeouts": Metric("Stores that failed because a step could not wait longer for them."),
     "read_bytes": _lower("Bytes read from a lower tier."),
     "read_seconds": _lower("Time spent in reads of a lower tier."),
     "write_bytes": _lower("Bytes written to a lower tier."),
@@ -93,7 +93,7 @@ MOVED = {
         "Chunks that an admission policy or the write budget kept from a lower tier."
     ),
     "writes_skipped": _lower(
-        "Chunks not written to a lower tier because its queue was full or it was shut out."
+        "Chunks not written to a lower tier because its queue was full or its breaker open."
     ),
 }
 HELD = {
@@ -101,12 +101,12 @@ HELD = {
     "used_bytes": _gauge("Bytes of a tier in use, all ranks together.", "tier"),
     "used_ratio": _gauge("Used share of a tier's capacity.", "tier"),
     "kept_ratio": _gauge("Share of a tier that clients have kept for a time (pin_s).", "tier"),
-    "resident_chunks": _gauge("Chunks that a tier can give.", "tier"),
+    "resident_chunks": _gauge("Chunks that can be loaded from a tier.", "tier"),
     "queue_depth": _gauge("Chunks on their way into a tier, waiting or being written.", "tier"),
     "loading_chunks": _gauge("Chunks on their way to the GPU."),
     "stored_chunks": Metric("Chunks that became readable in a tier.", TIER),
     "store_failures": Metric("Chunks that could not be written to a tier.", TIER),
-    "evicted_chunks": Metric("Chunks evicted from a tier to make room.", TIER),
+    "evicted_chunks": Metric("Chunks evicted from a tier to free space.", TIER),
     "dropped_chunks": Metric("Chunks forgotten because they were missing or damaged.", TIER),
     "removed_chunks": Metric(
         "Chunks that left a tier: evicted, corrupt, lost (the record had gone) or reset.",
@@ -114,11 +114,13 @@ HELD = {
     ),
 }
 HEALTH = {
-    "breaker_state": _gauge("0: asked as usual, 1: being tried again, 2: shut out.", "tier"),
-    "breaker_openings": _lower("Times that a lower tier was shut out for failures."),
+    "breaker_state": _gauge(
+        "Circuit breaker of a lower tier: 0 closed, 1 half-open, 2 open.", "tier"
+    ),
+    "breaker_openings": _lower("Times that a circuit breaker of a lower tier opened."),
     "break_even": _gauge("1 while loading from a tier pays, else 0.", "tier"),
-    "load_tokens_per_second": _gauge("Rate of loads from a tier that break_even goes by.", "tier"),
-    "prefill_tokens_per_second": _gauge("Rate of computing that break_even compares with."),
+    "load_tokens_per_second": _gauge("Measured rate of loads from a tier, for break_even.", "tier"),
+    "prefill_tokens_per_second": _gauge("Measured rate of computing, for break_even."),
     "corrupt_records": _lower("Records of a lower tier that failed verification."),
     "verified_chunks": Metric("Loaded chunks that were compared with what was computed (verify)."),
     "differing_chunks": Metric(
@@ -127,27 +129,28 @@ HEALTH = {
     "unverified_chunks": Metric(
         "Loaded chunks that could not be compared (verify): their digests were not known."
     ),
-    "scrubbed_records": _lower("Records that were verified while nobody asked for anything."),
+    "scrubbed_records": _lower("Records verified while their tier was idle."),
     "scrubbed_bytes": _lower("Bytes of these records."),
-    "scrub_damaged": _lower("Damaged records found that way; corrupt_records has them too."),
+    "scrub_damaged": _lower("Damaged records found that way; corrupt_records counts them too."),
     "set_aside": _lower(
-        "Times that a lower tier began empty because what lay there could not be trusted: damaged "
+        "Times that a lower tier began empty because its files could not be trusted: damaged "
         "files, another disk, an older copy."
     ),
     "set_aside_timestamp_seconds": _gauge(
-        "When that happened last, in seconds since 1970; not shown if it has not.", "tier"
+        "Time of the last such event, in seconds since 1970; absent if there was none.", "tier"
     ),
     "refused_records": _lower(
-        "Records found at a start that were not whole, or not those of this server, and were "
-        "dropped."
+        "Records dropped at a start because they were damaged or belonged to another server."
     ),
-    "write_failures": Metric("Records that a lower tier did not take."),
-    "tier_errors": Metric("Operations that failed for a lower tier as a whole."),
-    "late_answers": Metric("Answers to jobs that had ended already."),
+    "write_failures": Metric("Records that could not be written to a lower tier."),
+    "tier_errors": Metric("Operations in which a lower tier failed as a whole."),
+    "late_answers": Metric("Answers to jobs that had already ended."),
     "resets": Metric("Resets of all tiers."),
-    "wrong_values": Metric("Values of clients in kv_transfer_params that were not understood."),
-    "events_lost": Metric("Changes that were no KV events: too many waited, all was told anew."),
-    "requests_lost": Metric("Requests that record_requests did not write in time."),
+    "wrong_values": Metric("Invalid values in clients' kv_transfer_params."),
+    "events_lost": Metric(
+        "Changes not published as KV events: too many waited; all chunks were published again."
+    ),
+    "requests_lost": Metric("Requests that record_requests could not write in time."),
 }
 HOOKS = {
     "hook_calls": Metric("Calls of a hook on vLLM's threads, all ranks together.", ("hook",)),
