@@ -29,10 +29,10 @@ class Wanted:
     before_ns: int = 0
     set_aside: bool = False
 
-    def fits(self, home: NamespaceFolder) -> bool:
+    def fits(self, namespace: NamespaceFolder) -> bool:
         """Return True if a namespace fits, or something in it may, whatever its age."""
-        return (not self.names or home.name.startswith(tuple(self.names))) and (
-            not self.models or home.model in self.models
+        return (not self.names or namespace.name.startswith(tuple(self.names))) and (
+            not self.models or namespace.model in self.models
         )
 
 
@@ -41,7 +41,7 @@ class Removal:
     """One removal: a namespace, or ``old`` records in it (their number), or the folders in it that
     a tier moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` says why."""
 
-    home: NamespaceFolder
+    namespace: NamespaceFolder
     size_bytes: int
     last_used_s: float
     old: dict[RankFolder, int] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Removal:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "namespace": self.home.name,
-            "model": self.home.model,
+            "namespace": self.namespace.name,
+            "model": self.namespace.model,
             "whole": self.is_whole,
             "records": sum(self.old.values()) if self.old else None,
             "bytes": self.size_bytes,
@@ -72,16 +72,16 @@ class Removal:
         }
 
 
-def find_removals(homes: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
+def find_removals(namespaces: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
     """List what fits, and what earlier removals left. Raises what opening a folder raises."""
     found = []
-    for home in homes:
-        size, last_used = usage(home.folder)
-        removal = Removal(home, size, last_used)
-        if home.is_trash:
+    for namespace in namespaces:
+        size, last_used = usage(namespace.folder)
+        removal = Removal(namespace, size, last_used)
+        if namespace.is_trash:
             found.append(removal)
-        elif wanted.fits(home):
-            removal.owners = home.owners()
+        elif wanted.fits(namespace):
+            removal.owners = namespace.owners()
             if _find(removal, wanted):
                 found.append(removal)
     return found
@@ -89,18 +89,18 @@ def find_removals(homes: Sequence[NamespaceFolder], wanted: Wanted) -> list[Remo
 
 def _find(removal: Removal, wanted: Wanted) -> bool:
     """Note what of a namespace is to go; whether there is anything."""
-    home = removal.home
+    namespace = removal.namespace
 
     def is_unused(last_used_s: float) -> bool:
         return not wanted.before_ns or last_used_s * 1e9 < wanted.before_ns
 
-    if wanted.set_aside and not home.is_aside:
-        sizes = {path: usage(path) for store in home.stores for path in store.aside()}
+    if wanted.set_aside and not namespace.is_aside:
+        sizes = {path: usage(path) for store in namespace.stores for path in store.aside()}
         removal.aside = [path for path, (_, last_used_s) in sizes.items() if is_unused(last_used_s)]
         removal.size_bytes = sum(sizes[path][0] for path in removal.aside)
         removal.owners = []  # no server looks at it again
         return bool(removal.aside)
-    return bool(home.name and is_unused(removal.last_used_s)) or (
+    return bool(namespace.name and is_unused(removal.last_used_s)) or (
         bool(wanted.before_ns) and _find_old(removal, wanted.before_ns)
     )
 
@@ -108,7 +108,7 @@ def _find(removal: Removal, wanted: Wanted) -> bool:
 def _find_old(removal: Removal, before_ns: int) -> bool:
     """Note the records that were not used since; whether there are any."""
     removal.size_bytes = 0
-    for store in removal.home.stores:
+    for store in removal.namespace.stores:
         if store.kind == "empty":
             continue
         outside = store.open()
@@ -138,24 +138,24 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
         except NotDeletedError as error:
             removal.problem, removal.left_bytes = str(error), error.size_bytes
         if not (removal.done or removal.problem):
-            removal.owners = removal.home.owners() or removal.owners
+            removal.owners = removal.namespace.owners() or removal.owners
         advance(1)
 
 
 def _remove(removal: Removal, before_ns: int) -> bool:
     """Return True if it is gone, and False if a server uses it. Raises ``InUseError`` and
     ``NotDeletedError``."""
-    home = removal.home
-    if home.is_trash:
-        delete_trash(home.folder)
+    namespace = removal.namespace
+    if namespace.is_trash:
+        delete_trash(namespace.folder)
         return True
     if removal.aside:
         for path in removal.aside:
             delete_trash(path)
         return True
     if removal.is_whole:
-        prepare(home.folder.parent, allow_network=True)
-        return remove_namespace(home.folder.parent, home.name)
+        prepare(namespace.folder.parent, allow_network=True)
+        return remove_namespace(namespace.folder.parent, namespace.name)
     for store in removal.old:
         removal.old[store] = remove_unused(store, before_ns)
     return True

@@ -90,8 +90,8 @@ class Exported:
     unread: int = 0
 
 
-def export_home(
-    home: NamespaceFolder,
+def export_namespace(
+    namespace: NamespaceFolder,
     stores: Sequence[tuple[RankFolder, OfflineStore]],
     file: IO[bytes],
     *,
@@ -101,7 +101,11 @@ def export_home(
 ) -> list[Exported]:
     """Write everything. Raises ``StoreChangedError`` and ``OSError``; the file is useless then."""
     write_magic(file)
-    write_about(file, "M", {"format": FORMAT, "namespace": home.name, "fields": home.fields})
+    write_about(
+        file,
+        "M",
+        {"format": FORMAT, "namespace": namespace.name, "fields": namespace.fields},
+    )
     found = [
         _export_store(one, outside, file, Checker(outside, has_key=has_key), pace, advance)
         for one, outside in stores

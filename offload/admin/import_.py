@@ -17,9 +17,8 @@ from offload.admin.export import FORMAT
 from offload.errors import NamespaceError
 from offload.namespaces.folders import (
     OnDamage,
+    claim_rank_folder,
     open_namespace,
-    open_place,
-    raise_epoch,
     replica_folder,
 )
 from offload.namespaces.inventory import RankFolder
@@ -139,27 +138,26 @@ class Import:
     def _one_store(self, about: dict[str, Any]) -> Imported:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
-        home = replica_folder(self._target.root, self.namespace, replica)
-        if not home.exists():  # look before any folder is made
-            store = RankFolder(home / f"rank-{rank}", self.namespace.name, replica, rank)
+        replica_dir = replica_folder(self._target.root, self.namespace, replica)
+        if not replica_dir.exists():  # look before any folder is made
+            store = RankFolder(replica_dir / f"rank-{rank}", self.namespace.name, replica, rank)
             result.refused = _Maker(store, about, self._target, about["epoch"]).problem
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
             return result
         open_namespace(self._target.root, self.namespace, LEAVE_AS_IS)
-        is_new = not home.exists()
-        place = open_place(
+        is_new = not replica_dir.exists()
+        claimed = claim_rank_folder(
             *(self._target.root, self.namespace),
             replica=replica,
             rank=rank,
             engine="kvtiers import",
+            at_least=about["epoch"] if is_new else 0,
             on_damage=LEAVE_AS_IS,
         )
-        with place:
-            if is_new:
-                place.epoch = raise_epoch(home, about["epoch"])
-            store = RankFolder(place.folder, self.namespace.name, replica, rank)
-            maker = _Maker(store, about, self._target, place.epoch)
+        with claimed:
+            store = RankFolder(claimed.folder, self.namespace.name, replica, rank)
+            maker = _Maker(store, about, self._target, claimed.epoch)
             result.refused = maker.problem
             records = self._records(result)
             if not maker.problem:

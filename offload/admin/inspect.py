@@ -66,28 +66,34 @@ class NamespaceSummary:
 
 
 def summarise(
-    homes: list[NamespaceFolder], advance: Callable[[int], None]
+    namespaces: list[NamespaceFolder], advance: Callable[[int], None]
 ) -> list[NamespaceSummary]:
     """Walk over everything. ``advance`` gets the number of records seen since its last call."""
     found = []
-    for home in homes:
-        disk_bytes, last_used = usage(home.folder)
-        stores = [summarise_store(store, advance) for store in home.stores]
+    for namespace in namespaces:
+        disk_bytes, last_used = usage(namespace.folder)
+        stores = [summarise_store(store, advance) for store in namespace.stores]
         found.append(
             NamespaceSummary(
-                home.name, home.model, home.problem, disk_bytes, last_used, home.owners(), stores
+                namespace.name,
+                namespace.model,
+                namespace.problem,
+                disk_bytes,
+                last_used,
+                namespace.owners(),
+                stores,
             )
         )
-    known = [at for at, home in enumerate(homes) if home.fields]
+    known = [at for at, namespace in enumerate(namespaces) if namespace.fields]
     if known:
         newest = max(known, key=lambda at: (bool(found[at].owners), found[at].last_used_s))
         for at in known:
-            found[at].differs = _differences(homes[at], homes[newest])
+            found[at].differs = _differences(namespaces[at], namespaces[newest])
     return found
 
 
-def _differences(home: NamespaceFolder, newest: NamespaceFolder) -> list[tuple[str, str, str]]:
-    differing = differing_fields(Namespace.of(home.fields), Namespace.of(newest.fields))
+def _differences(namespace: NamespaceFolder, newest: NamespaceFolder) -> list[tuple[str, str, str]]:
+    differing = differing_fields(Namespace.of(namespace.fields), Namespace.of(newest.fields))
     return [(path, _cut(here), _cut(there)) for path, here, there in differing[:FIELDS_MAX]]
 
 
@@ -150,6 +156,6 @@ def _age(use_ns: int, now_ns: int) -> str:
     return next((name for name, limit in AGES if seconds < limit), "older")
 
 
-def to_json(homes: list[NamespaceSummary]) -> list[dict[str, Any]]:
+def to_json(namespaces: list[NamespaceSummary]) -> list[dict[str, Any]]:
     """Plain values."""
-    return [asdict(home) for home in homes]
+    return [asdict(namespace) for namespace in namespaces]

@@ -72,15 +72,15 @@ def clear(
 
     problems = Problems()
     age_s = problems.duration("--unused-for", unused_for)
-    homes = problems.homes(folder)
+    namespaces = problems.namespaces(folder)
     before_ns = int((time.time() - age_s) * 1e9) if age_s else 0
     wanted = Wanted(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
-    _check(problems, wanted, homes, everything, unused_for)
+    _check(problems, wanted, namespaces, everything, unused_for)
     if as_json and not (yes or dry_run):
         problems.add("--json", "asks nothing", "Add --yes, or --dry-run.")
     problems.refuse("clear")
     with at_a_store("clear"):
-        removals = find_removals(homes, wanted)
+        removals = find_removals(namespaces, wanted)
         if not as_json:
             _print_plan(removals)
         if not dry_run and any(not removal.owners for removal in removals):
@@ -95,7 +95,7 @@ def clear(
 def _check(
     problems: Problems,
     wanted: Wanted,
-    homes: list[NamespaceFolder],
+    namespaces: list[NamespaceFolder],
     everything: bool,
     unused_for: str,
 ) -> None:
@@ -104,10 +104,10 @@ def _check(
     if not chosen and not everything:
         fix = "Give --namespace, --model, --unused-for, --set-aside or --all; --dry-run to look."
         problems.add("what to remove", "is not said", fix)
-    if not homes:
+    if not namespaces:
         return
-    names = [home.name for home in homes if not home.is_trash]
-    models = sorted({home.model for home in homes if home.model})
+    names = [namespace.name for namespace in namespaces if not namespace.is_trash]
+    models = sorted({namespace.model for namespace in namespaces if namespace.model})
     for name in wanted.names:
         if not any(known.startswith(name) for known in names) or not name:
             problems.add("--namespace", f'fits nothing (got "{name}")', f"Known: {_list(names)}.")
@@ -116,7 +116,7 @@ def _check(
             problems.add("--model", f'fits nothing (got "{name}")', f"Known: {_list(models)}.")
     if names == [""] and not unused_for:
         fix = "Delete the folder once nothing uses it, or give --unused-for."
-        problems.add(str(homes[0].folder), "is the folder of a single tier", fix)
+        problems.add(str(namespaces[0].folder), "is the folder of a single tier", fix)
 
 
 def _list(names: list[str]) -> str:
@@ -137,11 +137,11 @@ def _print_plan(removals: list[Removal]) -> None:
     for removal in removals:
         what = f"{sum(removal.old.values()):,} records" if removal.old else "everything"
         what = "what was moved aside" if removal.aside else what
-        what = "what is left of a removed one" if removal.home.is_trash else what
+        what = "what is left of a removed one" if removal.namespace.is_trash else what
         pids = sorted({str(owner.pid) for owner in removal.owners})
         table.add_row(
-            removal.home.name,
-            removal.home.model,
+            removal.namespace.name,
+            removal.namespace.model,
             what,
             size_text(removal.size_bytes),
             f"{age_text(int(removal.last_used_s * 1e9))} ago",
@@ -166,7 +166,10 @@ def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) 
             print(f"{removal.problem}. {AGAIN}", file=sys.stderr)
         for removal in kept:
             pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
-            is_shared = any(store.sharers() for store in removal.home.stores)
+            is_shared = any(store.sharers() for store in removal.namespace.stores)
             line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids)
-            print(f"{removal.home.name or removal.home.folder}: {line}", file=sys.stderr)
+            print(
+                f"{removal.namespace.name or removal.namespace.folder}: {line}",
+                file=sys.stderr,
+            )
     raise SystemExit(1 if kept or stuck else 0)

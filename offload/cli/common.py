@@ -86,15 +86,15 @@ class Problems(list[Problem]):
         if path:
             self.file(Path(path), "Give --key-file the file of the server's configuration.")
 
-    def homes(self, folder: Path) -> list[NamespaceFolder]:
+    def namespaces(self, folder: Path) -> list[NamespaceFolder]:
         """Find the namespaces below a folder; add a problem if there are none."""
         from offload.cli.path_hints import not_a_folder
-        from offload.namespaces.inventory import find_homes
+        from offload.namespaces.inventory import find_namespaces
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
             os.listdir(folder)  # looking for stores passes over what may not be read
-            found = find_homes(folder)
+            found = find_namespaces(folder)
         except OSError as error:
             self.add(str(folder), *(not_a_folder(folder) or _unreadable(error, fix)))
             return []

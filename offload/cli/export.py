@@ -54,8 +54,8 @@ def export(
     """
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
-    homes = problems.homes(folder)
-    home = _choose(problems, homes, namespace, model)
+    namespaces = problems.namespaces(folder)
+    chosen = _choose(problems, namespaces, namespace, model)
     problems.key_file(key_file)
     if file.is_dir() or not file.parent.is_dir():
         problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
@@ -64,46 +64,48 @@ def export(
     elif file.exists() and not overwrite:
         problems.add(str(file), "exists", "Name another file, or give --overwrite.")
     problems.refuse("export")
-    assert home is not None
+    assert chosen is not None
     with at_a_store("export"):
-        found = _write(home, file, overwrite, bytes_per_s, key_file)
-    _report(home, file, found, as_json)
+        found = _write(chosen, file, overwrite, bytes_per_s, key_file)
+    _report(chosen, file, found, as_json)
 
 
 def _choose(
-    problems: Problems, homes: list[NamespaceFolder], namespace: str, model: str
+    problems: Problems, namespaces: list[NamespaceFolder], namespace: str, model: str
 ) -> NamespaceFolder | None:
     """Return the one namespace that fits; add a problem if none or several do."""
     fitting = [
-        home
-        for home in homes
-        if home.name.startswith(namespace) and (not model or home.model == model)
+        chosen
+        for chosen in namespaces
+        if chosen.name.startswith(namespace) and (not model or chosen.model == model)
     ]
     if len(fitting) == 1:
-        [home] = fitting
-        if home.problem or not home.name:
-            what = home.problem or "has no manifest: nobody could tell whose records they are"
-            problems.add(str(home.folder), what, "Only namespaces can be exported.")
-        return home
-    if homes:
-        known = ", ".join(f"{home.name} ({home.model or 'unknown'})" for home in homes[:10])
+        [chosen] = fitting
+        if chosen.problem or not chosen.name:
+            what = chosen.problem or "has no manifest: nobody could tell whose records they are"
+            problems.add(str(chosen.folder), what, "Only namespaces can be exported.")
+        return chosen
+    if namespaces:
+        known = ", ".join(
+            f"{chosen.name} ({chosen.model or 'unknown'})" for chosen in namespaces[:10]
+        )
         count = len(fitting) or "no"
         problems.add("namespace", f"{count} of them fit", f"Give --namespace. Known: {known}.")
     return None
 
 
 def _write(
-    home: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
+    chosen: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
 ) -> list[Exported]:
-    from offload.admin.export import ExportFileError, export_file, export_home
+    from offload.admin.export import ExportFileError, export_file, export_namespace
     from offload.admin.verify import Pace
     from offload.sizes import parse_size
 
     if rate < 0:
-        rate = parse_size(LIVE_RATE) if home.owners() else 0
+        rate = parse_size(LIVE_RATE) if chosen.owners() else 0
     with contextlib.ExitStack() as undo:
         stores = []
-        for store in home.stores:
+        for store in chosen.stores:
             verdict, outside = store.look(key_file)
             if outside is not None:
                 stores.append((store, outside))
@@ -117,8 +119,8 @@ def _write(
             give_up("export", str(error))
         bar = undo.enter_context(progress_bar(is_bytes=True))
         task = bar.add_task("export", total=total)
-        return export_home(
-            home,
+        return export_namespace(
+            chosen,
             stores,
             out,
             has_key=bool(key_file),
@@ -127,17 +129,17 @@ def _write(
         )
 
 
-def _report(home: NamespaceFolder, file: Path, found: list[Exported], as_json: bool) -> None:
+def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json: bool) -> None:
     """Say what was written; ends the program."""
     damaged = sum(one.damaged for one in found)
     if as_json:
         stores = [asdict(one) for one in found]
-        print_json({"namespace": home.name, "model": home.model, "file": str(file),
+        print_json({"namespace": chosen.name, "model": chosen.model, "file": str(file),
                     "file_bytes": file.stat().st_size, "stores": stores})  # fmt: skip
     else:
         records = sum(one.records for one in found)
         size = size_text(sum(one.payload_bytes for one in found))
-        print(f"{records:,} records ({size}) of {home.name} {home.model} in {file}")
+        print(f"{records:,} records ({size}) of {chosen.name} {chosen.model} in {file}")
         for one in found:
             left = {"damaged": one.damaged, "removed meanwhile": one.gone,
                     "encrypted (give --key-file)": one.unread}  # fmt: skip

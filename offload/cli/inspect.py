@@ -69,21 +69,26 @@ def inspect(
     from offload.admin.metrics_client import shown_url
 
     problems = Problems()
-    homes = problems.homes(folder)
+    namespaces = problems.namespaces(folder)
     address = problems.metrics_url("--server", server)
     problems.refuse("inspect")
     hits = _hits(address) if address else []
     with at_a_store("inspect"), progress_bar(is_bytes=False) as bar:
         task = bar.add_task("records", total=None)
-        found = summarise(homes, lambda count: bar.advance(task, count))
+        found = summarise(namespaces, lambda count: bar.advance(task, count))
     if as_json:
         told = {"server": {"url": shown_url(address), "tiers": [asdict(tier) for tier in hits]}}
         of_server = told if address else {}
         print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
         _print(found, hits)
-    served = [about for home, about in zip(homes, found, strict=True) if home.is_served]
-    if any(home.problem or any(store.problem for store in home.stores) for home in served):
+    served = [
+        about for namespace, about in zip(namespaces, found, strict=True) if namespace.is_served
+    ]
+    if any(
+        namespace.problem or any(store.problem for store in namespace.stores)
+        for namespace in served
+    ):
         raise SystemExit(1)
 
 
@@ -98,17 +103,20 @@ def _hits(address: str) -> list[TierHits]:
         give_up("inspect", text if text.startswith("http") else f"{shown_url(address)}: {text}")
 
 
-def _print(homes: list[NamespaceSummary], hits: list[TierHits]) -> None:
+def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
     from rich.markup import escape
 
     out = screen()
-    for home in homes:
-        out.print(f"[bold]{home.name or 'one tier'}[/bold]  {escape(_about(home))}", soft_wrap=True)
-        for path, here, newest in home.differs:
+    for namespace in namespaces:
+        out.print(
+            f"[bold]{namespace.name or 'one tier'}[/bold]  {escape(_about(namespace))}",
+            soft_wrap=True,
+        )
+        for path, here, newest in namespace.differs:
             line = f"  other than the one used last: {path} is {here}, not {newest}"
             out.print(line, markup=False, soft_wrap=True)
-        out.print(_table(home.stores))
-        for store in home.stores:
+        out.print(_table(namespace.stores))
+        for store in namespace.stores:
             aside = f"{size_text(store.aside_bytes)} were moved aside as damaged"
             told = (store.problem, store.remark, aside if store.aside_bytes else "")
             for text in filter(None, told):
@@ -124,15 +132,15 @@ def _print(homes: list[NamespaceSummary], hits: list[TierHits]) -> None:
         out.print(NO_HITS, style="dim", soft_wrap=True)
 
 
-def _about(home: NamespaceSummary) -> str:
-    users = {f"pid {owner.pid}" for owner in home.owners}
+def _about(namespace: NamespaceSummary) -> str:
+    users = {f"pid {owner.pid}" for owner in namespace.owners}
     parts = [
-        home.model or "model unknown",
-        f"{size_text(home.disk_bytes)} on disk",
-        f"last used {age_text(int(home.last_used_s * 1e9))} ago",
+        namespace.model or "model unknown",
+        f"{size_text(namespace.disk_bytes)} on disk",
+        f"last used {age_text(int(namespace.last_used_s * 1e9))} ago",
         f"in use by {', '.join(sorted(users))}" if users else "not in use",
     ]
-    return ", ".join(parts) + (f"; {home.problem}" if home.problem else "")
+    return ", ".join(parts) + (f"; {namespace.problem}" if namespace.problem else "")
 
 
 def _table(stores: list[RankSummary]) -> Table:

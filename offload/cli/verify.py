@@ -56,18 +56,18 @@ def verify(
 
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
-    homes = problems.homes(folder)
+    namespaces = problems.namespaces(folder)
     problems.key_file(key_file)
     problems.refuse("verify")
     with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
-        homes = [home for home in homes if home.is_served]
+        namespaces = [namespace for namespace in namespaces if namespace.is_served]
         results = [
             _one(store, bytes_per_s, key_file, check_only, bar)
-            for home in homes
-            for store in home.stores
+            for namespace in namespaces
+            for store in namespace.stores
         ]
     results = [result for result in results if result.standing != Standing.EMPTY.value]
-    faulty = {home.name: home.problem for home in homes if home.problem}
+    faulty = {namespace.name: namespace.problem for namespace in namespaces if namespace.problem}
     ok = not faulty and all(result.is_well for result in results)
     if as_json:
         stores = [result.to_json() for result in results]

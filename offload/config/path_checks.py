@@ -31,10 +31,10 @@ SHOWN_MAX = 3
 
 def path_problem(path: str | Path) -> tuple[str, str] | None:
     """Say why a tier must not use this path, and what to do; ``None`` if it may."""
-    return place_problem(path) or content_problem(path)
+    return location_problem(path) or content_problem(path)
 
 
-def place_problem(path: str | Path) -> tuple[str, str] | None:
+def location_problem(path: str | Path) -> tuple[str, str] | None:
     """Check the location only, as ``path_problem`` does."""
     real = os.path.realpath(path)
     fix = _OWN.format(Path(real) / "kvtiers")

@@ -43,7 +43,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from offload.config.path_checks import place_problem
+from offload.config.path_checks import location_problem
 from offload.connector.model.identity import content_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import TierUnavailableError
@@ -252,7 +252,7 @@ def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
     fields |= {"content": _content(spec.config)}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
-    if found := place_problem(root):
+    if found := location_problem(root):
         raise TierUnavailableError("kvtiers: " + ". ".join(found))
     folder = root / f"vllm-{digest.hex()[:16]}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

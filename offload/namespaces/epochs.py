@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from offload.errors import TierUnavailableError
 from offload.namespaces.folders import bump_epoch, open_namespace, replica_folder
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.mounts import spot_of
+from offload.namespaces.mounts import mount_point_of
 
 READ_ONLY_EPOCH = 1
 """The epoch of a read-only tier after a reset; it has then forgotten everything."""
@@ -42,8 +42,10 @@ class TierEpochs:
         """Raises ``OSError`` if a path is not there."""
         self._paths = tuple(paths)
         self._shared = frozenset(shared)
-        self._spots = {
-            tier: spot_of(path) for tier, path in enumerate(paths) if tier not in self._shared
+        self._mount_points = {
+            tier: mount_point_of(path)
+            for tier, path in enumerate(paths)
+            if tier not in self._shared
         }
         self._namespace = namespace
         self._replica = replica
@@ -61,9 +63,9 @@ class TierEpochs:
         if tier in self._shared:
             return draw_epoch()
         path = self._paths[tier]
-        home = replica_folder(path, self._namespace, self._replica)
-        if not home.parent.is_dir():
-            if not self._spots[tier].is_same_place(spot_of(path)):
+        replica_dir = replica_folder(path, self._namespace, self._replica)
+        if not replica_dir.parent.is_dir():
+            if not self._mount_points[tier].is_same_disk(mount_point_of(path)):
                 raise TierUnavailableError(f"{path} lies on another file system than before")
             open_namespace(path, self._namespace)
-        return bump_epoch(home, noted=noted)
+        return bump_epoch(replica_dir, noted=noted)

@@ -43,19 +43,19 @@ from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
 
 __all__ = [  # all that a start-up needs, in one place
-    "NamespacePlace",
+    "ClaimedFolder",
     "OnDamage",
     "bump_epoch",
+    "claim_rank_folder",
     "describe_neighbours",
     "judge_namespace",
     "judge_replica",
     "make_room",
     "open_namespace",
-    "open_place",
-    "open_shared_place",
     "raise_epoch",
     "read_epoch",
     "replica_folder",
+    "share_rank_folder",
 ]
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _warn(line: str) -> None:
 
 
 @dataclass(slots=True)
-class NamespacePlace:
+class ClaimedFolder:
     """The folder of one rank, claimed by this process until ``close``."""
 
     folder: Path
@@ -82,7 +82,7 @@ class NamespacePlace:
             os.close(self._claim_fd)
             self._claim_fd = -1
 
-    def __enter__(self) -> NamespacePlace:
+    def __enter__(self) -> ClaimedFolder:
         return self
 
     def __exit__(
@@ -121,7 +121,7 @@ def open_namespace(
         return _open_locked(base, namespace, on_damage)
 
 
-def open_place(
+def claim_rank_folder(
     root: str | Path,
     namespace: Namespace,
     *,
@@ -131,7 +131,7 @@ def open_place(
     at_least: int = 0,
     starts: bool = False,
     on_damage: OnDamage = MOVE_ASIDE,
-) -> NamespacePlace:
+) -> ClaimedFolder:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
     ``at_least`` for a server that has been further already. ``starts``: with weights from the
     model's files, which those of an odd epoch were not (see ``bump_epoch``).
@@ -142,25 +142,25 @@ def open_place(
     """
     base = _prepare_root(root)
     with locked(base):
-        home = _open_locked(base, namespace, on_damage) / f"replica-{replica}"
-        epoch = _prepare_replica(base, home, on_damage)
+        replica_dir = _open_locked(base, namespace, on_damage) / f"replica-{replica}"
+        epoch = _prepare_replica(base, replica_dir, on_damage)
         wanted = epoch + epoch % 2 if starts else at_least
         if epoch < wanted:
-            epoch = raise_epoch(home, wanted)
-        folder = home / f"rank-{rank}"
+            epoch = raise_epoch(replica_dir, wanted)
+        folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        fd = claim(home / f"rank-{rank}.claim", engine)
-    return NamespacePlace(folder, epoch, fd)
+        fd = claim(replica_dir / f"rank-{rank}.claim", engine)
+    return ClaimedFolder(folder, epoch, fd)
 
 
-def open_shared_place(
+def share_rank_folder(
     root: str | Path,
     namespace: Namespace,
     *,
     rank: int,
     engine: str,
     on_damage: OnDamage = MOVE_ASIDE,
-) -> NamespacePlace:
+) -> ClaimedFolder:
     """Claim the folder of one rank beside others who share it: all replicas of all servers with
     this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
     epoch file says; what a reset begins is between the tier and its medium (0081).
@@ -170,14 +170,16 @@ def open_shared_place(
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
-        home = _open_locked(base, namespace, on_damage) / "replica-0"
-        home.mkdir(mode=0o700, exist_ok=True)
-        if not (home / EPOCH_NAME).exists():  # for a server that comes later and does not share
-            _write_epoch(home, 0)
-        folder = home / f"rank-{rank}"  # after that: ranks without an epoch file are damage
+        replica_dir = _open_locked(base, namespace, on_damage) / "replica-0"
+        replica_dir.mkdir(mode=0o700, exist_ok=True)
+        if not (
+            replica_dir / EPOCH_NAME
+        ).exists():  # for a server that comes later and does not share
+            _write_epoch(replica_dir, 0)
+        folder = replica_dir / f"rank-{rank}"  # after that: ranks without an epoch file are damage
         folder.mkdir(mode=0o700, exist_ok=True)
-        fd = claim_shared(home / f"rank-{rank}.claim", engine)
-    return NamespacePlace(folder, 0, fd)
+        fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
+    return ClaimedFolder(folder, 0, fd)
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:
@@ -212,12 +214,12 @@ def bump_epoch(
     own. The namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch
     is damaged) and ``TierUnavailableError``.
     """
-    home = Path(folder)
-    home.mkdir(mode=0o700, exist_ok=True)
-    with locked(home):
-        epoch = max(read_epoch(home) + 1, at_least) | 1
+    replica_dir = Path(folder)
+    replica_dir.mkdir(mode=0o700, exist_ok=True)
+    with locked(replica_dir):
+        epoch = max(read_epoch(replica_dir) + 1, at_least) | 1
         # A file that a power cut damages here costs nothing: what it would keep is dead.
-        _write_epoch(home, epoch, noted)
+        _write_epoch(replica_dir, epoch, noted)
         return epoch
 
 
@@ -228,12 +230,12 @@ def raise_epoch(folder: str | Path, at_least: int) -> int:
     that ``bump_epoch`` has yet to give out for other weights. Raises as ``bump_epoch`` does, and
     makes no folder.
     """
-    home = Path(folder)
-    epoch = read_epoch(home)
+    replica_dir = Path(folder)
+    epoch = read_epoch(replica_dir)
     if epoch < at_least:
-        with locked(home):
-            epoch = max(read_epoch(home), at_least)
-            _write_epoch(home, epoch)
+        with locked(replica_dir):
+            epoch = max(read_epoch(replica_dir), at_least)
+            _write_epoch(replica_dir, epoch)
     return epoch
 
 
@@ -263,17 +265,17 @@ def judge_namespace(folder: Path) -> str:
     return "" if found.name == folder.name else "holds the manifest of another namespace"
 
 
-def judge_replica(home: Path) -> str:
+def judge_replica(replica_dir: Path) -> str:
     """Why the records of a replica's ranks cannot be used; empty if they can. As
     ``judge_namespace``."""
-    if _is_something_else(home):
+    if _is_something_else(replica_dir):
         return "is not a folder"
     try:
-        read_epoch(home)
+        read_epoch(replica_dir)
     except NamespaceError as error:
         return str(error)
-    is_missing = not (home / EPOCH_NAME).exists()
-    if is_missing and any(name.startswith("rank-") for name in entries(home)):
+    is_missing = not (replica_dir / EPOCH_NAME).exists()
+    if is_missing and any(name.startswith("rank-") for name in entries(replica_dir)):
         return "its epoch file is missing"
     return ""
 
@@ -295,16 +297,16 @@ def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
     return folder
 
 
-def _prepare_replica(base: Path, home: Path, on_damage: OnDamage) -> int:
+def _prepare_replica(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
     """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
-    trouble = judge_replica(home)
+    trouble = judge_replica(replica_dir)
     if trouble:
-        _set_aside(base, home, trouble, on_damage)
-    home.mkdir(mode=0o700, exist_ok=True)
-    if not (home / EPOCH_NAME).exists():
-        _write_epoch(home, 0)
-        sync_folder(home.parent)
-    return read_epoch(home)
+        _set_aside(base, replica_dir, trouble, on_damage)
+    replica_dir.mkdir(mode=0o700, exist_ok=True)
+    if not (replica_dir / EPOCH_NAME).exists():
+        _write_epoch(replica_dir, 0)
+        sync_folder(replica_dir.parent)
+    return read_epoch(replica_dir)
 
 
 def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
@@ -321,10 +323,10 @@ def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
     on_damage.note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
 
 
-def _write_epoch(home: Path, epoch: int, placed: Callable[[], None] | None = None) -> None:
+def _write_epoch(replica_dir: Path, epoch: int, placed: Callable[[], None] | None = None) -> None:
     digits = str(epoch).encode()
     content = digits + b" " + _epoch_check(digits) + b"\n"
-    write_durably(home / EPOCH_NAME, content, placed=placed)
+    write_durably(replica_dir / EPOCH_NAME, content, placed=placed)
 
 
 def _epoch_check(digits: bytes) -> bytes:

@@ -234,43 +234,45 @@ def model_of(fields: dict[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def find_homes(folder: Path) -> list[NamespaceFolder]:
-    """Everything of ours at or below ``folder``: namespaces by name, then what was moved aside and
-    what is left of removed ones, or one nameless home with the single tier that lies here. Raises
-    ``NotADirectoryError``."""
+def find_namespaces(folder: Path) -> list[NamespaceFolder]:
+    """Find everything of ours at or below ``folder``: namespaces by name, then folders that were
+    moved aside and remains of removed ones, or one nameless namespace with the single tier that
+    lies here. Raises ``NotADirectoryError``."""
     if not folder.is_dir():
         raise NotADirectoryError(str(folder))
     inside = _inside_a_namespace(folder)
     if inside is not None:
         return [inside]
     names = entries(folder)
-    homes = [_home(folder / name) for name in names if NAME.fullmatch(name)]
+    namespaces = [_namespace_in(folder / name) for name in names if NAME.fullmatch(name)]
     aside = [folder / name for name in names if QUARANTINE.fullmatch(name)]
-    homes += [_home(path) for path in aside if _is_real(path)]
+    namespaces += [_namespace_in(path) for path in aside if _is_real(path)]
     trash = [folder / name for name in names if TRASH.fullmatch(name)]
-    homes += [NamespaceFolder(path.name, path, problem="could not be deleted") for path in trash]
-    if not homes and (is_lmdb_folder(folder) or is_file_folder(folder)):
-        homes = [NamespaceFolder("", folder, stores=[RankFolder(folder)])]
-    return homes
+    namespaces += [
+        NamespaceFolder(path.name, path, problem="could not be deleted") for path in trash
+    ]
+    if not namespaces and (is_lmdb_folder(folder) or is_file_folder(folder)):
+        namespaces = [NamespaceFolder("", folder, stores=[RankFolder(folder)])]
+    return namespaces
 
 
 def _inside_a_namespace(folder: Path) -> NamespaceFolder | None:
-    """The namespace that ``folder`` is, or lies in, with only the stores at or below it."""
+    """The namespace that ``folder`` is, or lies in, with only the rank folders at or below it."""
     for parent in (folder.absolute(), *folder.absolute().parents[:2]):
         if NAME.fullmatch(parent.name) or QUARANTINE.fullmatch(parent.name):
-            home = _home(parent)
-            home.stores = [s for s in home.stores if s.folder.is_relative_to(folder.absolute())]
-            return home
+            return _namespace_in(parent, folder.absolute())
     return None
 
 
-def _home(folder: Path) -> NamespaceFolder:
+def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
+    """The namespace in ``folder``, with its rank folders, or only those below ``below``."""
     found = NamespaceFolder(folder.name, folder)
     try:
         if NAME.fullmatch(folder.name):
             found.problem = judge_namespace(folder)
         if _is_real(folder):
-            found.stores = list(_stores(folder))
+            ranks = _stores(folder)
+            found.stores = [one for one in ranks if one.folder.is_relative_to(below or folder)]
             namespace: Namespace | None = read_manifest(folder)
             found.fields = namespace.fields if namespace else {}
     except NamespaceError as error:
@@ -278,14 +280,14 @@ def _home(folder: Path) -> NamespaceFolder:
     return found
 
 
-def _stores(home: Path) -> Iterator[RankFolder]:
-    for replica in entries(home):
-        if (number := _REPLICA.fullmatch(replica)) is None or not _is_real(home / replica):
+def _stores(namespace: Path) -> Iterator[RankFolder]:
+    for replica in entries(namespace):
+        if (number := _REPLICA.fullmatch(replica)) is None or not _is_real(namespace / replica):
             continue
-        for rank in entries(home / replica):
-            folder = home / replica / rank
+        for rank in entries(namespace / replica):
+            folder = namespace / replica / rank
             if (which := _RANK.fullmatch(rank)) is not None and _is_real(folder):
-                yield RankFolder(folder, home.name, int(number[1]), int(which[1]))
+                yield RankFolder(folder, namespace.name, int(number[1]), int(which[1]))
 
 
 def _is_real(folder: Path) -> bool:

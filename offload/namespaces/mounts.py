@@ -21,13 +21,13 @@ class MountPoint:
     device: int
     mount: str
 
-    def is_same_place(self, other: MountPoint) -> bool:
+    def is_same_disk(self, other: MountPoint) -> bool:
         """Return True if a path that lay here and lies there now is still on the right disk: the
         same file system, or another one that is mounted at the same folder."""
         return self.device == other.device or self.mount == other.mount
 
 
-def spot_of(path: str | Path) -> MountPoint:
+def mount_point_of(path: str | Path) -> MountPoint:
     """Find the mount point of ``path``. Raises ``OSError``, also if nothing is there; may block."""
     place = Path(path).resolve(strict=True)
     device = os.stat(place).st_dev

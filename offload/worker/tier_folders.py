@@ -22,18 +22,18 @@ from offload.geometry.folder_source import ForeignStore, find_foreign, open_sour
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_store_source
 from offload.namespaces.cleanup import other_namespaces
 from offload.namespaces.folders import (
-    NamespacePlace,
+    ClaimedFolder,
     OnDamage,
+    claim_rank_folder,
     describe_neighbours,
     make_room,
-    open_place,
-    open_shared_place,
     raise_epoch,
     replica_folder,
+    share_rank_folder,
 )
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.mounts import MountPoint, spot_of
+from offload.namespaces.mounts import MountPoint, mount_point_of
 from offload.sizes import MIB, format_size
 from offload.worker.tier_factory import TierSpec, mooncake_settings
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
@@ -128,7 +128,7 @@ class TierFolders:
             capacity = make_room(
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
             )
-            spot = spot_of(config.path)
+            spot = mount_point_of(config.path)
         except BaseException:
             place.close()
             raise
@@ -169,7 +169,7 @@ class TierFolders:
                 capacity = make_room(
                     config.path, self.namespace, capacity, note=_note, wanted=wanted
                 )
-            spot = spot_of(config.path)
+            spot = mount_point_of(config.path)
         except BaseException:
             place.close()
             raise
@@ -182,10 +182,10 @@ class TierFolders:
         return replace(spec, renew=partial(self._renew_shared, spec, place, spot))
 
     def _renew_shared(
-        self, spec: TierSpec, place: NamespacePlace, spot: MountPoint, epoch: int
+        self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
     ) -> TierSpec:
         """As ``_renew``. An odd ``epoch`` tells the tier that it has weights of its own."""
-        if not spot.is_same_place(spot_of(spec.config.path)):
+        if not spot.is_same_disk(mount_point_of(spec.config.path)):
             raise TierUnavailableError(
                 f"{spec.config.path} lies on another file system than before"
             )
@@ -194,8 +194,8 @@ class TierFolders:
         renew = partial(self._renew_shared, spec, place, spot)
         return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
 
-    def _claim_shared(self, config: TierConfig, damage: list[str]) -> NamespacePlace:
-        place = open_shared_place(
+    def _claim_shared(self, config: TierConfig, damage: list[str]) -> ClaimedFolder:
+        place = share_rank_folder(
             *(config.path, self.namespace),
             rank=self.rank,
             engine=self.engine,
@@ -203,7 +203,7 @@ class TierFolders:
         )
         return self._described(place)
 
-    def _described(self, place: NamespacePlace) -> NamespacePlace:
+    def _described(self, place: ClaimedFolder) -> ClaimedFolder:
         """The place, when it says how the records are ordered that this rank keeps there."""
         try:
             if self.geometry is not None:
@@ -214,7 +214,7 @@ class TierFolders:
         return place
 
     def _renew(
-        self, spec: TierSpec, place: NamespacePlace, spot: MountPoint, epoch: int
+        self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
     ) -> TierSpec:
         """The tier's folder, claimed anew after its medium had failed, for what the tier was: its
         capacity, which the scheduler counts on, and its epoch, which the folder of another medium
@@ -223,7 +223,7 @@ class TierFolders:
         Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back.
         """
         path = spec.config.path
-        if not spot.is_same_place(spot_of(path)):
+        if not spot.is_same_disk(mount_point_of(path)):
             raise TierUnavailableError(f"{path} lies on another file system than before")
         place.close()
         place = self._claim(spec.config, epoch)
@@ -236,11 +236,11 @@ class TierFolders:
         epoch: int | None = None,
         known: Collection[str] = (),
         damage: list[str] | None = None,
-    ) -> NamespacePlace:
+    ) -> ClaimedFolder:
         """The folder, for a server that starts or one that has come to this ``epoch``. Nothing is
         said of ``known`` namespaces beside it; ``damage`` is told of what was moved aside."""
         path = config.path
-        place = open_place(
+        place = claim_rank_folder(
             path,
             self.namespace,
             replica=self.replica,

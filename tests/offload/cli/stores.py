@@ -16,7 +16,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from offload.cli import app
-from offload.namespaces.folders import open_place
+from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from tiers.base import ALIGNMENT
 from tiers.files.tier import FileTier, record_name
@@ -68,7 +68,7 @@ def make_store(
     **options: Any,
 ) -> Path:
     """A closed store with these records; the folder of its rank."""
-    place = open_place(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
+    place = claim_rank_folder(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
     with place:
         asyncio.run(_fill(place.folder, place.epoch, list(numbers), kind, rank, options))
     return place.folder

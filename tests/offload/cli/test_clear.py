@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.namespaces.folders import make_room, open_shared_place
+from offload.namespaces.folders import make_room, share_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.stores import (
     FIELDS,
@@ -204,7 +204,7 @@ def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
 
 def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
     make_store(tmp_path, range(2))
-    with open_shared_place(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
+    with share_rank_folder(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
         result = kvtiers("clear", tmp_path, "--all", "--yes")
     assert result.code == 1
     assert f"shared by pid {os.getpid()}: not removed" in result.err

@@ -14,7 +14,7 @@ import pytest
 
 from offload.admin.verify import Pace
 from offload.namespaces.folders import bump_epoch, read_epoch, replica_folder
-from offload.namespaces.inventory import find_homes
+from offload.namespaces.inventory import find_namespaces
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.stores import (
     CAPACITY,
@@ -42,7 +42,7 @@ NAME = Namespace.of(FIELDS).name
 def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
     """Payloads by rank and key, in the order of use; every record verified."""
     found: list[tuple[int, int, bytes, bytes]] = []
-    [home] = find_homes(root)
+    [home] = find_namespaces(root)
     for store in home.stores:
         outside = store.open(key_file)
         checker = Checker(outside, has_key=bool(key_file))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.admin.verify import Pace, Scrubbed, repair, scrub
-from offload.namespaces.inventory import RankFolder, find_homes
+from offload.namespaces.inventory import RankFolder, find_namespaces
 from tests.offload.cli.stores import (
     OTHER,
     RECORD_NAMESPACE,
@@ -49,7 +49,7 @@ def names(*numbers: int) -> set[str]:
 
 
 def only_store(root: Path) -> RankFolder:
-    [home] = find_homes(root)
+    [home] = find_namespaces(root)
     [store] = home.stores
     return store
 

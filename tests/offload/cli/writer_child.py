@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.namespaces.folders import open_place
+from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.stores import CAPACITY, FIELDS, RECORD_NAMESPACE, SIZE
 from tiers.base import ReadOutcome, Tier
@@ -67,7 +67,7 @@ async def churn(tier: Tier, records: int, stop: asyncio.Event, counts: Counts) -
 
 
 async def main(root: str, kind: str, records: int) -> None:
-    place = open_place(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child")
+    place = claim_rank_folder(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child")
     tier = make_tier(kind, place.folder, place.epoch)
     await tier.open()
     stop, counts = asyncio.Event(), Counts()

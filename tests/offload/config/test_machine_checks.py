@@ -17,7 +17,7 @@ from offload.config.machine_checks import check_machine, load_config, reserve_by
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
 from offload.config.schema import parse_config
 from offload.errors import ConfigError
-from offload.namespaces.folders import open_place
+from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from offload.sizes import GIB, MIB, TIB
 from tests.offload.config.test_schema import compare
@@ -253,8 +253,9 @@ def test_tmpfs_is_a_warning() -> None:
 HOLD = """
 import sys
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.folders import open_place
-place = open_place(sys.argv[1], Namespace.of({"m": 1}), replica=0, rank=0, engine="Qwen/Qwen3")
+from offload.namespaces.folders import claim_rank_folder
+namespace = Namespace.of({"m": 1})
+place = claim_rank_folder(sys.argv[1], namespace, replica=0, rank=0, engine="Qwen/Qwen3")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -290,7 +291,7 @@ def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
 
 
 def test_workers_of_this_server_are_no_strangers(tmp_path: Path) -> None:
-    with open_place(tmp_path, Namespace.of({}), replica=0, rank=0, engine="own"):
+    with claim_rank_folder(tmp_path, Namespace.of({}), replica=0, rank=0, engine="own"):
         assert problems_of(tier(tmp_path)) == {}
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.config.machine_checks import load_config
-from offload.config.path_checks import path_problem, place_problem
+from offload.config.path_checks import location_problem, path_problem
 from offload.errors import ConfigError
 from tests.offload.cli.stores import kvtiers, make_store
 from tests.offload.config.test_machine_checks import extra, problems_of, tier
@@ -42,7 +42,7 @@ def test_places_of_the_system(path: str, words: str) -> None:
 
 @pytest.mark.parametrize("path", ["/var/cache/kv", "/dev/shm/kv", "/mnt/nvme0", "/srv/kv/a"])
 def test_ordinary_places(path: str) -> None:
-    assert place_problem(path) is None
+    assert location_problem(path) is None
 
 
 def test_the_home_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

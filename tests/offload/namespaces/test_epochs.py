@@ -17,7 +17,7 @@ from offload.connector.scheduler.pending_epochs import BeginOne, PendingEpochs
 from offload.errors import TierUnavailableError
 from offload.namespaces import epochs as tier_epochs
 from offload.namespaces.epochs import TierEpochs, draw_epoch
-from offload.namespaces.folders import open_place, read_epoch, replica_folder
+from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint
 
@@ -30,7 +30,7 @@ def paths(tmp_path: Path) -> list[str]:
     """Two tiers, opened once."""
     found = [str(tmp_path / name) for name in ("near", "far")]
     for path in found:
-        open_place(path, NAMESPACE, replica=0, rank=0, engine="test", starts=True).close()
+        claim_rank_folder(path, NAMESPACE, replica=0, rank=0, engine="test", starts=True).close()
     return found
 
 
@@ -158,7 +158,9 @@ def test_a_server_that_is_killed_right_after_a_reset_leaves_nothing_to_be_found(
         check=False,
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    with open_place(paths[0], NAMESPACE, replica=0, rank=0, engine="next", starts=True) as place:
+    with claim_rank_folder(
+        paths[0], NAMESPACE, replica=0, rank=0, engine="next", starts=True
+    ) as place:
         assert place.epoch == 2
 
 
@@ -168,7 +170,7 @@ def test_a_mount_point_without_its_disk_gets_no_folders(
     epochs = TierEpochs(paths, NAMESPACE, 0)
     shutil.rmtree(paths[1])
     Path(paths[1]).mkdir(mode=0o700)
-    monkeypatch.setattr(tier_epochs, "spot_of", lambda _: MountPoint(-1, "/elsewhere"))
+    monkeypatch.setattr(tier_epochs, "mount_point_of", lambda _: MountPoint(-1, "/elsewhere"))
     with pytest.raises(TierUnavailableError, match="another file system"):
         epochs.begin(1)
     assert list(Path(paths[1]).iterdir()) == []

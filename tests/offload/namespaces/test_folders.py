@@ -24,11 +24,11 @@ from offload.namespaces.cleanup import (
 )
 from offload.namespaces.folders import (
     EPOCH_NAME,
-    NamespacePlace,
+    ClaimedFolder,
     OnDamage,
     bump_epoch,
+    claim_rank_folder,
     open_namespace,
-    open_place,
     read_epoch,
     replica_folder,
 )
@@ -42,7 +42,9 @@ THREE = Namespace.of({"model": "b", "tp": 2, "dtype": "bf16"})
 
 def place_of(root: Path, namespace: Namespace = ONE, rank: int = 0, notes: list[str] | None = None):
     on_damage = OnDamage(notes.append if notes is not None else print)
-    return open_place(root, namespace, replica=0, rank=rank, engine="test", on_damage=on_damage)
+    return claim_rank_folder(
+        root, namespace, replica=0, rank=rank, engine="test", on_damage=on_damage
+    )
 
 
 @contextmanager
@@ -65,9 +67,9 @@ def child(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
 HOLD = """
 import sys
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.folders import open_place
+from offload.namespaces.folders import claim_rank_folder
 fields = {"model": "a", "tp": int(sys.argv[2])}
-place = open_place(sys.argv[1], Namespace.of(fields), replica=0, rank=0, engine="other")
+place = claim_rank_folder(sys.argv[1], Namespace.of(fields), replica=0, rank=0, engine="other")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -90,7 +92,7 @@ def test_opening_makes_private_folders_and_reopening_keeps_content(tmp_path: Pat
 
 def test_ranks_and_replicas_have_folders_of_their_own(tmp_path: Path) -> None:
     with place_of(tmp_path, rank=0) as a, place_of(tmp_path, rank=1) as b:
-        other = open_place(tmp_path, ONE, replica=1, rank=0, engine="test")
+        other = claim_rank_folder(tmp_path, ONE, replica=1, rank=0, engine="test")
         with other as c:
             assert len({a.folder, b.folder, c.folder}) == 3
 
@@ -109,8 +111,8 @@ def test_epochs_only_grow_and_survive(tmp_path: Path) -> None:
 def test_a_server_that_starts_does_not_take_records_of_changed_weights(tmp_path: Path) -> None:
     """A running server was given other weights; the next start has those of the files again."""
 
-    def start(rank: int = 0) -> NamespacePlace:
-        return open_place(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
+    def start(rank: int = 0) -> ClaimedFolder:
+        return claim_rank_folder(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
 
     with start() as place:
         assert place.epoch == 0

@@ -14,7 +14,7 @@ from offload.errors import TierUnavailableError
 from offload.namespaces import claims
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
-from offload.namespaces.inventory import find_homes
+from offload.namespaces.inventory import find_namespaces
 from offload.worker.tier_factory import make_tier
 from tests.offload.cli.stores import kvtiers
 from tests.offload.worker.reopening_child import NAMESPACE, places
@@ -116,7 +116,7 @@ def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> No
         Child(kind, folder, 1, *arguments, 30, "none"),
     ) as group:
         watch(group, lambda: all(child.said(".") for child in group), lambda: None)
-        [home] = find_homes(folder)
+        [home] = find_namespaces(folder)
         [store] = home.stores
         pids = {child.process.pid for child in group}
         if kind == "lmdb":  # the claims of a server are beside the folder; this one has no server

@@ -16,7 +16,7 @@ import pytest
 from offload.errors import TierUnavailableError
 from offload.namespaces import folders as namespace_folders
 from offload.namespaces.folders import bump_epoch, raise_epoch, read_epoch, replica_folder
-from offload.namespaces.mounts import MountPoint, spot_of
+from offload.namespaces.mounts import MountPoint, mount_point_of
 from offload.worker import tier_folders as tier_places
 from offload.worker.tier_factory import TierSpec, make_tier
 from tests.offload.worker import reopening_child
@@ -230,16 +230,20 @@ def test_only_the_place_of_before_is_used_again(
 ) -> None:
     path = tmp_path / "mnt" / "kv"
     [spec] = places(path).specs()
-    here = spot_of(path)
+    here = mount_point_of(path)
     shutil.rmtree(tmp_path / "mnt")
     with pytest.raises(FileNotFoundError):
         renew(spec)
     path.mkdir(mode=0o700, parents=True)
-    monkeypatch.setattr(tier_places, "spot_of", lambda _: MountPoint(here.device + 1, "/elsewhere"))
+    monkeypatch.setattr(
+        tier_places, "mount_point_of", lambda _: MountPoint(here.device + 1, "/elsewhere")
+    )
     with pytest.raises(TierUnavailableError, match="another file system"):
         renew(spec)
     assert list(path.iterdir()) == []
-    monkeypatch.setattr(tier_places, "spot_of", lambda _: MountPoint(here.device + 1, here.mount))
+    monkeypatch.setattr(
+        tier_places, "mount_point_of", lambda _: MountPoint(here.device + 1, here.mount)
+    )
     assert renew(spec, 7).epoch == epoch_at(path) == 7  # another disk, mounted where it was
 
 
