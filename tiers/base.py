@@ -1,11 +1,11 @@
-"""The interface of a key-addressed tier below the CPU slab.
+"""The interface of a tier: a medium below the CPU slab that keeps records under keys.
 
-A tier keeps immutable records under byte keys. It decides nothing: what to keep and what to
-evict is decided above it; the tier enforces its own hard capacity and says so by an outcome.
-Everything is asyncio and batched; one call may carry hundreds of keys.
+Records are immutable and keys are bytes. A tier decides nothing: the planner above it decides what
+to keep and what to evict. The tier enforces its own hard capacity and reports a full medium as an
+outcome. Every method is asynchronous and batched; one call may carry hundreds of keys.
 
-Ownership: the caller owns every buffer until the call returns, also when the call is cancelled
-(a cancelled ``read`` returns only after nobody writes into ``into`` any more).
+Ownership: the caller owns every buffer until the call returns. That holds for a cancelled call too:
+a cancelled ``read`` returns only when nothing writes to ``into`` any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEYS_PER_BATCH = 1 << 14
 
 
 class ReadOutcome(enum.Enum):
-    """What became of one key of a ``read``. Only ``OK`` means that the buffer may be used."""
+    """The result for one key of a ``read``. The buffer may be used only after ``OK``."""
 
     OK = "ok"
     MISS = "miss"
@@ -41,7 +41,7 @@ class ReadOutcome(enum.Enum):
 
 
 class WriteOutcome(enum.Enum):
-    """What became of one key of a ``write``. ``OK`` means durable and readable."""
+    """The result for one key of a ``write``. ``OK`` means durable and readable."""
 
     OK = "ok"
     FULL = "full"
@@ -49,7 +49,7 @@ class WriteOutcome(enum.Enum):
 
 
 class TierError(Exception):
-    """The tier itself is gone; trouble with one key is an outcome instead."""
+    """The tier as a whole failed. A problem with one key is an outcome instead."""
 
 
 class TierClosedError(TierError):
@@ -57,19 +57,19 @@ class TierClosedError(TierError):
 
 
 class TierIoError(TierError):
-    """The medium failed in a way that concerns every key."""
+    """The medium failed in a way that affects every key."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What a tier says of itself after ``open``.
+    """The report of a tier that has opened.
 
-    ``capacity_bytes`` is what records may occupy together, each counted with
-    ``footprint_bytes(payload length)``; ``used_bytes`` is the part taken at open.
+    ``capacity_bytes`` limits the records together, each counted with ``footprint_bytes(payload
+    length)``; ``used_bytes`` is the part in use at open.
 
-    ``medium`` tells one medium from another and from one made anew in its place. Records are
-    written and read under ``epoch``; what the medium held was of ``found_epoch``, and is forgotten
-    where that is another one.
+    ``medium`` identifies the medium: it changes when the medium is replaced or created again.
+    Records are written and read under ``epoch``. ``found_epoch`` is the epoch that the medium was
+    in; if it differs, the tier has dropped those records.
     """
 
     name: str
@@ -94,11 +94,10 @@ KeyColumn = npt.NDArray[np.void]
 
 
 class StoredKeys(NamedTuple):
-    """Records found by ``keys``: ``payload_bytes[i]`` is the length of the payload of
-    ``column[i]``.
+    """Records found by ``keys``: ``payload_bytes[i]`` is the payload length of ``column[i]``.
 
-    Columns and no pairs: a restart goes through millions of records, and whoever only passes them
-    on shall not make an object of each.
+    They are columns, not pairs: a restart passes on millions of records, and an object for each
+    would cost too much.
     """
 
     column: KeyColumn
@@ -110,13 +109,13 @@ class StoredKeys(NamedTuple):
         return self.column.tolist()  # type: ignore[no-any-return]  # a void's item is bytes
 
     def pairs(self) -> Iterator[StoredKey]:
-        """One record after the other."""
+        """Iterate over the records one by one."""
         return map(StoredKey, self.keys, self.payload_bytes.tolist())
 
 
 def stored_keys(found: Iterable[tuple[Key, int]]) -> Iterator[StoredKeys]:
-    """Keys and lengths of payloads as columns, in the same order: as many as come one after the
-    other with keys of one length, at most ``KEYS_PER_BATCH``."""
+    """Turn keys and payload lengths into columns, in the same order. Each batch holds consecutive
+    keys of one length, at most ``KEYS_PER_BATCH``."""
     for key_bytes, same in groupby(found, lambda pair: len(pair[0])):
         while batch := list(islice(same, KEYS_PER_BATCH)):
             keys, sizes = zip(*batch, strict=True)
@@ -125,8 +124,8 @@ def stored_keys(found: Iterable[tuple[Key, int]]) -> Iterator[StoredKeys]:
 
 
 class Scrubbed(NamedTuple):
-    """What one ``scrub`` has read and verified: ``records`` with so many bytes of payload. The
-    ``damaged`` ones are forgotten. ``trouble`` says why nothing could be read."""
+    """The result of one ``scrub``: it verified ``records`` with ``payload_bytes`` in total and
+    forgot the ``damaged`` ones. ``trouble`` says why nothing could be read, if so."""
 
     records: int = 0
     payload_bytes: int = 0
@@ -135,8 +134,8 @@ class Scrubbed(NamedTuple):
 
 
 class Tier(ABC):
-    """A medium that keeps records under keys. All methods raise ``TierClosedError`` when closed
-    and ``TierIoError`` when the medium as a whole has failed; nothing else."""
+    """A medium that keeps records under keys. Its methods raise ``TierClosedError`` when the tier
+    is closed, ``TierIoError`` when the medium as a whole has failed, and nothing else."""
 
     @abstractmethod
     async def open(self) -> TierInfo:
@@ -144,11 +143,12 @@ class Tier(ABC):
 
     @abstractmethod
     def footprint_bytes(self, payload_bytes: int) -> int:
-        """Bytes of capacity that one record with a payload of this length takes."""
+        """Return the capacity in bytes that one record with a payload of this length takes."""
 
     @abstractmethod
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Store one record per key. A key that is present already is ``OK`` and stays as it is."""
+        """Store one record per key. A key that is present already is ``OK`` and keeps its
+        record."""
 
     @abstractmethod
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
@@ -159,44 +159,44 @@ class Tier(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Forget these keys; unknown ones are ignored. Their space can be used by later writes.
+        """Forget these keys; unknown ones are ignored. Later writes can use their space.
 
-        Not durable when it returns: after a crash a deleted record may be there again, whole.
+        Not durable when it returns: after a crash a deleted record may be present again, intact.
         """
 
     @abstractmethod
     async def touch(self, keys: Sequence[Key]) -> None:
-        """Note a use, so that ``keys`` reports recency after a restart. Best effort."""
+        """Record a use, so that ``keys`` reports recency after a restart. Best effort."""
 
     @abstractmethod
     def keys(self) -> AsyncIterator[StoredKeys]:
-        """Every record, least recently used first, in batches; for recovery after ``open``."""
+        """List every record in batches, least recently used first; for recovery after ``open``."""
 
     @abstractmethod
     async def reset(self, epoch: int) -> None:
-        """Forget everything at once: only records written under ``epoch`` exist from now on.
+        """Forget everything at once: from now on only records written under ``epoch`` exist.
 
-        Durable when it returns; space is reclaimed in the background.
+        Durable when it returns. The space is reclaimed in the background.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Finish or abandon what is in flight and release everything. Idempotent."""
+        """Finish or abandon all work and release everything. Idempotent."""
 
     async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
-        """Read and verify the next few records, about ``most_bytes`` and one at least, so that each
-        has its turn once in ``period_s``; no use of them. ``None``: no turn has come, or the tier
-        does not do this."""
+        """Read and verify the next few records, about ``most_bytes`` and at least one, so that
+        every record is verified once in ``period_s``. This does not count as a use. Returns
+        ``None`` if no record is due yet, or if the tier does not scrub."""
         del most_bytes, period_s
         return None
 
     def on_loss(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, on the loop, whenever records that the tier had vouched for are
-        found to be gone all at once."""
-        del call  # most tiers never find that out
+        """Register ``call``, which runs on the loop when the tier finds that records it had
+        reported are all gone."""
+        del call  # most tiers cannot detect this
 
     def stats(self) -> dict[str, Any]:
-        """Counters since ``open`` (plain numbers), for metrics. Never raises."""
+        """Return counters since ``open`` (plain numbers) for metrics. Never raises."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""The envelope of a record on disk: what it is, whose it is, and a tag over all of that.
+"""The header of a record on disk: what the record is, whose it is, and a tag over all of that.
 
 A header is ``HEADER_BYTES`` long, little-endian, without padding between fields:
 
@@ -18,12 +18,12 @@ A header is ``HEADER_BYTES`` long, little-endian, without padding between fields
     68      4      id of the encryption key (zero unless encrypted)
     72      16     tag
 
-The key follows the header where records are files; an index keeps it as its own key.
+In a record file the key follows the header; an index keeps the key itself.
 
-The tag of a record that is not encrypted is xxh3-128 over ``header[:72] + key + payload``, so it
-fails for a flipped bit, a torn or truncated payload, and equally for a whole and healthy record
-that belongs to another key, namespace, rank or epoch. It does not stop somebody who wants to
-forge a record: that takes encryption (``tiers.io.codec``), whose tag is AES-GCM's.
+The tag of an unencrypted record is xxh3-128 over ``header[:72] + key + payload``. It detects a
+flipped bit, a torn or truncated payload, and an intact record of another key, namespace, rank or
+epoch. It does not stop a deliberate forgery: that takes encryption (``tiers.io.codec``), where the
+tag is that of AES-GCM.
 
 This module knows nothing of files.
 """
@@ -49,7 +49,7 @@ TAG_BYTES = 16
 NONCE_BYTES = 12
 KEY_ID_BYTES = 4
 KEY_BYTES_MAX = 511
-"""LMDB's limit for a key; the same for every tier, so that records can move between them."""
+"""LMDB's limit for a key. It holds for every tier, so that records can move between tiers."""
 
 _PREFIX = struct.Struct("<4sBBHIHHQQQ16s12s4s")
 PREFIX_BYTES = _PREFIX.size
@@ -60,18 +60,18 @@ _NO_KEY_ID = bytes(KEY_ID_BYTES)
 
 
 class RecordError(ValueError):
-    """Bytes that are not a header of this format."""
+    """The bytes are not a header of this format."""
 
 
 class Identity(NamedTuple):
-    """Whose records a tier holds. ``namespace`` has 16 bytes."""
+    """The owner of the records in a tier. ``namespace`` has 16 bytes."""
 
     namespace: bytes = NO_NAMESPACE
     rank: int = 0
 
 
 class Header(NamedTuple):
-    """A decoded header, in the order of its fields."""
+    """A decoded header; the fields are in the order of the format."""
 
     version: int
     flags: int
@@ -88,9 +88,10 @@ class Header(NamedTuple):
 
 
 def group_of_key(key: bytes) -> int:
-    """The group id that vLLM packs into the last four bytes of a key, big-endian (0 if shorter).
+    """Return the group id that vLLM packs into the last four bytes of a key, big-endian (0 if the
+    key is shorter).
 
-    Only a label: the tag binds the whole key anyway.
+    It is only a label: the tag covers the whole key anyway.
     """
     return int.from_bytes(key[-4:], "big") if len(key) > 4 else 0
 
@@ -106,7 +107,7 @@ def prefix(
     nonce: bytes = _NO_NONCE,
     key_id: bytes = _NO_KEY_ID,
 ) -> bytes:
-    """The header without its tag; this and the key are what the tag binds to the payload."""
+    """Return the header without its tag. The tag binds these bytes and the key to the payload."""
     return _PREFIX.pack(
         MAGIC,
         VERSION,
@@ -125,7 +126,8 @@ def prefix(
 
 
 def tag_of(prefix_bytes: bytes, key: bytes, payload: Any) -> bytes:
-    """xxh3-128 over prefix, key and payload (contiguous). Frees the GIL for large ones."""
+    """Compute xxh3-128 over prefix, key and payload (contiguous). Releases the GIL for large
+    payloads."""
     digest = xxhash.xxh3_128(prefix_bytes)
     digest.update(key)
     digest.update(payload)
@@ -133,15 +135,15 @@ def tag_of(prefix_bytes: bytes, key: bytes, payload: Any) -> bytes:
 
 
 def seal(identity: Identity, key: bytes, epoch: int, payload: Any, payload_bytes: int) -> bytes:
-    """The whole header of a plain record."""
+    """Return the complete header of an unencrypted record."""
     head = prefix(identity, key, epoch, payload_bytes)
     return head + tag_of(head, key, payload)
 
 
 def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: Any) -> bool:
-    """Whether ``payload`` is exactly what was sealed for this key, identity and epoch.
+    """Return True if ``payload`` is exactly what was sealed for this key, identity and epoch.
 
-    Call it on the bytes that will be used, after they were copied to where they are used.
+    Call it on the bytes that will be used, after the last copy.
     """
     head = header[:PREFIX_BYTES]
     if len(header) != HEADER_BYTES:
@@ -158,12 +160,12 @@ def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: A
 
 
 def flags_of(header: bytes) -> int:
-    """The flags of a header; 0 for a record stored as it was given."""
+    """Return the flags of a header; 0 if the record is stored unchanged."""
     return header[5]
 
 
 def stored_bytes_of(header: bytes) -> int:
-    """The stored length of a header."""
+    """Return the stored length of a header."""
     return int.from_bytes(header[32:40], "little")
 
 
@@ -193,29 +195,30 @@ def parse(header: bytes) -> Header:
 
 
 def check_key(key: bytes) -> None:
-    """Raise ``ValueError`` for a key that no tier can hold."""
+    """Raise ``ValueError`` for a key that no tier can store."""
     if not 0 < len(key) <= KEY_BYTES_MAX:
         raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes, this one {len(key)}")
 
 
 def check_payload(payload_bytes: int) -> None:
-    """Raise ``ValueError`` for a payload that no tier holds."""
+    """Raise ``ValueError`` for a payload that no tier can store."""
     if payload_bytes < 1:
         raise ValueError("a payload has at least one byte")
 
 
 def check_records(keys: Sequence[bytes], payloads: Sequence[Buffer]) -> None:
-    """Raise ``ValueError`` if a tier could not hold one of them, or they do not go together."""
+    """Raise ``ValueError`` if a tier could not store one of the records, or if the lengths
+    differ."""
     for key, data in zip(keys, payloads, strict=True):
         check_key(key)
         check_payload(data.nbytes)
 
 
 def check_identity(identity: Identity) -> None:
-    """Raise ``ValueError`` for an identity that does not fit a header."""
+    """Raise ``ValueError`` for an identity that does not fit into a header."""
     if len(identity.namespace) != NAMESPACE_BYTES:
         raise ValueError(
             f"a namespace has {NAMESPACE_BYTES} bytes, this one {len(identity.namespace)}"
         )
     if not 0 <= identity.rank < 1 << 16:
-        raise ValueError(f"a rank lies in 0..65535, this one is {identity.rank}")
+        raise ValueError(f"a rank must lie in 0..65535, this one is {identity.rank}")

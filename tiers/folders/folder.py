@@ -1,10 +1,10 @@
 """The folder of a disk tier: who may use it, and what happens to files that are not ours.
 
-A folder belongs to one tier of one process at a time. It must be a real directory (no symbolic
-link) of this user that nobody else can write to, on a local file system; what is created has mode
-0700 and 0600. Files that cannot be trusted are renamed into ``quarantine-<time>/`` beside the
-live ones, never deleted and never opened again; only the latest quarantine is kept, because
-quarantined bytes do not count towards any capacity.
+One tier of one process owns a folder at a time. It must be a real directory (no symbolic link) of
+this user that nobody else can write to, on a local file system. New folders get mode 0700 and new
+files 0600. Files that cannot be trusted are renamed into ``quarantine-<time>/`` beside the live
+ones; they are never opened again. Only the latest quarantine is kept, because its bytes do not
+count towards any capacity.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 class FolderError(TierIoError):
-    """The folder must not be used as it is; the message says why and what to do."""
+    """The folder cannot be used as it is; the message says why and what to do."""
 
 
 class FolderUnusableError(Exception):
-    """A tier cannot go on with what lies in its folder; the message says why. Whoever opens it
-    moves that aside or refuses to start, whoever only looks says so."""
+    """The files in a tier's folder cannot be used; the message says why. A tier that opens the
+    folder moves them aside or refuses to start; a command that only inspects it reports the
+    message."""
 
 
 def prepare(folder: Path, *, allow_network: bool = False) -> None:
-    """Create the folder if need be and check it. Raises ``FolderError``."""
+    """Create the folder if necessary and check it. Raises ``FolderError``."""
     try:
         folder.mkdir(mode=MODE, parents=True, exist_ok=True)
         found = os.lstat(folder)
@@ -69,7 +70,7 @@ def _check_owner(folder: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise FolderError(
             f"{folder} belongs to user {found.st_uid}, this process runs as {os.geteuid()}. "
-            "Use a folder of your own"
+            "Use a folder that belongs to this user"
         )
     if found.st_mode & 0o022:
         raise FolderError(
@@ -79,7 +80,7 @@ def _check_owner(folder: Path, found: os.stat_result) -> None:
 
 
 def _check_parents(folder: Path) -> None:
-    """Refuse a path through symbolic links that a third user could redirect."""
+    """Reject a path through symbolic links that a third user could redirect."""
     for parent in folder.absolute().parents:
         found = os.lstat(parent)
         if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
@@ -90,7 +91,7 @@ def _check_parents(folder: Path) -> None:
 
 
 def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system (``ext4``, ``nfs4``, ...); ``unknown`` if it cannot be told."""
+    """Return the type of the file system (``ext4``, ``nfs4``, ...), or ``unknown``."""
     place = str(folder.resolve())
     best, kind = "", "unknown"
     try:
@@ -107,13 +108,13 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
 
 
 class OwnerLock:
-    """The one live owner of a folder: ``flock`` on a file that holds the owner's pid.
+    """The lock of a folder's only owner: a ``flock`` on a file that holds the owner's pid.
 
-    The lock dies with the process, however it dies; the file stays and means nothing.
+    The kernel releases the lock when the process ends. The file remains and has no meaning.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``FolderError`` naming the other owner."""
+        """Raises ``FolderError`` that names the other owner."""
         path = folder / LOCK_NAME
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -133,7 +134,7 @@ class OwnerLock:
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let the folder go. Idempotent."""
+        """Release the folder. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -155,10 +156,10 @@ def try_flock(fd: int, kind: int, wait_s: float = 0.0) -> bool:
 
 
 def quarantine(folder: Path, names: Iterable[str]) -> Path:
-    """Move the named files out of the way; returns where to. Raises ``FolderError``."""
+    """Move the named files into a new quarantine folder and return it. Raises ``FolderError``."""
     try:
         for old in folder.glob(QUARANTINE_PREFIX + "*"):
-            shutil.rmtree(old, ignore_errors=True)  # somebody may remove it at the same time
+            shutil.rmtree(old, ignore_errors=True)  # another process may remove it at the same time
         target = folder / f"{QUARANTINE_PREFIX}{time.time_ns()}"
         target.mkdir(mode=MODE)
         for name in names:
@@ -170,7 +171,7 @@ def quarantine(folder: Path, names: Iterable[str]) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names created or renamed in the folder durable."""
+    """Make created and renamed entries of the folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,8 +1,7 @@
-"""What every tier over a folder does alike: it opens the folder in a thread, belongs to one process
-and one loop, and closes when nobody is inside any more.
+"""The base of all tiers over a folder: opening in a thread, use by one process and loop, closing.
 
-What is open is the ``store``: files and locks, without threads. The threads that use it are the
-tier's; they end before the store is closed, however long they hang.
+The open files and locks are the tier's ``files``. The threads that use them belong to the tier;
+they end before the files are closed, even if they hang for long.
 
 Ownership: everything belongs to the event loop's thread.
 """
@@ -23,17 +22,17 @@ from tiers.io.daemon_threads import in_thread
 
 
 class OpenFiles(Protocol):
-    """The open files of a tier."""
+    """The open files and locks of a tier."""
 
     def close(self) -> None:
-        """Release everything; only when nobody uses it any more. Blocks."""
+        """Release everything. Call it only when nothing uses the files any more. Blocks."""
 
 
 class Ending(Protocol):
-    """Threads that use a store."""
+    """Threads that use the open files."""
 
     def stop(self) -> None:
-        """Finish what is queued and end. Blocks, for as long as some thread hangs."""
+        """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
 
 
 Open = TypeVar("Open", bound=OpenFiles)
@@ -41,11 +40,12 @@ T = TypeVar("T")
 
 
 class FolderTier(Tier, Generic[Open]):
-    """See the module."""
+    """A tier over one folder; see the module."""
 
     def __init__(self, folder: Path, close_timeout_s: float | None = None) -> None:
-        """``close_timeout_s`` is how long closing waits for calls, and again for threads (``None``:
-        to their end). What hangs longer is left behind, and closes the store when it is through."""
+        """``close_timeout_s`` is how long closing waits for calls, and then again for threads
+        (``None``: until they end). Threads that hang longer are left behind and close the files
+        when they end."""
         self._folder = folder
         self._close_timeout_s = close_timeout_s
         self._files: Open | None = None
@@ -56,25 +56,26 @@ class FolderTier(Tier, Generic[Open]):
 
     @abstractmethod
     def _begin(self, files: Open, undo: ExitStack) -> None:
-        """Make what works on a store that was just opened. ``undo`` ends the threads of it if
-        something fails. Raises ``RuntimeError`` if the process may have no more."""
+        """Create everything that works on the opened files. Register the end of started threads
+        with ``undo``, in case a later step fails. Raises ``RuntimeError`` if no thread can be
+        started."""
 
     @abstractmethod
     def _threads_in_use(self) -> Sequence[Ending]:
-        """Those that end before the store is closed, in this order."""
+        """Return the threads that end before the files are closed, in this order."""
 
     async def _end_work(self) -> None:
-        """What is left to do when no call is inside any more, before the threads end."""
+        """Finish remaining work when no call is active, before the threads end."""
 
     def _index_failure(self) -> Exception | None:
-        """Why the index cannot be written any more, if so."""
+        """Return the reason why the index cannot be written any more, or ``None``."""
         return None
 
     # -- opening ---------------------------------------------------------------------------
 
     async def _open_in_thread(self, make: Callable[..., Open], *arguments: object) -> Open:
-        """Have a thread make the store, and begin to work on it. Raises ``TierIoError``; nothing
-        is left open then."""
+        """Open the files in a thread and begin to work on them. Raises ``TierIoError`` and leaves
+        nothing open then."""
         if self._files is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
         with self._saying("opened"):
@@ -92,7 +93,7 @@ class FolderTier(Tier, Generic[Open]):
         self._idle: asyncio.Future[None] | None = None
         self._closing = None
         with ExitStack() as undo, self._saying("opened"):
-            undo.callback(files.close)  # here, because it may be a thread that cannot be had
+            undo.callback(files.close)  # here, because no thread may be available
             self._begin(files, undo)
             undo.pop_all()
         self._files = files
@@ -100,7 +101,7 @@ class FolderTier(Tier, Generic[Open]):
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
-        """Around the start of threads: that there are no more is a ``TierIoError``, too."""
+        """Turn the ``RuntimeError`` of a failed thread start into a ``TierIoError``."""
         try:
             yield
         except RuntimeError as error:
@@ -109,7 +110,7 @@ class FolderTier(Tier, Generic[Open]):
     # -- being open ------------------------------------------------------------------------
 
     def _open_files(self) -> Open:
-        """The store, if it can be used. Raises ``TierClosedError`` and ``TierIoError``."""
+        """Return the open files. Raises ``TierClosedError`` and ``TierIoError``."""
         if self._files is None or self._closing is not None:
             raise TierClosedError(f"the tier in {self._folder} is not open")
         if os.getpid() != self._pid:
@@ -130,7 +131,7 @@ class FolderTier(Tier, Generic[Open]):
 
     @contextmanager
     def _working(self) -> Iterator[Open]:
-        """Around every public call: checks, and lets ``aclose`` wait for those inside."""
+        """Wrap every public call: check the tier, and let ``aclose`` wait for active calls."""
         files = self._open_files()
         self._active += 1
         try:
@@ -141,8 +142,8 @@ class FolderTier(Tier, Generic[Open]):
                 self._idle.set_result(None)
 
     async def _finish(self, asked: Sequence[asyncio.Future[T]]) -> list[T]:
-        """What threads answered, waited for also when cancelled or when one has failed: their
-        buffers are the caller's. Raises ``TierIoError``."""
+        """Wait for the threads' results, also when cancelled or when one has failed, because they
+        use the caller's buffers. Raises ``TierIoError``."""
         await settled(asyncio.gather(*asked, return_exceptions=True))
         try:
             return [one.result() for one in asked]
@@ -157,10 +158,12 @@ class FolderTier(Tier, Generic[Open]):
             self._closing = asyncio.ensure_future(self._close(self._files))
         if self._closing is None:
             return
-        if self._close_timeout_s is not None:  # it ends: a cancelled caller sees a free folder too
+        if (
+            self._close_timeout_s is not None
+        ):  # it ends, so a cancelled caller finds the folder free too
             await settled(self._closing)
         else:
-            await asyncio.shield(self._closing)  # goes on although nobody waits for it any more
+            await asyncio.shield(self._closing)  # continues although nobody waits for it any more
 
     async def _close(self, files: Open) -> None:
         try:
@@ -170,14 +173,16 @@ class FolderTier(Tier, Generic[Open]):
             await self._end_work()
             with self._saying("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
-        except BaseException:  # also of a loop that ends
-            self._closing = None  # it is still open, and can be closed later
+        except BaseException:  # also when the loop ends
+            self._closing = None  # still open; it can be closed later
             raise
         try:
             await asyncio.wait([closing], timeout=self._close_timeout_s)
         finally:
-            self._files = self._closing = None  # the thread closes it, whoever waits for that
-        if closing.done():  # else hung threads use the files, which are closed when they end
+            self._files = self._closing = (
+                None  # the thread closes the files, with or without a waiter
+            )
+        if closing.done():  # else hung threads close the files when they end
             closing.result()
 
 

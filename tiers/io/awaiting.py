@@ -1,6 +1,6 @@
-"""Waiting for several records, and waiting to the end although cancelled.
+"""Waiting for threads: to the end although cancelled, and for several records at once.
 
-Owned by the event loop's thread.
+Used on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Waiters = list[tuple["Call", int]]
 
 
 async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
-    """The result of ``future``. When cancelled, however often, call ``on_cancel``, wait for the end
-    all the same, and say so then."""
+    """Return the result of ``future``. If the caller is cancelled, call ``on_cancel``, still wait
+    for the end, and only then raise ``CancelledError``."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -29,22 +29,23 @@ async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = l
 
 
 def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
-    """``function`` of the running loop as other threads may call it; lost if the loop is gone."""
+    """Wrap ``function``, which must run on the current loop, so that other threads can call it. A
+    call is dropped if the loop has been closed."""
     loop = asyncio.get_running_loop()
 
     def post(value: T) -> None:
         try:
             loop.call_soon_threadsafe(function, value)
         except RuntimeError:
-            # The loop was closed over an open tier: nobody is left to tell.
+            # The loop was closed while a tier was open: nobody waits for this.
             return
 
     return post
 
 
 class Call:
-    """One public call and the outcomes of its records. ``done`` is set when ``begun`` was called
-    and every expected record is settled."""
+    """One public call and the outcomes of its records. ``done`` is set after ``begun`` when every
+    expected record is settled."""
 
     __slots__ = ("_left", "done", "outcomes")
 
@@ -54,12 +55,12 @@ class Call:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def expect(self, waiters: Waiters, position: int) -> None:
-        """Wait for a record; its outcome goes to this position."""
+        """Wait for one more record; its outcome goes to this position."""
         self._left += 1
         waiters.append((self, position))
 
     def begun(self) -> None:
-        """No more records will be expected."""
+        """Declare that no more records will be expected."""
         self._count_down()
 
     def _count_down(self) -> None:
@@ -69,7 +70,7 @@ class Call:
 
     @staticmethod
     def settle(waiters: Waiters, outcome: object) -> None:
-        """A record has ended: tell everybody who waits for it."""
+        """A record has ended: give its outcome to all calls that wait for it."""
         for call, position in waiters:
             call.outcomes[position] = outcome
             call._count_down()

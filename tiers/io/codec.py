@@ -1,19 +1,19 @@
-"""What may happen to a payload between slot and disk: lossless compression, encryption.
+"""Lossless compression and encryption of payloads between slot and disk.
 
-Both are off unless asked for. Neither ever makes a record longer: what does not get smaller is
-stored as it is, and the tag of an encrypted record lives in its header.
+Both are off by default. Neither ever makes a record longer: a payload that compression does not
+shrink is stored unchanged, and the tag of an encrypted record lies in its header.
 
-Compression puts the high and the low bytes of 16-bit numbers apart (the exponents of a KV cache
-repeat, its mantissas do not) and gives that to zstd. Where it saves less than ``WORTH`` on average
-over ``TRIAL`` records it stops trying for ``PAUSE`` records.
+Compression separates the high and low bytes of 16-bit numbers (the exponents of a KV cache repeat,
+its mantissas do not) and passes them to zstd. If it saves less than ``WORTH`` on average over
+``TRIAL`` records, it stops for ``PAUSE`` records.
 
-Encryption is AES-256-GCM with a random nonce per record and the header and key as associated data:
-a record that was tampered with, moved to another key or copied from another namespace fails. The
-key on disk is never used itself; each namespace gets its own by HKDF-SHA256. A key file has one
-key of 64 hexadecimal digits per line: the first writes, the others still read (rotation).
-Random nonces allow 2**32 records per key: rotate before that.
+Encryption is AES-256-GCM with a random nonce per record and with header and key as associated data.
+A record that was tampered with, moved to another key or copied from another namespace fails. The
+key in the file is never used directly; each namespace gets a key derived by HKDF-SHA256. A key file
+has one key of 64 hexadecimal digits per line: the first one encrypts, the others only decrypt
+(rotation). Random nonces allow 2**32 records per key: rotate before that.
 
-Thread-safe: what changes is either per thread or a plain counter whose races do no harm.
+Thread-safe: all state is either per thread or a plain counter whose races are harmless.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _KEY = re.compile(rb"[0-9A-Fa-f]{%d}" % (2 * MASTER_KEY_BYTES))
 
 
 class KeyRing:
-    """The keys of one namespace, by id. The first is the one that writes."""
+    """The keys of one namespace, by id. The first one encrypts."""
 
     def __init__(self, masters: list[bytes], namespace: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -82,7 +82,7 @@ class KeyRing:
 
 
 class KeyFileError(ValueError):
-    """What is wrong with a key file, and in ``fix`` what to do; shows nothing of what is in it."""
+    """A key file cannot be used. ``fix`` says what to do; no part of the file is shown."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -90,7 +90,8 @@ class KeyFileError(ValueError):
 
 
 def read_key_file(path: Path) -> list[bytes]:
-    """The keys in a file that only its owner, this user, can read. Raises ``KeyFileError``."""
+    """Return the keys in a file that only its owner, this user, can read. Raises
+    ``KeyFileError``."""
     make = f"Make one: (umask 077; openssl rand -hex {MASTER_KEY_BYTES} > {path})"
     try:
         found = path.stat()
@@ -135,23 +136,24 @@ class Codec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether payloads always go to disk as they are."""
+        """True if payloads always go to disk unchanged."""
         return self._keys is None and self._planes is None
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """Ids of the keys that can be read; empty: only records that are not encrypted."""
+        """The ids of the keys at hand. If there are none, only unencrypted records can be read."""
         return frozenset(self._keys.ciphers) if self._keys else frozenset()
 
     @staticmethod
     def scratch_bytes(payload_bytes: int) -> int:
-        """Aligned memory that encoding or decoding one record needs."""
+        """Return the bytes of aligned memory that encoding or decoding one record needs."""
         return pages_for(payload_bytes + TAG_BYTES) * ALIGNMENT
 
     def encode(
         self, key: Key, epoch: int, payload: Buffer, scratch: Buffer
     ) -> tuple[bytes, Buffer]:
-        """Header and stored bytes; these lie in ``room``, or are ``payload`` itself."""
+        """Return the header and the stored bytes, which lie in ``scratch`` or are ``payload``
+        itself."""
         small = self._planes.compress(payload) if self._planes else None
         if self._keys is not None:
             return self._encrypt(key, epoch, payload, small, scratch)
@@ -185,14 +187,15 @@ class Codec:
         return head + scratch[size : size + TAG_BYTES].tobytes(), scratch[:size]
 
     def decode(self, header: bytes, key: Key, epoch: int, scratch: Buffer, into: Buffer) -> bool:
-        """Fill ``into`` from the stored bytes at the front of ``room``; whether they were exactly
-        what was encoded for this key, identity and epoch. ``room`` has ``room_bytes``, and is
-        ``into`` itself for a record without flags. May change ``room``. Never raises."""
+        """Fill ``into`` from the stored bytes at the start of ``scratch``. Returns True if they are
+        exactly what was encoded for this key, identity and epoch. ``scratch`` has
+        ``scratch_bytes``; for a record without flags it is ``into`` itself. It may be changed.
+        Never raises."""
         try:
             if self._keys is None and not flags_of(header):
                 return verify(header, self._identity, key, epoch, into)
             return self._decode(header, key, epoch, scratch, into)
-        except Exception:  # whatever a damaged record makes zstd or AES say: it is no record
+        except Exception:  # zstd and AES raise many errors for a damaged record
             return False
 
     def _decode(self, header: bytes, key: Key, epoch: int, scratch: Buffer, into: Buffer) -> bool:
@@ -230,7 +233,7 @@ class Codec:
 
 
 class BytePlanes:
-    """Byte-plane split and zstd, which stops trying where it does not pay."""
+    """Splits bytes into planes for zstd, and pauses where compression does not pay."""
 
     def __init__(self) -> None:
         import zstandard
@@ -241,7 +244,7 @@ class BytePlanes:
         self._saved = 0.0
 
     def compress(self, payload: Buffer) -> bytes | None:
-        """The shorter form, or ``None`` if there is none worth having."""
+        """Return the compressed form, or ``None`` if it saves too little."""
         if self._pause > 0:
             self._pause -= 1
             return None
@@ -259,7 +262,7 @@ class BytePlanes:
 
     @staticmethod
     def decompress(small: Buffer, into: Buffer) -> None:
-        """Fill ``into``. Raises ``RecordError`` or zstd's error for anything else."""
+        """Fill ``into``. Raises ``RecordError`` or zstd's error if the frame does not fit."""
         import zstandard
 
         if zstandard.frame_content_size(small.data) != into.nbytes:
@@ -272,7 +275,7 @@ class BytePlanes:
 
 
 def _split(payload: Buffer) -> Buffer:
-    """All even bytes, then all odd ones, then the last one of an odd length."""
+    """Return all even bytes, then all odd ones, then the last byte of an odd length."""
     half = payload.nbytes // 2
     planes = np.empty_like(payload)
     np.copyto(planes[:half], payload[0 : 2 * half : 2])

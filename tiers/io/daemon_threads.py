@@ -1,8 +1,8 @@
 """Blocking functions in threads that never keep the process from exiting.
 
-``asyncio.to_thread`` uses threads that the interpreter joins when it ends: one that hangs in a
-system call on a dead disk would hold up the end of the server for ever. It also shares them with
-whoever else uses the loop, so that a few hung calls would stop everything.
+``asyncio.to_thread`` uses threads that the interpreter joins at exit: one thread that hangs in a
+system call on a dead disk would block the exit of the server forever. All users of the loop also
+share those threads, so a few hung calls would stop everything.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-    """Run a blocking function in a daemon thread of its own; what it returns or raises.
+    """Run a blocking function in a new daemon thread; the future gets its result or exception.
 
-    For what is rare (opening, closing, growing a file): each call starts a thread. Cancelling the
-    future does not end the function; what it answers after that, or after the loop was closed, is
-    lost.
+    Each call starts a thread, so use it for rare work (opening, closing, growing a file).
+    Cancelling the future does not stop the function; its result is then dropped, as it is after the
+    loop was closed.
     """
     done, run = _prepared(function, arguments)
     name = getattr(function, "__name__", "blocking")
@@ -33,8 +33,8 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
 
 def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
-    """Start them; if the process may have no more, ``stop`` is left with those that run, and
-    called. Raises ``RuntimeError`` then."""
+    """Start the threads. If the process may not start more, call ``stop`` with only the started
+    ones left in ``threads``, and raise ``RuntimeError``."""
     try:
         for thread in threads:
             thread.start()
@@ -45,7 +45,7 @@ def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None
 
 
 class DaemonThreads:
-    """``count`` daemon threads for many short functions; belongs to the event loop's thread."""
+    """``count`` daemon threads for many short functions. Belongs to the event loop's thread."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class DaemonThreads:
         start_all(self._threads, self.stop)
 
     def run(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        """As ``in_thread``, as soon as a thread is free."""
+        """Run a function like ``in_thread``, as soon as a thread is free."""
         done, run = _prepared(function, arguments)
         self._queue.put(run)
         return done
@@ -67,7 +67,7 @@ class DaemonThreads:
             del call  # it holds the caller's buffers
 
     def stop(self) -> None:
-        """Finish what is queued and end. Blocks, for as long as some thread hangs."""
+        """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -114,7 +114,7 @@ def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
 def _prepared(
     function: Callable[..., T], arguments: tuple[object, ...]
 ) -> tuple[asyncio.Future[T], Callable[[], None]]:
-    """A future of the running loop, and what a thread does to fulfil it."""
+    """Return a future of the running loop, and the function that a thread calls to complete it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -130,11 +130,11 @@ def _prepared(
         result, failure = None, None
         try:
             result = function(*arguments)
-        except BaseException as error:  # the caller's to handle, whatever it is
+        except BaseException as error:  # the caller handles it
             failure = error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
         except RuntimeError:
-            return  # the loop was closed: nobody is left to tell
+            return  # the loop was closed: nobody waits for the result
 
     return done, run

@@ -1,12 +1,11 @@
-"""The payload file: aligned vectored I/O past the page cache, and through it where there is no
-other way.
+"""The payload file: aligned vectored I/O that bypasses the page cache where the file system allows.
 
-``O_DIRECT`` wants addresses, lengths and offsets in multiples of ``ALIGNMENT``. Buffers that
-comply move without a copy; for any other the bytes (or only the last, partial page) pass through
-the calling thread's own ``Scratch``. Neighbouring pieces of one ``Mover`` become one system call.
+``O_DIRECT`` requires addresses, lengths and offsets in multiples of ``ALIGNMENT``. Buffers that
+comply move without a copy. For all others the bytes (or only the last, partial page) pass through
+the calling thread's ``Scratch``. A ``Mover`` merges neighbouring pieces into one system call.
 
-A ``PayloadFile`` may be used by many threads at once (every call names its offset); a ``Mover``
-and a ``Scratch`` belong to one thread.
+Many threads may use a ``PayloadFile`` at once (every call names its offset); a ``Mover`` and a
+``Scratch`` belong to one thread.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ DEPTH_MAX = 1024
 
 
 def pages_for(byte_count: int) -> int:
-    """Pages that hold ``byte_count`` bytes (0 for 0)."""
+    """Return the number of pages that hold ``byte_count`` bytes (0 for 0)."""
     return -(-byte_count // ALIGNMENT)
 
 
 class DiskIo:
-    """The system calls used on the payload file. Tests inherit it to fail the nth of them."""
+    """The system calls used on the payload file. Tests inherit from it to fail the nth call."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -55,13 +54,13 @@ class DiskIo:
         os.posix_fallocate(fd, offset, length)
 
     def free_bytes(self, fd: int) -> int:
-        """What an ordinary user may still write to the file system of ``fd``."""
+        """Return the bytes that an ordinary user may still write to the file system of ``fd``."""
         found = os.fstatvfs(fd)
         return found.f_bavail * found.f_frsize
 
 
 class PayloadFile:
-    """One open file of whole pages. Methods raise ``OSError``."""
+    """An open file of whole pages. Methods raise ``OSError``."""
 
     def __init__(
         self,
@@ -72,9 +71,9 @@ class PayloadFile:
         read_only: bool = False,
         depth: int = DEPTH_MAX,
     ) -> None:
-        """Open, or create unless ``read_only``. Falls back to buffered I/O where ``O_DIRECT`` is
-        refused. At most ``depth`` reads and ``depth`` writes are with the device at a time;
-        further threads wait."""
+        """Open the file, or create it unless ``read_only``. Falls back to buffered I/O where
+        ``O_DIRECT`` is refused. At most ``depth`` reads and ``depth`` writes are in progress at a
+        time; further threads wait."""
         self._io = io
         self._reading, self._writing = threading.Semaphore(depth), threading.Semaphore(depth)
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
@@ -96,7 +95,7 @@ class PayloadFile:
         return self._io.free_bytes(self.fd)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the file at least this long, with its blocks allocated."""
+        """Extend the file to at least this length and allocate its blocks."""
         size = self.size_bytes
         if size_bytes > size:
             self._io.allocate(self.fd, size, size_bytes - size)
@@ -105,12 +104,12 @@ class PayloadFile:
         os.ftruncate(self.fd, size_bytes)
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
-        """Write all views one after the other."""
+        """Write all views consecutively."""
         with self._writing:
             self._whole(self._io.pwritev, views, offset)
 
     def read(self, views: Sequence[Buffer], offset: int) -> None:
-        """Fill all views. The end of the file is an ``OSError`` as well."""
+        """Fill all views. Reaching the end of the file is an ``OSError`` too."""
         with self._reading:
             self._whole(self._io.preadv, views, offset)
 
@@ -134,7 +133,7 @@ class PayloadFile:
 
 
 def _without(views: Sequence[Buffer], done: int) -> list[Buffer]:
-    """``views`` without their first ``done`` bytes."""
+    """Return ``views`` without their first ``done`` bytes."""
     left = []
     for view in views:
         if done >= view.nbytes:
@@ -146,16 +145,17 @@ def _without(views: Sequence[Buffer], done: int) -> list[Buffer]:
 
 
 class Scratch:
-    """Aligned memory of one I/O thread, faulted in once. Grows, never shrinks.
+    """Aligned memory of one I/O thread, faulted in once. It grows and never shrinks.
 
-    ``Mover`` passes bytes through ``at_least``; ``codec`` is for those who move its contents."""
+    ``Mover`` copies through ``at_least``; ``codec`` is separate memory for encoded payloads.
+    """
 
     def __init__(self, size_bytes: int = SCRATCH_BYTES) -> None:
         self.data = self._new(size_bytes)
         self._codec: Scratch | None = None
 
     def codec(self, size_bytes: int) -> Buffer:
-        """Like ``at_least``, in other memory."""
+        """Like ``at_least``, but from separate memory."""
         if self._codec is None:
             self._codec = Scratch(ALIGNMENT)
         return self._codec.at_least(size_bytes)
@@ -167,14 +167,15 @@ class Scratch:
         return data
 
     def at_least(self, size_bytes: int) -> Buffer:
-        """The first ``size_bytes`` of a buffer that is long enough; contents are undefined."""
+        """Return the first ``size_bytes`` of a buffer that is long enough; its contents are
+        undefined."""
         if self.data.nbytes < size_bytes:
             self.data = self._new(pages_for(size_bytes) * ALIGNMENT)
         return self.data[:size_bytes]
 
 
 class Mover:
-    """Collects pieces of records and moves neighbours with one call. Blocks; one thread."""
+    """Collects pieces of records and moves neighbours with one system call. Blocks; one thread."""
 
     def __init__(self, file: PayloadFile, scratch: Scratch, *, writing: bool) -> None:
         self._file = file
@@ -186,7 +187,7 @@ class Mover:
         self._copies: list[tuple[Buffer, Buffer]] = []
 
     def add(self, extents: Extents, data: Buffer) -> None:
-        """Move ``data`` to or from ``runs``; the last page may be partial. May do I/O."""
+        """Move ``data`` to or from ``extents``; the last page may be partial. May do I/O."""
         address = _address_of(data)
         if len(extents) == 1 and not (address | data.nbytes) % ALIGNMENT:
             self._push(extents[0].start * ALIGNMENT, data)
@@ -230,7 +231,7 @@ class Mover:
         self._offset = self._end
 
     def flush(self) -> None:
-        """Finish everything added so far; only now are read buffers filled."""
+        """Finish all pieces added so far. Read buffers are filled only now."""
         self._move()
         copies, self._copies = self._copies, []
         for target, source in copies:
@@ -239,13 +240,13 @@ class Mover:
 
 
 def _address_of(data: Buffer) -> int:
-    """Where it begins in memory. The general way takes several times as long."""
+    """Return the address of the buffer. The general way takes several times as long."""
     if data.flags.writeable and data.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(data))  # type: ignore[arg-type]  # arrays are buffers
     return int(data.__array_interface__["data"][0])
 
 
 def drop_cache(fd: int) -> None:
-    """Ask the system to forget cached pages of a file (used by benchmarks and buffered mode)."""
+    """Ask the system to drop cached pages of a file (used by benchmarks and in buffered mode)."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,9 @@
 """Free space of the payload file, in pages of ``ALIGNMENT`` bytes.
 
-Next fit: places are handed out upwards from where the last one ended, round and round. Records
-written together lie together, and an eviction that goes by age frees them together again, so the
-file behaves like a circular log without ever moving a byte. Only when no free run near the cursor
-is long enough is the whole map searched, and only then is a record cut into several runs.
+Allocation is next fit: each one starts where the last one ended, and wraps around at the end.
+Records written together lie together, and eviction by age frees them together, so the file behaves
+like a circular log without ever moving a byte. The whole map is searched only if no free extent
+near the cursor is long enough, and only then is a record split into several extents.
 
 Owned by one thread; knows nothing of files or keys.
 """
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PROBES = 32
-"""Free runs looked at from the cursor on before the whole map is searched."""
+"""Free extents tried from the cursor on before the whole map is searched."""
 EXTENTS_PER_RECORD_MAX = 64
 
 
 class Extent(NamedTuple):
-    """Pages ``[start, start + pages)``."""
+    """The pages ``[start, start + pages)``."""
 
     start: int
     pages: int
@@ -31,7 +31,7 @@ Extents = tuple[Extent, ...]
 
 
 def clip(extents: Extents, pages: int) -> tuple[Extents, Extents]:
-    """The first ``pages`` pages of a place, and what is left of it."""
+    """Split the extents of one record into the first ``pages`` pages and the rest."""
     if len(extents) == 1 and extents[0].pages == pages:
         return extents, ()
     kept, rest = [], []
@@ -46,7 +46,8 @@ def clip(extents: Extents, pages: int) -> tuple[Extents, Extents]:
 
 
 def gaps(pages: int, used: Iterable[Extent]) -> list[Extent]:
-    """The free runs that disjoint ``used`` runs, in any order, leave in ``[0, pages)``."""
+    """Return the free extents that the disjoint ``used`` extents, in any order, leave in ``[0,
+    pages)``."""
     found = []
     end = 0
     for start, length in sorted(used):
@@ -61,10 +62,10 @@ def gaps(pages: int, used: Iterable[Extent]) -> list[Extent]:
 
 
 class ExtentMap:
-    """Which of ``pages`` pages are free."""
+    """The free pages among ``pages`` pages."""
 
     def __init__(self, pages: int, free: Iterable[Extent]) -> None:
-        """``free`` are runs inside ``[0, pages)``, in order, no two touching; see ``gaps``."""
+        """``free`` are extents inside ``[0, pages)``, in order, no two adjacent; see ``gaps``."""
         self.pages = pages
         self.free_pages = 0
         self._starts: list[int] = []
@@ -78,12 +79,12 @@ class ExtentMap:
             self.free_pages += length
 
     def extend(self, pages: int) -> None:
-        """Grow the map at its end by ``pages`` free pages."""
+        """Append ``pages`` free pages to the map."""
         start, self.pages = self.pages, self.pages + pages
         self.release((Extent(start, pages),))
 
     def allocate(self, pages: int) -> Extents | None:
-        """Take ``pages`` pages, in one run if there is one. ``None`` if they are not free."""
+        """Take ``pages`` pages, as one extent if possible. Returns ``None`` if too few are free."""
         if pages > self.free_pages:
             return None
         start = self._probe(pages)
@@ -103,7 +104,7 @@ class ExtentMap:
         return None
 
     def _gather(self, pages: int) -> Extents | None:
-        """Put the longest free runs together; ``None`` if even they are not enough."""
+        """Combine the longest free extents; ``None`` if even they do not suffice."""
         longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, self._starts, key=self._length.__getitem__)
         if sum(self._length[start] for start in longest) < pages:
             return None
@@ -117,7 +118,7 @@ class ExtentMap:
         return tuple(extents)
 
     def _take(self, start: int, pages: int) -> Extent:
-        """Cut ``pages`` pages off the front of the free run at ``start``."""
+        """Cut ``pages`` pages off the front of the free extent at ``start``."""
         index = bisect_left(self._starts, start)
         length = self._length.pop(start)
         if length == pages:
@@ -132,11 +133,11 @@ class ExtentMap:
         return Extent(start, pages)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Give runs back and join them with their free neighbours."""
+        """Return extents and merge them with their free neighbours."""
         for start, pages in extents:
             self.free_pages += pages
             end = start + pages
-            if end in self._length:  # a free run begins where this one ends
+            if end in self._length:  # a free extent begins where this one ends
                 pages += self._remove(end)
             before = self._start_of_end.get(start)
             if before is not None:
@@ -153,7 +154,7 @@ class ExtentMap:
         return length
 
     def free_extents(self) -> list[Extent]:
-        """The free runs in order; no two of them touch."""
+        """Return the free extents in order; no two are adjacent."""
         return [Extent(start, self._length[start]) for start in self._starts]
 
     def __repr__(self) -> str:

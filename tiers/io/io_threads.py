@@ -1,8 +1,7 @@
-"""Threads that run blocking I/O, and the one thread that commits.
+"""A fixed number of threads that run blocking I/O jobs from one queue.
 
-``IoThreads``: a fixed number of threads over one queue; their number is the queue depth that the
-device sees. A job has ``run(scratch)`` and ``tell()``, which must not raise.
-Threads are daemons: a disk that hangs for ever must not keep the process from exiting.
+Their number is the queue depth that the device sees. They are daemon threads: a disk that hangs
+forever must not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from tiers.io.direct_io import Scratch
 
 
 class Job(Protocol):
-    """Something to do in an I/O thread."""
+    """Work for an I/O thread."""
 
     def run(self, scratch: Scratch) -> None:
-        """Do it, blocking. Must not raise."""
+        """Do the work. Blocks; must not raise."""
 
     def tell(self) -> None:
-        """Hand over what came of it; called when the job counts as ended. Must not raise."""
+        """Report the result; called when the job counts as finished. Must not raise."""
 
 
 class Together:
-    """Jobs that are told of at once, by the last of them to end: each message to the event loop
-    wakes its thread, which costs more than a small job does."""
+    """Jobs that report together when the last one has finished. Each message to the event loop
+    wakes its thread, which costs more than a small job."""
 
     def __init__(self, post: Callable[[Together], None]) -> None:
         self.jobs: list[Any] = []
@@ -37,7 +36,8 @@ class Together:
         self._lock = threading.Lock()
 
     def one_ended(self) -> None:
-        """Called by each job; from any thread, after ``jobs`` is complete."""
+        """Count one finished job. Each job calls it once, from any thread, after ``jobs`` is
+        complete."""
         with self._lock:
             self._ended += 1
             is_last = self._ended == len(self.jobs)
@@ -46,7 +46,7 @@ class Together:
 
 
 class IoThreads:
-    """``count`` threads. ``submit`` from one thread, ``busy`` from any (a hint)."""
+    """``count`` threads. One thread may call ``submit``; any may call ``busy`` (a hint)."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -59,12 +59,12 @@ class IoThreads:
         start_all(self._threads, self.stop)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; the caller bounds how many."""
+        """Queue a job; the caller limits how many."""
         self._submitted += 1
         self._queue.put(job)
 
     def busy(self) -> bool:
-        """Whether a job is queued or running."""
+        """Return True if a job is queued or running."""
         return self._submitted > sum(self._finished)
 
     def _run(self, number: int) -> None:
@@ -76,7 +76,7 @@ class IoThreads:
             del job
 
     def stop(self) -> None:
-        """Finish what is queued and end. Blocks, for as long as some thread hangs."""
+        """Finish the queued jobs and end the threads. Blocks as long as a thread hangs."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

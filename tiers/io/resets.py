@@ -1,4 +1,4 @@
-"""Resets of a tier that others share: nothing of before is found, nothing half begun is stored.
+"""Resets of a shared tier: no earlier record is found, and no unfinished write is stored.
 
 Owned by the event loop's thread.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 
 class Resets:
-    """``begun`` counts them. From the first moment of a reset until one that was begun then or
-    later is done, also when it fails, the tier stores and finds nothing."""
+    """Counts resets in ``begun``. The tier stores and finds nothing from the start of a reset until
+    that reset, or one begun later, has succeeded. A failed reset keeps it closed."""
 
     def __init__(self) -> None:
         self.begun = self._done = 0
 
     def begin(self) -> int:
-        """One begins; its number."""
+        """Begin a reset and return its number."""
         self.begun += 1
         return self.begun
 
     def end(self, number: int) -> None:
-        """That one is done."""
+        """The reset with this number has succeeded."""
         self._done = max(self._done, number)
 
     @property
     def is_open(self) -> bool:
-        """Whether one has begun and is not done."""
+        """True while a reset has begun and has not succeeded."""
         return self._done < self.begun

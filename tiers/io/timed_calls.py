@@ -1,7 +1,7 @@
-"""Questions to a store that may hang: each has a deadline, and only so many may be under way.
+"""Calls to a store that may hang: each has a deadline, and their number is limited.
 
-Ownership: belongs to the event loop's thread; the questions run in daemon threads of its own. A
-question that is given up runs on there, so it must use no memory of the caller's.
+Belongs to the event loop's thread; the calls run in daemon threads. A call that is abandoned
+continues to run, so it must not use the caller's memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from tiers.io.daemon_threads import DaemonThreads
 
 ASK_TIMEOUT_S = 2.0
 ASKING_MAX = 8
-"""Questions under way; with more of them hanging the next one fails at once."""
+"""Calls in progress. If that many hang, the next one fails at once."""
 
 T = TypeVar("T")
 
 
 class TimedCalls:
-    """``name`` is that of its threads, ``count`` their number; ``store`` stands in messages."""
+    """``name`` names the threads, ``count`` is their number; ``store`` names the store in
+    messages."""
 
     def __init__(self, name: str, count: int, store: str) -> None:
         self._threads = DaemonThreads(name, count)
@@ -29,8 +30,8 @@ class TimedCalls:
         self._asking = 0
 
     async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What ``function`` answers. Raises what it raises, and ``TierIoError`` if it does not
-        answer in time or too many have not."""
+        """Return the result of ``function``. Raises what it raises, and ``TierIoError`` if it does
+        not answer in time or too many calls are unanswered."""
         if self._asking >= ASKING_MAX:
             raise TierIoError(f"earlier questions to {self._store} were not answered yet")
         asking = self._threads.run(function, *arguments)
@@ -42,10 +43,10 @@ class TimedCalls:
         return asking.result()
 
     def stop(self) -> None:
-        """End the threads. Blocks, for as long as a question hangs."""
+        """End the threads. Blocks as long as a call hangs."""
         self._threads.stop()
 
     def _answered(self, asking: asyncio.Future[T]) -> None:
         self._asking -= 1
         if not asking.cancelled():
-            asking.exception()  # nobody else may look at it
+            asking.exception()  # or asyncio logs an exception that was never retrieved

@@ -1,7 +1,8 @@
-"""Times of use: nanoseconds since 1970 that only grow, so that they order as well as date.
+"""Times of last use: nanoseconds since 1970 that only grow, so that they order records and date
+them.
 
-A clock that is set back does not reorder anything: then each use is one more than the last. Stores
-written by early versions hold small counters instead; they order, but tell no age.
+If the system clock is set back, each use is one more than the last, so no order changes. Early
+versions stored small counters instead; these give an order but no age.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ import time
 from collections.abc import Callable
 
 DATED_FROM_NS = 10**18
-"""A use below this (September 2001) is a counter and no time."""
+"""A smaller value (before September 2001) is a counter and not a time."""
 
 
 class UseClock:
-    """Hands out times of use, each greater than all before it."""
+    """Hands out times of use, each greater than all earlier ones."""
 
     def __init__(self, first: int, now_ns: Callable[[], int] = time.time_ns) -> None:
-        """``first`` is greater than every use there is."""
+        """``first`` must be greater than every time of use in the tier."""
         self._next = first
         self._now_ns = now_ns
 
     def take(self, count: int) -> range:
-        """``count`` consecutive times for records in the order of their use."""
+        """Return ``count`` consecutive times, for records in the order of their use."""
         first = max(self._next, self._now_ns())
         self._next = first + count
         return range(first, self._next)
