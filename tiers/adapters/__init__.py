@@ -1,1 +1,1 @@
-"""Tiers around tiers: reopening, read-only, evicting."""
+"""Tiers around other tiers: reopening, read-only, evicting."""

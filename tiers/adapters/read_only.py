@@ -1,11 +1,12 @@
-"""A tier that others have written and that is only read: what they keep in another form.
+"""A tier over stores of another geometry: it reads and translates their records and never writes
+them.
 
-``open_sources`` finds what is there when the tier is opened; each source knows how to turn a record
-of its own into a payload as this side has it. Nothing is ever written, deleted or touched there:
-what a source loses is a miss here. ``ReadOnlyTier`` lists what it finds at its start and knows of
-nothing that comes later; ``SharedReadOnlyTier`` is for those who go on writing.
+``open_sources`` finds the stores when the tier opens; each source translates its records into
+payloads of this engine's geometry. Nothing is ever written, deleted or touched there: a record that
+disappears is a miss. ``ReadOnlyTier`` lists the records at its start and ignores later ones.
+``SharedReadOnlyTier`` is for stores that other engines still write to.
 
-Ownership: the sources belong to one thread of the tier's own, which does all that blocks;
+Ownership: the sources belong to one thread of the tier, which does everything that blocks;
 everything else belongs to the event loop's thread.
 """
 
@@ -37,8 +38,8 @@ BAD_MAX = 65_536
 
 
 class ForeignKey(NamedTuple):
-    """A record that can be had: its last use in ns since 1970 (0 if unknown), and the length of its
-    payload as this side has it."""
+    """A record that can be read: its last use in ns since 1970 (0 if unknown), and the length of
+    its payload in this engine's geometry."""
 
     key: Key
     use_ns: int
@@ -46,28 +47,28 @@ class ForeignKey(NamedTuple):
 
 
 class Source(Protocol):
-    """One store of somebody else. Belongs to one thread; blocks. What it raises means that
-    the medium is gone."""
+    """One store of another geometry. Belongs to one thread; blocks. Any exception means that the
+    medium failed."""
 
     def keys(self) -> list[ForeignKey]:
-        """What can be had."""
+        """Return the records that can be read."""
         ...
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Fill ``into`` with payloads, verified. ``MISS`` for what is not there any more."""
+        """Fill ``into`` with verified payloads. ``MISS`` for records that are gone."""
         ...
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these keys ``read`` would find now."""
+        """Return which of these keys ``read`` would find now."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 
 class ReadOnlyTier(Tier):
-    """See the module. Of a key that two sources have, the first is asked."""
+    """See the module. If two sources have a key, the first one is asked."""
 
     def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
         """``open_sources`` runs on the tier's thread when it is opened."""
@@ -86,8 +87,8 @@ class ReadOnlyTier(Tier):
         return TierInfo("foreign", used, used, len(found), persistent=True)
 
     async def _opened_by(self, function: Callable[[], Any]) -> Any:
-        """What ``function``, which opens the sources, returns on the tier's thread. If it fails, or
-        is cancelled, nothing is left open."""
+        """Call ``function``, which opens the sources, on the tier's thread and return its result.
+        If it fails or is cancelled, nothing stays open."""
         self._threads, self._is_closed = DaemonThreads("tier-foreign", 1), False
         try:
             return await self._run(function)
@@ -96,13 +97,13 @@ class ReadOnlyTier(Tier):
             raise
 
     def _look(self) -> dict[Key, tuple[int, int]]:
-        """On the tier's thread."""
+        """List the records, on the tier's thread."""
         self._sources = list(self._open_sources())
         rows: dict[Key, tuple[int, int, int]] = {}
         for number, source in enumerate(self._sources):
             try:
                 held = source.keys()
-            except Exception as error:  # a broken store of others is no reason not to start
+            except Exception as error:  # a damaged store of others must not prevent the start
                 logger.warning("kvtiers: a store of others cannot be read: %r", error)
                 continue
             for key, use_ns, size in held:
@@ -114,7 +115,7 @@ class ReadOnlyTier(Tier):
         return payload_bytes
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Nothing is written to what is somebody else's."""
+        """Fail: the store belongs to others."""
         self._check_open()
         self._counts["write_attempts"] += len(keys)
         return [WriteOutcome.FAILED] * len(keys)
@@ -131,13 +132,13 @@ class ReadOnlyTier(Tier):
         self._counts["misses"] += outcomes.count(ReadOutcome.MISS)
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Forget them here; they stay where they are."""
+        """Forget the keys here. The records stay in the store."""
         self._check_open()
         for key in keys:
             self._found.pop(key, None)
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        """Their order of use is their owner's."""
+        """Do nothing: the store's owner tracks recency."""
         self._check_open()
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
@@ -147,7 +148,7 @@ class ReadOnlyTier(Tier):
             yield batch
 
     async def reset(self, epoch: int) -> None:
-        """The weights of this side are others now: nothing that is stored there fits them."""
+        """Forget everything: the weights have changed, so no stored record is valid."""
         self._check_open()
         self._found = {}
 
@@ -168,12 +169,13 @@ class ReadOnlyTier(Tier):
         return dict(self._counts)
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """A blocking call on the tier's thread, which has ended when this returns or raises."""
+        """Run a blocking call on the tier's thread. The call has ended when this returns or
+        raises."""
         assert self._threads is not None
         try:
             return await settled(self._threads.run(function, *arguments))
-        except Exception as error:  # whatever the library of a source has to say
-            raise TierIoError(f"what others have stored cannot be read: {error}") from error
+        except Exception as error:  # libraries of sources raise many errors
+            raise TierIoError(f"records of another geometry cannot be read: {error}") from error
 
     def _check_open(self) -> None:
         if self._is_closed or self._threads is None:
@@ -181,9 +183,10 @@ class ReadOnlyTier(Tier):
 
 
 class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
-    """The same where the others go on writing: what they have is asked each time, never listed.
+    """A ``ReadOnlyTier`` over stores that others still write to: it asks for records every time and
+    never lists them.
 
-    ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found there again.
+    ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found again otherwise.
     """
 
     def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
@@ -196,7 +199,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
         return TierInfo("foreign", 0, 0, 0, persistent=True)
 
     def _open_all(self) -> None:
-        """On the tier's thread."""
+        """Open the sources, on the tier's thread."""
         self._sources = list(self._open_sources())
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
@@ -225,7 +228,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
 
 
 def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
-    """On the tier's thread."""
+    """Ask all sources, on the tier's thread."""
     found = [False] * len(keys)
     for source in sources:
         here = source.have(keys)
@@ -236,7 +239,7 @@ def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
 def _read_any(
     sources: Sequence[Source], keys: Sequence[Key], into: Sequence[Buffer]
 ) -> list[ReadOutcome]:
-    """On the tier's thread. The first source that has a key is believed."""
+    """Read from the first source that has the key, on the tier's thread."""
     outcomes = [ReadOutcome.MISS] * len(keys)
     for source in sources:
         left = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.MISS]
@@ -252,7 +255,7 @@ def _read_all(
     found: Sequence[tuple[int, int] | None],
     into: Sequence[Buffer],
 ) -> list[ReadOutcome]:
-    """On the tier's thread."""
+    """Read from the known source of each key, on the tier's thread."""
     outcomes: list[ReadOutcome] = []
     for key, place, data in zip(keys, found, into, strict=True):
         if place is None:

@@ -1,11 +1,11 @@
-"""The tier over what others have stored, for stores of many machines.
+"""The read-only tier over a store of many machines.
 
-A read from another machine may hang for a long time; questions must be answered meanwhile, so they
-have threads of their own, and a deadline. Others come and go while this engine runs: the source
-looks for them again from time to time.
+A read from another machine may hang for a long time, and questions must be answered meanwhile, so
+they have separate threads and a deadline. Other engines come and go while this one runs, so the
+source looks for them regularly.
 
-Ownership: everything belongs to the event loop's thread. The source is called by three threads at
-a time: one reads, one answers questions, one looks for others.
+Ownership: everything belongs to the event loop's thread. Three threads call the source at a time:
+one reads, one answers questions, one looks for other engines.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tiers.io.timed_calls import TimedCalls
 logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
-"""How often others are looked for."""
+"""Interval at which the source looks for other engines."""
 CLOSE_TIMEOUT_S = 5.0
 
 
 class LookingSource(Source, Protocol):
-    """A source that several threads may call at once, and that finds others later."""
+    """A source that several threads may call at once, and that finds other engines later."""
 
     def look(self) -> None:
-        """Find out who is there now."""
+        """Find the engines that are there now."""
         ...
 
 
@@ -73,11 +73,11 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             looking.cancel()
         if threads is not None:
             pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
-            closing = in_thread(_close, pools, self._sources)  # goes on if nobody waits any more
+            closing = in_thread(_close, pools, self._sources)  # continues if nobody waits any more
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
     def _opened(self) -> Sequence[Source]:
-        """On the tier's thread."""
+        """Open the source, on the tier's thread."""
         self._source = self._open_source()
         return (self._source,)
 
@@ -88,7 +88,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             await asyncio.sleep(LOOK_S)
             try:
                 await self._lookers.run(self._source.look)
-            except Exception as error:  # the tier's own calls say so, too
+            except Exception as error:  # the tier's calls report it too
                 logger.debug("kvtiers: others could not be looked for: %r", error)
 
 

@@ -1,21 +1,21 @@
-"""A tier that is opened anew after its medium has failed as a whole.
+"""A tier that reopens after its medium has failed as a whole.
 
-A disk that is unplugged, remounted or cleared away under an open tier makes every operation a
-``TierIoError`` until somebody closes the tier and opens it again. Here the next operation does, at
-most once per ``RETRY_S``; operations that come while it is being opened wait for it. Whoever asks
-rarely (a breaker's probe) therefore costs a broken disk nothing.
+If a disk is unplugged, remounted or cleared under an open tier, every operation is a
+``TierIoError`` until the tier is closed and opened again. Here the next operation does that, at
+most once per ``RETRY_S``, and operations that arrive meanwhile wait for it. A caller that asks
+rarely (the probe of a circuit breaker) therefore costs a broken disk nothing.
 
-What comes back is believed only if it is the medium that failed, in the epoch in which it failed.
-Anything else begins empty, and the loss is told. Records are only ever written under an epoch that
-``keep_epoch`` has noted before: whoever keeps the epochs can then always begin one that no tier
-has reached, also after a crash in between.
+The contents are trusted only if it is the medium that failed, in the epoch in which it failed.
+Otherwise the tier begins empty and reports the loss. Records are only ever written under an epoch
+that ``keep_epoch`` has stored before: the keeper of the epochs can then always begin one that no
+tier has reached, even after a crash in between.
 
-For the same reason a medium that is opened first and has an epoch beyond the one that was noted
-was not left so by any tier: a copy was made of the folder while its epoch changed. Its records may
-be of other weights, and it begins empty under a later epoch.
+For the same reason a medium that is opened for the first time must not be ahead of the stored
+epoch. No tier leaves it so: the folder was copied while its epoch changed. Its records may be of
+other weights, so it begins empty under a later epoch.
 
-Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in daemon
-threads of their own.
+Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in
+separate daemon threads.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 CLOSE_WAIT_S = 2.0
-"""How long an attempt waits for the failed tier to close, and closing for an attempt to end."""
+"""Time that an attempt waits for the failed tier to close, and that closing waits for an
+attempt."""
 
 T = TypeVar("T")
 Wrapped = TypeVar("Wrapped", bound=Tier)
 
 
 class ReopeningTier(Tier, Generic[Wrapped]):
-    """``tier`` until it fails, then what ``make`` returns.
+    """Uses ``tier`` until it fails, then what ``make`` returns.
 
-    ``keep_epoch(epoch)`` notes durably that the tier may reach this epoch. ``make(epoch)`` notes it
-    too, and makes another tier for the same place, not opened yet, which forgets what the medium
-    holds of earlier epochs. Both may block, and raise anything while the medium is not there.
-    ``noted_epoch`` is what was noted when ``tier`` was made; without ``keep_epoch`` nothing was.
-    With ``is_strict`` a medium that is ahead of it is an error, and nothing is touched.
+    ``keep_epoch(epoch)`` stores durably that the tier may reach this epoch. ``make(epoch)`` stores
+    it too and creates another tier for the same folder, not yet open, which drops records of
+    earlier epochs. Both may block, and raise anything while the medium is away. ``noted_epoch`` is
+    the stored epoch when ``tier`` was made; without ``keep_epoch`` there is none. With
+    ``is_strict`` a medium that is ahead of it is an error, and nothing is touched.
     """
 
     _is_shared: ClassVar = False
@@ -104,8 +105,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         return info
 
     async def _begin_noted(self, info: TierInfo) -> TierInfo:
-        """Note the epoch that the tier was opened with, or leave it behind if it cannot be
-        believed. What the tier says of itself then. Raises ``TierError``."""
+        """Store the epoch that the tier was opened with, or begin a later one if its records cannot
+        be trusted. Returns the tier's info after that. Raises ``TierError``."""
         is_believed = self._keep_epoch is None or self._is_shared
         trouble = "" if is_believed else judge_epochs(info.found_epoch, self._noted_epoch)
         if not trouble:
@@ -139,7 +140,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         await self._try(lambda tier: tier.touch(keys))
 
     async def reset(self, epoch: int) -> None:
-        """As for every tier. One that failed may be repeated, and still means the same epoch."""
+        """See ``Tier.reset``. A failed reset may be repeated and then still means the same
+        epoch."""
         if self._reset_due != epoch:
             self._reset_due = epoch
             self._wanted_epoch = max(epoch, self._wanted_epoch + 1)
@@ -147,7 +149,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._reset_due = None
 
     async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
-        """As for every tier; no reason to open one again that has failed."""
+        """See ``Tier.scrub``. A scrub does not reopen a failed tier."""
         if self._failure is not None:
             return None
         return await self._try(lambda tier: tier.scrub(most_bytes, period_s))
@@ -161,7 +163,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
     async def aclose(self) -> None:
         self._closed = True
         if self._opening is not None:
-            # What hangs is left behind: it closes what it opens when it is through.
+            # An attempt that hangs is left behind: it closes what it opens when it ends.
             await asyncio.wait([self._opening], timeout=CLOSE_WAIT_S)
         await self._tier.aclose()
 
@@ -183,22 +185,22 @@ class ReopeningTier(Tier, Generic[Wrapped]):
 
     async def _begin_epoch(self, tier: Tier) -> None:
         epoch = self._wanted_epoch
-        if self._epoch < epoch:  # else it was opened again meanwhile, and begins with it
+        if self._epoch < epoch:  # else the tier was reopened meanwhile, under this epoch
             await self._note_epoch(epoch)
             await tier.reset(epoch)
             self._epoch = epoch
 
     async def _note_epoch(self, epoch: int) -> None:
-        """Have ``epoch`` noted before anything is stored under it. Raises ``TierIoError``."""
+        """Store ``epoch`` before anything is written under it. Raises ``TierIoError``."""
         if self._keep_epoch is None:
             return
         try:
             await settled(in_thread(self._keep_epoch, epoch))
-        except Exception as error:  # whatever it is, nothing may be stored under it
+        except Exception as error:  # any error: nothing may be stored under it
             raise TierIoError(f"epoch {epoch} cannot be noted: {error}") from error
 
     async def _ready(self) -> None:
-        """Have an open tier, or raise what is wrong with it."""
+        """Make sure that a tier is open, or raise its error."""
         if self._closed:
             raise TierClosedError("the tier was closed")
         if self._failure is None:
@@ -217,7 +219,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         try:
             await self._close_failed()
             await self._open_again()
-        except Exception as error:  # whatever it is, the medium is not back yet
+        except Exception as error:  # any error: the medium is not back yet
             self._failure = TierIoError(f"the tier cannot be opened again: {error}")
             self._failure.__cause__ = error
         finally:
@@ -226,7 +228,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
             await self._tier.aclose()
 
     async def _close_failed(self) -> None:
-        """Close the failed tier, or begin to: where its threads hang that ends when they do."""
+        """Close the failed tier. If its threads hang, the close ends when they do."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._tier.aclose())
         done, _ = await asyncio.wait([self._closing], timeout=CLOSE_WAIT_S)
@@ -236,8 +238,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         closing.result()
 
     async def _open_again(self) -> None:
-        # Where others share the medium, what was stored under the epoch that a reset leaves is gone
-        # for them only when a tier that works under that epoch is told of the reset.
+        # On a shared medium, records of the epoch that a reset leaves disappear for the others only
+        # when a tier that works under that epoch is reset.
         is_due = self._is_shared and self._epoch < self._wanted_epoch
         tier = await in_thread(self._make, self._epoch if is_due else self._wanted_epoch)
         if self._closed:
@@ -247,8 +249,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
         epoch = self._wanted_epoch if is_due else info.epoch
         if not is_same and info.record_count and not self._is_shared:
-            # Of other weights, for all that is known: a key does not tell them apart. Those who
-            # share a medium are told apart by the tier itself.
+            # They may be of other weights, and keys do not tell.
             epoch += 1
         epoch = _as_odd(epoch, self._wanted_epoch)
         await self._note_epoch(epoch)
@@ -269,8 +270,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
 
 
 class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
-    """A ``ReopeningTier`` over a shared tier. A shared tier parts records by epoch itself, so what
-    a medium holds is always believed."""
+    """A ``ReopeningTier`` over a shared tier. A shared tier separates records by epoch itself, so
+    the contents of a medium are always trusted."""
 
     _is_shared = True
 
@@ -279,14 +280,14 @@ class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
 
 
 def _as_odd(epoch: int, like: int) -> int:
-    """This epoch or the next one, odd or even as the other is: odd ones mean something to whoever
-    gives them out."""
+    """Return this epoch or the next one, odd or even like the other: odd epochs have a meaning for
+    the caller."""
     return epoch + (epoch - like) % 2
 
 
 def judge_epochs(found: int, noted: int) -> str:
-    """Why records of the epoch ``found`` cannot be believed where ``noted`` is the epoch that is
-    noted beside them; empty if they can, or are to be forgotten because a later one was begun."""
+    """Return why records of the epoch ``found`` cannot be trusted, given that ``noted`` is the
+    stored epoch; empty if they can, or if a later epoch has begun so that they will be dropped."""
     if found <= noted:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""A tier around another one: passes every call on. What wraps a tier inherits from it."""
+"""A tier around another tier that passes every call on: the base of all such tiers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tiers.base import (
 
 
 class TierWrapper(Tier):
-    """Passes everything on. ``before`` runs ahead of each call and may wait or raise."""
+    """Passes every call to ``inner``. ``before`` runs ahead of each call and may wait or raise."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
 
     async def before(self, method: str, keys: Sequence[Key]) -> None:
-        """Called with the method's name and its keys (none for ``open``, ``keys``, ...)."""
+        """Called with the name of the method and its keys (none for ``open``, ``keys``, ...)."""
 
     async def open(self) -> TierInfo:
         await self.before("open", ())

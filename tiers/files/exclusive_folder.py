@@ -1,14 +1,14 @@
-"""The folder of a file tier, held open: what its threads do there. Everything here blocks.
+"""The open folder of a file tier that has it alone. Everything here blocks.
 
     <folder>/owner.lock
     <folder>/medium                      32 hex digits, drawn when the folder was made
     <folder>/epoch                       the present epoch, decimal
     <folder>/epoch-<n>/                  its records, see ``record_files``
 
-``TierIoError`` says that another disk is mounted at the path, or that the folder is gone; the tier
+``TierIoError`` means that another disk is mounted at the path, or that the folder is gone; the tier
 must then be opened again.
 
-Ownership: any thread may call, but ``begin`` only one at a time.
+Ownership: any thread may call; only one at a time may call ``begin``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SHARED_NAME = "shared"
 
 
 class RecordFolder(RecordFiles):
-    """See the module. ``medium`` changes when the records are lost; ``found_epoch`` is the epoch
-    that was on disk, ``epoch`` the present one; ``entries`` is what was found of it, ``dropped``
-    how many files were no whole records. ``was_set_aside`` says that it began empty because
-    nobody can know of which epoch its records were."""
+    """See the module. ``medium`` changes when the records are lost. ``found_epoch`` is the epoch
+    that was on disk, ``epoch`` the present one. ``entries`` are its records, and ``dropped`` counts
+    files that were not complete records. ``was_set_aside`` is True if the folder began empty
+    because the epoch of its records is unknown."""
 
     def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
-        """Check, lock, begin ``epoch`` if that is a later one, and read every header.
+        """Check and lock the folder, begin ``epoch`` if that is a later one, and read every header.
 
         Raises ``TierIoError`` and ``OSError``.
         """
@@ -63,19 +63,19 @@ class RecordFolder(RecordFiles):
             self.medium = self._stored_medium()
             if trouble:
                 logger.warning("kvtiers: the tier in %s begins empty: %s", path, trouble)
-                # An even epoch for a server that starts with one: odd ones mean other weights.
+                # A server that starts with an even epoch stays even: odd ones mean other weights.
                 self.begin(max(epoch, self.epoch + 1 + (self.epoch + 1 - epoch) % 2))
             else:
                 self.begin(max(self.found_epoch, epoch))
             self.entries, self.dropped = self._scan()
             if self.dropped:
-                text = "kvtiers: %d files of the tier in %s are no whole records of it: removed"
+                text = "kvtiers: removed %d files of the tier in %s that are not complete records"
                 logger.warning(text, self.dropped, path)
             self.note_capacity(capacity_bytes)
             undo.pop_all()
 
     def close(self) -> None:
-        """Let go of the folder; only when nobody calls any more."""
+        """Release the folder. Call it only when no thread uses it any more."""
         super().close()
         self._lock.release()
 
@@ -89,13 +89,13 @@ class RecordFolder(RecordFiles):
                 raise TierIoError(f"the folder {self._path} cannot be read: {error}") from error
             if is_here or epoch == self.epoch:
                 break
-            is_here = True  # another epoch has begun meanwhile: look again
+            is_here = True  # another epoch has begun meanwhile: check again
         return is_here
 
     # -- epochs ------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Store this epoch, durably; the folder of a later one than the present begins empty.
+        """Begin this epoch, durably. If it is later than the present one, its folder begins empty.
         Raises ``OSError``."""
         name = f"{PREFIX}{epoch}"
         if epoch != self.epoch and self._exists(name):
@@ -118,7 +118,7 @@ class RecordFolder(RecordFiles):
             os.close(fd)
 
     def _stored_medium(self) -> str:
-        """The id on disk; a new one if there is none, or the records it stood for are gone."""
+        """Return the id on disk, or a new one if there is none or its records are gone."""
         found = ""
         with contextlib.suppress(FileNotFoundError):
             found = self._load(MEDIUM_NAME)
@@ -133,7 +133,7 @@ class RecordFolder(RecordFiles):
         return [int(number) for number in numbers if number.isdecimal()]
 
     def remove_old(self) -> None:
-        """Remove the records of earlier epochs, as far as that is possible."""
+        """Remove the records of earlier epochs, as far as possible."""
         with contextlib.suppress(OSError):
             for epoch in self._epochs():
                 if epoch < self.epoch:
@@ -155,14 +155,15 @@ class RecordFolder(RecordFiles):
 def judge_epoch(
     text: str | None, folders: Sequence[int], holds_files: Callable[[int], bool]
 ) -> tuple[int, str]:
-    """Of which epoch the records in a folder are, and why that cannot be known (empty if it can).
+    """Return the epoch of the records in a folder, and why it cannot be known (empty if it can).
 
-    ``text`` is what its epoch file says (``None``: there is none), ``folders`` are the epochs that
-    have a folder there. Whoever opens the folder, and whoever only looks at it, asks here.
+    ``text`` is the content of the epoch file (``None``: there is none), ``folders`` are the epochs
+    that have a folder there. A tier that opens the folder and a command that inspects it both ask
+    here.
     """
     latest = max(folders, default=0)
     if text is None:
-        is_lost = any(map(holds_files, folders))  # else it was just being made
+        is_lost = any(map(holds_files, folders))  # else the folder was just being created
         return latest, "its epoch file is missing" if is_lost else ""
     if not (text.isascii() and text.isdecimal() and len(text) <= EPOCH_DIGITS_MAX):
         return latest, "its epoch file is not readable"

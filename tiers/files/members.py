@@ -1,12 +1,12 @@
-"""Who uses a folder on a file system that several machines see: no locks, only small files.
+"""The engines that use a folder on a network file system. There are no locks, only small files.
 
     engines/<engine>    its own epoch (0 if it has none), the capacity it was given, in bytes, and
                         when it joined, in ns; decimal, in one line. Touched from time to time
 
-An engine's name is that of its machine, pid, start time and a random part. One of this machine is
-alive while its process is; one of another machine while it has touched its file lately, by the
-clock of the file server. Locks are not used: some network file systems keep them to one machine,
-or do not have them.
+An engine's name consists of its machine, pid, start time and a random part. An engine of this
+machine lives while its process does. One of another machine lives while it has touched its file
+recently, by the clock of the file server. Locks are not used: some network file systems limit them
+to one machine or do not have them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import NamedTuple
 FOLDER = "engines"
 TOUCH_S = 60.0
 SILENT_NS = 15 * 60 * 10**9
-"""After so long without a touch an engine of another machine counts as dead."""
+"""An engine of another machine that has not touched its file for this long counts as dead."""
 CLOCKS_NS = 15 * 60 * 10**9
-"""How much the clock of a machine may differ from that of the file server."""
+"""The largest expected difference between the clocks of a machine and of the file server."""
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
 
 
 class Announced(NamedTuple):
-    """What an engine says of itself. ``capacity_bytes`` and ``joined_ns`` (by the clock of the file
-    server) are 0 if it did not say so."""
+    """The content of an engine's file. ``capacity_bytes`` and ``joined_ns`` (by the clock of the
+    file server) are 0 if unknown."""
 
     own_epoch: int
     capacity_bytes: int = 0
@@ -40,13 +40,14 @@ class Announced(NamedTuple):
 
 
 def engine_name() -> str:
-    """Another name at each call, always of this process."""
+    """Return a new name for an engine of this process; every call returns another one."""
     pid = os.getpid()
     return f"{machine()}-{pid}-{start_time(pid)}-{secrets.token_hex(4)}"
 
 
 def machine() -> str:
-    """Within it pids are comparable: this boot of a machine, seen from one pid namespace."""
+    """Return an id within which pids are comparable: this boot of a machine, seen from one pid
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     namespace = os.readlink("/proc/self/ns/pid")
     found = f"{socket.gethostname()}\n{boot}\n{namespace}"
@@ -54,8 +55,8 @@ def machine() -> str:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since boot; 0 if there is none. Together with its pid
-    it is not given out twice. Raises ``OSError`` if that cannot be found out now."""
+    """Return when a process began, in clock ticks since boot; 0 if it does not exist. Pid and start
+    time together are unique. Raises ``OSError`` if the time cannot be read now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -64,14 +65,14 @@ def start_time(pid: int) -> int:
 
 
 class Seen(NamedTuple):
-    """A living engine as somebody sees it who is none: its process, of this machine or another."""
+    """A live engine, seen by a process that is no engine: its pid, on this machine or another."""
 
     pid: int
     is_here: bool
 
 
 def engine_files(folder: Path) -> list[Path]:
-    """The files of all engines of a tier's folder, living or not; none if it has no engines."""
+    """Return the files of all engines of a tier's folder, alive or not."""
     try:
         names = sorted(os.listdir(folder / FOLDER))
     except OSError:
@@ -80,8 +81,8 @@ def engine_files(folder: Path) -> list[Path]:
 
 
 def seen_alive(file: Path) -> Seen | None:
-    """The engine that a file stands for, if it lives; for somebody who writes nothing. Engines of
-    other machines are judged by the clock of this one, so they count as living for longer."""
+    """Return the engine of a file if it lives, without writing anything. Engines of other machines
+    are judged by this machine's clock, so they count as alive for longer."""
     match = _NAME.fullmatch(file.name)
     if match is None:
         return None
@@ -93,12 +94,12 @@ def seen_alive(file: Path) -> Seen | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return Seen(pid, is_here)  # it cannot be looked at now
+        return Seen(pid, is_here)  # its state cannot be read now
     return Seen(pid, is_here) if silent_ns < SILENT_NS + CLOCKS_NS else None
 
 
 class LiveEngines:
-    """The engines of one folder, one of them this process. Blocks; any thread."""
+    """The engines of one folder; one of them is this process. Blocks; any thread may call."""
 
     def __init__(self, folder_fd: int, name: str, capacity_bytes: int = 0) -> None:
         """Raises ``OSError``."""
@@ -113,7 +114,7 @@ class LiveEngines:
         """The server's clock at the last touch, in ns."""
 
     def announce(self, own_epoch: int) -> None:
-        """Say that this engine lives, and under which epoch of its own. Raises ``OSError``."""
+        """Declare that this engine lives, and its own epoch. Raises ``OSError``."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.name, flags, 0o600, dir_fd=self._fd)
         try:
@@ -131,24 +132,24 @@ class LiveEngines:
         self.announced = said
 
     def all(self) -> dict[str, bool]:
-        """Every engine that has a file, and whether it is alive. Raises ``OSError``."""
+        """Return every engine that has a file, and True for each that lives. Raises ``OSError``."""
         self.touch()
         names = [name for name in os.listdir(self._fd) if _NAME.fullmatch(name)]
         return {name: self.is_alive(name) for name in names}
 
     def touch(self) -> None:
-        """Say that this engine still lives. Raises ``OSError``."""
+        """Declare that this engine still lives. Raises ``OSError``."""
         try:
             os.utime(self.name, dir_fd=self._fd, follow_symlinks=False)
             found = os.stat(self.name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:  # it was silent for so long that others took it for dead
+        except FileNotFoundError:  # it was silent for so long that others considered it dead
             self.announce(self.announced.own_epoch)
         else:
             self.now_ns = found.st_mtime_ns
 
     def is_alive(self, name: str) -> bool:
-        """Whether an engine lives, as far as can be told; what has no such name does not. One that
-        cannot be looked at now is not taken for dead."""
+        """Return True if an engine lives, as far as known; False for any other name. An engine
+        whose state cannot be read now counts as alive."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False
@@ -162,13 +163,14 @@ class LiveEngines:
             return True
 
     def silent_ns(self, name: str) -> int:
-        """How long ago an engine touched its file last. Raises ``OSError``."""
+        """Return the time since an engine last touched its file. Raises ``OSError``."""
         touched = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns
         return self.now_ns - touched
 
     def said_by(self, name: str) -> Announced | None:
-        """What an engine says of itself; ``None`` if that cannot be read now, because it is being
-        written, say. That must not pass for an engine without an epoch of its own."""
+        """Return the content of an engine's file, or ``None`` if it cannot be read now, for
+        example because it is being written. ``None`` does not mean that the engine has no
+        separate epoch."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
@@ -186,7 +188,7 @@ class LiveEngines:
             os.unlink(name, dir_fd=self._fd)
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Remove this engine's file and release the folder. Idempotent."""
         if self._fd >= 0:
             self.forget(self.name)
             os.close(self._fd)

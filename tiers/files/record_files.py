@@ -1,14 +1,15 @@
-"""Records as files below one folder that is held open. Everything here blocks; any thread.
+"""Records as files below one open folder. Everything here blocks; any thread may call.
 
     <folder>/epoch-<n>/<64 hex>          a record: one page of header and key, then the payload
     <folder>/epoch-<n>/<64 hex>.<x>.tmp  a record being written
     <folder>/capacity                    the bytes it was last opened with; nothing depends on it
 
-A record's name is a digest of its key, so nothing from outside ever becomes part of a path. It
-appears by ``rename`` after its bytes are flushed. The time of last use is its modification time.
+A record's name is a digest of its key, so nothing from outside ever becomes part of a path. The
+name appears by ``rename`` after the bytes are flushed. The time of last use is the modification
+time.
 
-All names are looked up from the descriptor of the folder, never by its path: when another disk is
-mounted there, its records are not taken for ours.
+All names are looked up from the descriptor of the folder, never by its path: if another disk is
+mounted at the path, its records are not mistaken for ours.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Entry(NamedTuple):
-    """A record that is present: its time of last use in ns, and its payload's length."""
+    """A present record: its time of last use in ns and the length of its payload."""
 
     use_ns: int
     payload_bytes: int
 
 
 def record_name(key: Key) -> str:
-    """The file name of a record: 64 hexadecimal digits."""
+    """Return the file name of a record: 64 hexadecimal digits."""
     return hashlib.blake2b(key, digest_size=32).hexdigest()
 
 
 class RecordFiles:
-    """See the module. The folder is held open until ``close``."""
+    """The open folder, held until ``close``. See the module."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         """Raises ``OSError``."""
@@ -54,11 +55,11 @@ class RecordFiles:
         self._identity = identity
 
     def close(self) -> None:
-        """Let go of the folder; only when nobody calls any more."""
+        """Release the folder. Call it only when no thread uses it any more."""
         os.close(self._fd)
 
     def check(self) -> None:
-        """Raise ``TierIoError`` if this folder is not the one at its path any more, or is gone."""
+        """Raise ``TierIoError`` if the folder was removed, or if another one lies at its path."""
         if not self._is_here():
             raise TierIoError(
                 f"the folder {self._path} was removed or exchanged. Close the tier and open it "
@@ -66,7 +67,7 @@ class RecordFiles:
             )
 
     def _is_here(self) -> bool:
-        """Whether the path leads to the open folder. Raises ``TierIoError``."""
+        """Return True if the path leads to the open folder. Raises ``TierIoError``."""
         try:
             found, ours = os.stat(self._path), os.fstat(self._fd)
         except OSError as error:
@@ -78,7 +79,8 @@ class RecordFiles:
     def write(
         self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: object
     ) -> WriteOutcome:
-        """Store a record, durably. ``serial`` is another one for each call, as part of a name."""
+        """Store a record, durably. ``serial`` differs between calls; it becomes part of a file
+        name."""
         self.check()
         path = self._record(key, epoch)
         temporary = f"{path}.{serial}.tmp"
@@ -104,12 +106,12 @@ class RecordFiles:
         return WriteOutcome.OK
 
     def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
-        """Give a whole record of this epoch its name. Raises ``OSError``."""
-        del epoch  # of the only tier that has the folder
+        """Rename a complete record of this epoch to its final name. Raises ``OSError``."""
+        del epoch  # one tier has the folder: no other one can change the epoch
         self._publish(temporary, path)
 
     def read(self, key: Key, epoch: int, into: Buffer) -> bool:
-        """Fill ``into``; whether the record is whole and this one."""
+        """Fill ``into``. Returns True if the record is intact and the right one."""
         try:
             fd = os.open(self._record(key, epoch), READ, dir_fd=self._fd)
             try:
@@ -128,7 +130,7 @@ class RecordFiles:
         return verify(page[:HEADER_BYTES], self._identity, key, epoch, into)
 
     def remove(self, keys: Iterable[Key], epoch: int) -> None:
-        """Remove records that may be there. Raises ``TierIoError``."""
+        """Remove records that may exist. Raises ``TierIoError``."""
         for key in keys:
             try:
                 os.unlink(self._record(key, epoch), dir_fd=self._fd)
@@ -138,8 +140,8 @@ class RecordFiles:
                 raise TierIoError(f"cannot remove from {self._path}: {error}") from error
 
     def touch(self, uses: Iterable[tuple[Key, int]], epoch: int) -> None:
-        """Note times of use in ns, as far as that is possible. Raises ``TierIoError`` only if the
-        folder is not there."""
+        """Set times of use in ns where possible. Raises ``TierIoError`` only if the folder is
+        gone."""
         try:
             for key, use_ns in uses:
                 with contextlib.suppress(FileNotFoundError):
@@ -149,7 +151,8 @@ class RecordFiles:
             self.check()
 
     def _read_entry(self, folder: int, name: str, epoch: int) -> tuple[Key, Entry] | None:
-        """What a file says it is; ``None`` unless it is a whole record of this tier by its name."""
+        """Return the entry of a file; ``None`` unless it is a complete record of this tier under
+        its name."""
         try:
             fd = os.open(name, READ | os.O_NONBLOCK, dir_fd=folder)
         except OSError:
@@ -170,8 +173,8 @@ class RecordFiles:
         return key, Entry(found.st_mtime_ns, header.payload_bytes)
 
     def note_capacity(self, capacity_bytes: int) -> None:
-        """Keep what the folder was opened with, for those who look at it from outside. Where
-        it cannot be written it is left out."""
+        """Store the capacity for commands that inspect the folder. Skipped if it cannot be
+        written."""
         with contextlib.suppress(OSError):
             known = self._load(CAPACITY_NAME) if self._exists(CAPACITY_NAME) else ""
             if known != str(capacity_bytes):
@@ -180,7 +183,7 @@ class RecordFiles:
     # -- folders -----------------------------------------------------------------------------
 
     def _entries_of(self, epoch: int) -> Iterator[tuple[str, tuple[Key, Entry] | None]]:
-        """Every file of an epoch, with what it says it is (``_read_entry``). Reads every header.
+        """Iterate over every file of an epoch with its entry (``_read_entry``). Reads every header.
         Raises ``OSError``."""
         folder = os.open(f"{PREFIX}{epoch}", READ | os.O_DIRECTORY, dir_fd=self._fd)
         try:
@@ -190,7 +193,7 @@ class RecordFiles:
             os.close(folder)
 
     def _remove_folder(self, name: str) -> None:
-        """Remove a folder of files. Raises ``OSError``."""
+        """Remove a folder with its files. Raises ``OSError``."""
         fd = os.open(name, READ | os.O_DIRECTORY, dir_fd=self._fd)
         try:
             for file in os.listdir(fd):
@@ -250,7 +253,7 @@ class RecordFiles:
 
 
 def by_use(found: Iterable[tuple[Key, Entry]]) -> dict[Key, Entry]:
-    """Records, least recently used first."""
+    """Sort records, least recently used first."""
     return dict(sorted(found, key=lambda item: item[1]))
 
 

@@ -1,21 +1,21 @@
-"""The folder of a file tier that engines share, perhaps of several machines (NFS, Lustre, CephFS).
+"""The folder of a file tier that engines share, also on several machines (NFS, Lustre, CephFS).
 
-    <folder>/shared             marks it, so that no tier that does not share takes it
+    <folder>/shared             marks it, so that no exclusive tier takes it
     <folder>/medium             32 hex digits
-    <folder>/engines/           see ``live_engines``
+    <folder>/engines/           see ``files.members``
     <folder>/epoch-0/           the records of all whose weights are those of the model's files
     <folder>/epoch-<n>/         those of one engine that was given other weights; n is random
     <folder>/gone-<hex>/        being removed
 
-Records are as in ``record_files``; the name of one that is being written ends with its engine and
-``.tmp``. There are no locks, no maps of memory and no process at the centre: whatever two engines
-do at once, each name leads to one whole file or to none.
+Records are as in ``record_files``; the temporary name of one being written ends with its engine and
+``.tmp``. There are no locks, no memory maps and no central process: whatever two engines do at
+once, each name leads to one complete file or to none.
 
-**The cap.** The capacity is that which the first of the living engines was given. An engine may
-write ``grant_bytes`` before it looks again at what everybody has stored (``scan``). It looks for
-more than ``capacity - 2 * engines * grant`` and removes what was used least recently. So all
-together stay below the capacity, while scans of different engines take about as long; each engine
-that has joined since another's last scan may add two grants to that.
+**The cap.** The capacity is that of the live engine that joined first. An engine may write
+``grant_bytes`` before it scans again what all engines have stored (``scan``). If it finds more than
+``capacity - 2 * engines * grant``, it removes the least recently used records. So the engines
+together stay below the capacity as long as their scans take about equally long; each engine that
+has joined since another's last scan may add two grants to that.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ logger = logging.getLogger(__name__)
 
 COMMON = 0
 GRANT_SHARE = 128
-"""A grant is this part of the capacity, or one record if that is more;"""
+"""A grant is this fraction of the capacity (1/n), or one record if that is more,"""
 GRANTS_EACH = 16
-"""with many engines less: two grants of each are an eighth of the capacity at most."""
+"""but less with many engines: two grants for each are at most an eighth of the capacity."""
 EVICT_SHARE = 0.05
-"""How much below the limit an eviction ends, as part of the capacity."""
+"""An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9
-"""A read is not noted as a use if the last one was noted less than that before."""
+"""A read does not update the time of use if that is younger than this."""
 STRAY_NS = 3600 * 10**9
-"""Age of a temporary file, or of a folder that no engine claims, before it is removed."""
+"""Age at which a temporary file, or a folder that no engine claims, is removed."""
 _FOLDER = re.compile(r"epoch-([0-9]+)", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.([0-9a-f-]+)\.[0-9]+\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A file of a record: where, its length rounded to pages, and its time of last use in ns."""
+    """The file of a record: its folder and name, its length in whole pages, its last use in ns."""
 
     folder: str
     name: str
@@ -69,9 +69,9 @@ class Stored:
 
 
 class SharedFolder(RecordFiles):
-    """See the module. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is what counts now.
-    ``found_bytes`` and ``found_count`` are what everybody had stored at the start, ``last_use_ns``
-    is the latest use of that."""
+    """See the module. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is the effective
+    capacity. ``found_bytes`` and ``found_count`` are what all engines had stored at the start, and
+    ``last_use_ns`` is the latest use of that."""
 
     def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
         """Raises ``TierIoError`` and ``OSError``."""
@@ -81,7 +81,7 @@ class SharedFolder(RecordFiles):
         self._publishing = 0
         self._turn = threading.Condition()  # guards the epoch and ``_publishing``
         self._resetting = threading.Lock()
-        self._left: set[int] = set()  # epochs whose records this engine has still to take away
+        self._left: set[int] = set()  # epochs whose records this engine still has to remove
         with contextlib.ExitStack() as undo:
             prepare(path, allow_network=True)
             super().__init__(path, identity)
@@ -101,8 +101,8 @@ class SharedFolder(RecordFiles):
             undo.pop_all()
 
     def _take_over(self) -> None:
-        """Mark the folder as shared. What a tier that does not share left is used if it was never
-        reset; else it may be of other weights."""
+        """Mark the folder as shared. Records of an exclusive tier are used if it was never reset;
+        otherwise they may be of other weights."""
         if self._exists(SHARED_NAME):
             return
         if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":
@@ -135,8 +135,8 @@ class SharedFolder(RecordFiles):
     # -- records ---------------------------------------------------------------------------
 
     def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
-        """Write a record if there is none and there is room. Raises ``TierIoError``."""
-        if epoch != self.epoch:  # a reset came between: it is of weights that are gone
+        """Write a record unless it exists or there is no space. Raises ``TierIoError``."""
+        if epoch != self.epoch:  # a reset came first: the record is of old weights
             return WriteOutcome.FAILED
         if self._is_there(key, epoch):
             return WriteOutcome.OK
@@ -157,7 +157,7 @@ class SharedFolder(RecordFiles):
             return False
 
     def are_there(self, keys: list[Key], epoch: int) -> list[bool]:
-        """Which records exist, without a look into them. Raises ``TierIoError``."""
+        """Return which records exist, without reading them. Raises ``TierIoError``."""
         return [self._is_there(key, epoch) for key in keys]
 
     def _make_epoch(self, epoch: int) -> None:
@@ -165,7 +165,8 @@ class SharedFolder(RecordFiles):
             os.mkdir(f"{PREFIX}{epoch}", 0o700, dir_fd=self._fd)
 
     def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
-        """Not after a reset: another engine may have made the folder anew, for its own records."""
+        """Refuse after a reset: another engine may have created the folder again for its
+        records."""
         with self._turn:
             if epoch != self.epoch:
                 raise OSError(errno.ESTALE, "a reset came between")
@@ -201,7 +202,7 @@ class SharedFolder(RecordFiles):
 
     @staticmethod
     def _note_read(fd: int) -> None:
-        """A read is a use; noted only now and then, and only if that is possible."""
+        """Record a read as a use, only now and then and only if possible."""
         now_ns = time.time_ns()
         with contextlib.suppress(OSError):
             if now_ns - os.fstat(fd).st_mtime_ns > READ_USE_NS:
@@ -209,7 +210,7 @@ class SharedFolder(RecordFiles):
 
     @staticmethod
     def _read_whole(fd: int, into: Buffer) -> tuple[bytes | None, int | None]:
-        """The header, if everything was read, and what it says of the payload's length."""
+        """Return the header, if everything was read, and the payload's length according to it."""
         page = os.read(fd, ALIGNMENT)
         try:
             payload_bytes = parse(page[:HEADER_BYTES]).payload_bytes
@@ -224,7 +225,7 @@ class SharedFolder(RecordFiles):
         return page[:HEADER_BYTES], payload_bytes
 
     def _drop(self, path: str, fd: int) -> ReadOutcome:
-        """Remove a damaged record, unless another one is there by now."""
+        """Remove a damaged record unless a new one has replaced it."""
         ours = os.fstat(fd)
         try:
             found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
@@ -236,7 +237,7 @@ class SharedFolder(RecordFiles):
         return ReadOutcome.CORRUPT
 
     def entries(self, epoch: int) -> dict[Key, Entry]:
-        """Every record of an epoch, least recently used first. Reads every header."""
+        """Return every record of an epoch, least recently used first. Reads every header."""
         try:
             return by_use(entry for _name, entry in self._entries_of(epoch) if entry is not None)
         except FileNotFoundError:
@@ -245,7 +246,7 @@ class SharedFolder(RecordFiles):
     # -- the cap ---------------------------------------------------------------------------
 
     def _take_grant(self, size_bytes: int) -> bool:
-        """Whether so many bytes may be written now. Raises ``OSError``."""
+        """Return True if this many bytes may be written now. Raises ``OSError``."""
         with self._lock:
             if self._granted < size_bytes and not self._make_room(size_bytes):
                 return False
@@ -253,7 +254,8 @@ class SharedFolder(RecordFiles):
             return True
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Have a grant's room, at least so much, for every engine that lives; take the grant."""
+        """Evict until every live engine has space for a grant of at least ``size_bytes``, and take
+        the grant. Returns False if that is impossible."""
         stored, alive = self.scan()
         share = max(GRANT_SHARE, GRANTS_EACH * alive)
         grant = max(self.capacity_bytes // share, size_bytes)
@@ -274,8 +276,8 @@ class SharedFolder(RecordFiles):
         return used <= limit
 
     def scan(self) -> tuple[list[Stored], int]:
-        """What everybody has stored, and how many engines live; removes what the dead left
-        unfinished. Raises ``OSError``."""
+        """Return what all engines have stored and how many of them live. Removes what dead engines
+        left unfinished. Raises ``OSError``."""
         engines = self.engines.all()
         for name in [name for name, alive in engines.items() if not alive]:
             self._bury(name)
@@ -297,7 +299,7 @@ class SharedFolder(RecordFiles):
         return stored, max(1, len(alive))
 
     def _agree_on_capacity(self, said: Mapping[str, Announced | None]) -> None:
-        """The capacity that the first of the living engines was given counts for all of them."""
+        """Adopt the capacity of the live engine that joined first."""
         known = {name: one for name, one in said.items() if one is not None and one.capacity_bytes}
         known[self.engines.name] = self.engines.announced
         first = min(known, key=lambda name: (known[name].joined_ns, name))
@@ -319,7 +321,7 @@ class SharedFolder(RecordFiles):
             )
 
     def _scan_folder(self, folder: str) -> tuple[list[Stored], int]:
-        """The files of one folder, and when it changed last."""
+        """Return the files of one folder and the time of its last change."""
         stored: list[Stored] = []
         try:
             fd = os.open(folder, READ | os.O_DIRECTORY, dir_fd=self._fd)
@@ -344,14 +346,14 @@ class SharedFolder(RecordFiles):
         return stored, newest
 
     def _is_stray(self, engine: str, changed_ns: int) -> bool:
-        """Whether a temporary file will never be finished."""
+        """Return True if a temporary file will never be finished."""
         if self.engines.is_alive(engine):
             return False
         is_here = engine.startswith(self.engines.name[:13])
         return is_here or self.engines.now_ns - changed_ns > STRAY_NS
 
     def _bury(self, engine: str) -> None:
-        """Remove what a dead engine had alone. Raises ``OSError``."""
+        """Remove what belonged to a dead engine alone. Raises ``OSError``."""
         said = self.engines.said_by(engine)
         with contextlib.suppress(FileNotFoundError):  # another engine was faster
             if said is None and self.engines.silent_ns(engine) < STRAY_NS:
@@ -363,10 +365,10 @@ class SharedFolder(RecordFiles):
     # -- epochs ----------------------------------------------------------------------------
 
     def begin_own(self, *, forgets: bool = True) -> None:
-        """An epoch of this engine alone. If it ``forgets``, what was stored under the one it leaves
-        is gone for all: the name of its folder is taken away, as soon as no record can get there
-        any more. Durable. Raises ``OSError``; to be repeated then, and what the failed attempts
-        have left is taken away as well."""
+        """Begin an epoch of this engine alone. If it ``forgets``, the records of the epoch that it
+        leaves are gone for all engines: their folder is renamed as soon as no new record can get
+        there. Durable. Raises ``OSError``; the caller then tries again, which also removes what
+        failed attempts left."""
         own = secrets.randbits(62) | 1
         with self._resetting:
             if forgets:
@@ -381,7 +383,7 @@ class SharedFolder(RecordFiles):
             self._left.clear()
 
     def _retire(self, folder: str, *, remove: bool = True) -> None:
-        """Have a folder's records exist for nobody, and remove them."""
+        """Hide a folder's records from all engines and remove them."""
         name = folder if folder.startswith("gone-") else f"gone-{secrets.token_hex(8)}"
         if name != folder:
             try:
@@ -393,27 +395,27 @@ class SharedFolder(RecordFiles):
                 self._remove_folder(name)
 
     def remove_gone(self) -> None:
-        """Remove what was retired, as far as that is possible."""
+        """Remove retired folders, as far as possible."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._fd):
                 if name.startswith("gone-"):
                     self._retire(name)
 
     def renew(self) -> None:
-        """Say that this engine lives. Raises ``TierIoError``."""
+        """Declare that this engine lives. Raises ``TierIoError``."""
         try:
             self.engines.touch()
         except OSError as error:
             raise TierIoError(f"the folder {self._path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Let go of the folder; only when nobody calls any more."""
+        """Release the folder. Call it only when no thread uses it any more."""
         self.engines.close()
         super().close()
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a tier of this machine that does not share holds its lock."""
+    """Return True if an exclusive tier of this machine holds the folder's lock."""
     with path.open("rb") as file:
         try:
             return not try_flock(file.fileno(), fcntl.LOCK_SH)

@@ -1,15 +1,15 @@
-"""One record per file, in a folder that engines of several machines share.
+"""The file tier that engines of several machines share: one record per file.
 
-``shared_folder`` says what lies where and how the cap is kept: there is no process at the centre,
-so it is a bound, and each engine removes what nobody has used for longest when it finds too much.
-Nothing is remembered of what the folder holds: every question goes to the file system.
+``shared_folder`` describes the files and how the capacity is kept. There is no central process, so
+the capacity is a bound: each engine evicts the least recently used records when it finds too many.
+Nothing about the folder is cached: every question goes to the file system.
 
-``reset`` says that this engine has other weights from now on: it goes on under an epoch of its own,
-and what was stored under the one it leaves exists for nobody. Another machine may see it for as
-long as its mount keeps names in memory (NFS: ``acdirmax``, usually 60 s).
+``reset`` means that this engine has other weights from now on: it continues under a new epoch of
+which it is the only user, and records of the epoch that it leaves exist for no engine. Another
+machine may see them for as long as its mount caches names (NFS: ``acdirmax``, usually 60 s).
 
-Ownership: everything belongs to the event loop's thread; everything that touches the disk runs in
-``depth`` daemon threads of the tier's own.
+Ownership: everything belongs to the event loop's thread. Disk accesses run in the tier's ``depth``
+daemon threads.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tiers.io.use_clock import UseClock
 from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 
 PRESENT_AT_ONCE = 32
-"""Keys that one thread looks for at a time."""
+"""Keys that one thread looks up at a time."""
 QUESTION_THREADS = 4
-"""Apart from those that move payloads: a question takes no time behind them. Nor does a read behind
-those that store, which wait for each other while one of them scans the folder."""
+"""Separate from the threads that move payloads, so that questions do not wait for them. Reads and
+writes have separate threads too, because all writers wait while one of them scans the folder."""
 TOUCHES_AT_ONCE = 256
 
 
 class SharedFileTier(FolderTier[SharedFolder], SharedTier):
-    """See the module. ``path`` is a folder that all who share see under their own paths. An odd
-    ``epoch`` says that this engine's weights are not those of the model's files."""
+    """See the module. ``path`` is a folder that all sharers see, each under its own path. An odd
+    ``epoch`` means that this engine's weights are not those of the model's files."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
             for step in (folder.renew, folder.remove_gone):
                 done = self._threads.run(step)
                 await asyncio.wait([done])
-                done.exception()  # whoever reads or writes next is told
+                done.exception()  # the next read or write raises the error
 
     # -- what it says of itself ------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these can be read now. Whoever asks bounds how long, and how many at a time: a
+        """Return which keys can be read now. The caller limits how long and how many at a time: a
         mount that hangs answers when it is back."""
         with self._working() as folder:
             if self._resets.is_open:
@@ -188,13 +188,13 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
             await self._finish([run(folder.touch, part, folder.epoch) for part in parts])
 
     async def reset(self, epoch: int) -> None:
-        """The number of the epoch that begins is drawn, whatever the caller's is."""
+        """Begin an epoch with a random number, whatever the caller's is."""
         with self._working() as folder:
             number = self._resets.begin()
             self._filling = {}
             await self._finish([self._threads.run(folder.begin_own)])
             self._resets.end(number)
-            assert folder.epoch != COMMON, "it has weights of its own now"
+            assert folder.epoch != COMMON, "this engine has left the common epoch"
             self._threads.run(folder.remove_gone)
 
     # -- closing ---------------------------------------------------------------------------

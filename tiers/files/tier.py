@@ -1,13 +1,12 @@
-"""One record per file: for file systems where LMDB must not be used, and to look at by hand.
+"""The file tier: one record per file, for file systems on which LMDB must not be used.
 
-``tiers.files.exclusive_folder`` describes the files. ``reset`` writes the new epoch and leaves the
-old folder to be removed in the background.
+``record_files`` and ``exclusive_folder`` describe the files. ``reset`` stores the new epoch; the
+folder of the old one is removed in the background. The tier is slower than ``lmdb.tier`` by what
+the file system needs to create and remove files.
 
-Slower than ``lmdb_tier`` by what file systems charge for creating and removing files.
-
-Ownership: everything belongs to the event loop's thread; everything that touches the disk runs in
-``depth`` daemon threads of the tier's own, a record at a time, so that a mount that hangs stops
-neither the loop nor anybody else's threads.
+Ownership: everything belongs to the event loop's thread. Disk accesses run in the tier's ``depth``
+daemon threads, one record at a time, so that a mount that hangs stops neither the loop nor the
+threads of other tiers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
 class FileTier(FolderTier[RecordFolder]):
-    """See the module. ``path`` is this rank's own folder."""
+    """See the module. ``path`` is this rank's folder."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class FileTier(FolderTier[RecordFolder]):
         self._entries = folder.entries
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
         self._used_bytes = sum(sizes)
-        self._old_bytes = 0  # the part of it that belongs to records of earlier epochs
+        self._old_bytes = 0  # the part of it that records of earlier epochs take
         last_use_ns = max((entry.use_ns for entry in self._entries.values()), default=0)
         self._uses = UseClock(last_use_ns + 1)
         self._filling: dict[Key, asyncio.Task[WriteOutcome]] = {}
@@ -128,7 +127,7 @@ class FileTier(FolderTier[RecordFolder]):
     ) -> WriteOutcome:
         try:
             while (removing := self._removing.get(key)) is not None:
-                await asyncio.wait([removing])  # or it would remove what is written now
+                await asyncio.wait([removing])  # else it would remove the new record
             if key in self._entries:
                 return WriteOutcome.OK
             size = self.footprint_bytes(data.nbytes)
@@ -179,9 +178,9 @@ class FileTier(FolderTier[RecordFolder]):
         if epoch != self._epoch or (not is_good and self._entries.get(key) is not entry):
             return ReadOutcome.MISS
         if not is_good:
-            removing = self._remove(folder, [key])  # so that a good copy can be written
+            removing = self._remove(folder, [key])  # so that an intact copy can be written
             await asyncio.wait([removing])
-            removing.exception()  # if it stays on disk, it is found and removed by the next read
+            removing.exception()  # if this fails, the next read finds and removes it
         return ReadOutcome.OK if is_good else ReadOutcome.CORRUPT
 
     # -- deleting, recency, reset ----------------------------------------------------------
@@ -194,7 +193,7 @@ class FileTier(FolderTier[RecordFolder]):
             await self._finish([self._remove(folder, keys)])
 
     def _remove(self, folder: RecordFolder, keys: Sequence[Key]) -> asyncio.Future[None]:
-        """Take keys out of memory now and off the disk soon; when that is done."""
+        """Remove keys from memory now and from the disk soon; the future completes after both."""
         gone = []
         for key in keys:
             entry = self._entries.pop(key, None)
@@ -229,7 +228,7 @@ class FileTier(FolderTier[RecordFolder]):
             self._reclaim(folder, old_bytes)
 
     def _reclaim(self, folder: RecordFolder, old_bytes: int) -> None:
-        """Remove folders of other epochs in the background; ``old_bytes`` are free after that."""
+        """Remove folders of other epochs in the background, which frees ``old_bytes``."""
         before = self._reclaiming
         self._old_bytes += old_bytes
         self._reclaiming = asyncio.ensure_future(self._remove_old(folder, old_bytes, before))

@@ -1,1 +1,1 @@
-"""The LMDB tier: an index in LMDB, payloads in extents beside it."""
+"""The exclusive LMDB tier: an index in LMDB, payloads in a file of extents beside it."""

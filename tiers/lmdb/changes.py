@@ -1,6 +1,6 @@
-"""Changes to the index of an LMDB tier: what I/O jobs and the event loop hand to a commit thread.
+"""Changes to the index of an LMDB tier, which I/O jobs and the event loop hand to a commit thread.
 
-Both commit threads take them, that of the exclusive tier and that of the shared tier.
+The commit threads of the exclusive tier and of the shared tier both take them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tiers.io.extents import Extents
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A record whose payload is written but not yet flushed. ``outcome`` is set by the commit."""
+    """A record whose payload is written but not yet flushed. The commit sets ``outcome``."""
 
     key: Key
     value: bytes
@@ -22,17 +22,17 @@ class Put:
     payload_bytes: int
     extents: Extents
     stored_pages: int = 0
-    """How many of its pages the record turned out to need."""
+    """The number of its pages that the record needed after encoding."""
     outcome: WriteOutcome = WriteOutcome.FAILED
     is_named: bool = False
-    """Whether a committed transaction names its place."""
+    """True if a committed transaction names its allocation."""
     waiters: list[Any] = field(default_factory=list)
-    """Whoever asked for it; the event loop's own."""
+    """The calls that wait for this record; only the event loop uses them."""
 
 
 @dataclass(slots=True, eq=False)
 class Remove:
-    """Keys to forget, and the places that are free once that is durable."""
+    """Keys to delete, and the allocations that become free once that is durable."""
 
     keys: list[Key]
     allocations: list[Extents]
@@ -40,14 +40,14 @@ class Remove:
 
 @dataclass(slots=True, eq=False)
 class Refresh:
-    """New values of present records (their recency)."""
+    """New values of present records, with a later time of use."""
 
     values: list[tuple[Key, bytes]]
 
 
 @dataclass(slots=True, eq=False)
 class Clear:
-    """Forget everything and begin an epoch."""
+    """Delete everything and begin an epoch."""
 
     epoch: int
 

@@ -1,14 +1,15 @@
-"""The one thread that makes writes durable and names them: payload first, index second.
+"""The thread that commits writes of an exclusive LMDB tier: it flushes payloads, then updates the
+index.
 
-Changes queue up while a commit runs; the next commit takes all of them, so the number of flushes
-follows the speed of the disk by itself. While writes are still on their way to the disk the
-thread waits for them (``GATHER_S``): a flush among them holds them up, and tells nobody anything
-whose call is not written as a whole. Deletions and uses wait for any write (``LAZY_S``), unless
-somebody is in a ``hurry``: each flush saved is milliseconds of the disk.
+Changes queue up while a commit runs, and the next commit takes all of them, so the number of
+flushes adapts to the speed of the disk. While more writes are on their way to the disk, the thread
+waits for them (``GATHER_S``): a flush in between would slow them down, and the calls they belong to
+could not return yet. Deletions and recency updates wait for any write (``LAZY_S``) unless ``hurry``
+is called: every flush saved is milliseconds of disk time.
 
-Ownership: ``submit`` is called by the event loop (removals, refreshes, clears) and the I/O
-threads (puts); a change belongs to this thread until it is handed to ``post``, which must be
-callable from any thread. ``failure`` is written here and read anywhere: once set it stays.
+Ownership: the event loop (removals, refreshes, clears) and the I/O threads (puts) call ``submit``.
+A change belongs to this thread until it is passed to ``post``, which must be callable from any
+thread. ``failure`` is written here and read anywhere; once set, it stays.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from tiers.lmdb.index import Changes, LmdbIndex
 
 GATHER_S = 0.1
 LAZY_S = 0.1
-"""How long what nobody waits for (deletions, recency) may wait for a write to share its commit."""
+"""Longest time that deletions and recency updates wait to share the commit of a write."""
 CHANGES_MAX = 8192
 HALVED_MIN = 512
-"""Smaller batches that do not fit the map are refused whole: deletions need what that leaves."""
+"""A smaller batch that does not fit into the map is rejected as a whole, because deletions need the
+rest of the map."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the thread has done; plain numbers, written by it alone."""
+    """Counters of the thread: plain numbers that only it writes."""
 
     commits: int = 0
     sync_failures: int = 0
@@ -45,7 +47,7 @@ class Counters:
 
 
 class CommitThread:
-    """See the module. ``failure`` is why the index cannot be written any more, if so."""
+    """See the module. ``failure`` is the reason why the index cannot be written any more, if so."""
 
     def __init__(
         self,
@@ -67,20 +69,20 @@ class CommitThread:
         self._thread.start()
 
     def submit(self, changes: Sequence[Change]) -> None:
-        """Queue changes, all puts or none; from any thread. Wakes the thread unless it is waiting
-        for more writes anyway, and more are on their way."""
+        """Queue changes, either only puts or none. Any thread may call. Wakes the thread unless it
+        is waiting for more writes that are still on their way."""
         self._waiting.append(changes)
         is_put = isinstance(changes[0], Put)
         if not (is_put and self._is_gathering_puts and self._writes_pending()):
             self._wake.put(None)
 
     def hurry(self) -> None:
-        """Somebody waits for what is queued by now."""
+        """Commit what is queued without waiting for more."""
         self._is_urgent = True
         self._wake.put(None)
 
     def stop(self) -> None:
-        """Commit what is queued and end. Blocks, for as long as the thread hangs."""
+        """Commit the queued changes and end. Blocks as long as the thread hangs."""
         self._is_stopping = True
         self._wake.put(None)
         self._thread.join()
@@ -105,13 +107,13 @@ class CommitThread:
                 self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-        # In this order: whoever saw it gathering did not wake it, and is taken along here.
+        # In this order: a caller that saw the thread gathering did not wake it.
         self._is_gathering_puts = self._is_urgent = False
         self._take(batch)
         return batch
 
     def _take(self, batch: list[Change]) -> bool:
-        """Move what waits into the batch; whether there is something and room for more."""
+        """Move waiting changes into the batch. Returns True if it holds some and can take more."""
         while self._waiting and len(batch) < CHANGES_MAX:
             batch += self._waiting.popleft()
         return 0 < len(batch) < CHANGES_MAX
@@ -145,8 +147,8 @@ class CommitThread:
         return True
 
     def _apply(self, batch: list[Change]) -> None:
-        """One transaction for all of it; where the map has no room for copies of all the pages that
-        a large one touches, one for each half."""
+        """Commit the batch in one transaction, or in one for each half if the map cannot hold
+        copies of all pages that a large one touches."""
         changes, named = _merge(batch, self._index.epoch)
         try:
             if changes.edits or changes.clear_to_epoch is not None:
@@ -155,7 +157,7 @@ class CommitThread:
             self.counters.map_full += 1
             if not named:
                 raise
-            # Not around a clear: what was put before it must not be told as stored.
+            # Never split at a clear: puts before it must not be reported as stored.
             if len(batch) >= HALVED_MIN and changes.clear_to_epoch is None:
                 half = len(batch) // 2
                 self._apply(batch[:half])
@@ -170,9 +172,9 @@ class CommitThread:
 
 
 def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
-    """The net effect of a batch, and the puts that are part of it.
+    """Return the net effect of a batch, and the puts that are part of it.
 
-    A put of an older epoch is not: its bytes come from old weights.
+    Puts of an older epoch are left out: their bytes come from old weights.
     """
     changes = Changes()
     named: list[Put] = []

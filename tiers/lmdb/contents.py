@@ -1,8 +1,8 @@
-"""What an open LMDB tier holds, and what is on its way into and out of it.
+"""The records of an open LMDB tier: present ones, and those being written or deleted.
 
-A record that is deleted is forgotten here at once and on the disk with the next commit; its place
-is free after that (``places``). Uses are noted here at once, and on the disk with the next commit,
-at the latest after ``TOUCH_FLUSH_S``.
+A deleted record leaves this memory at once and the disk with the next commit; only then is its
+allocation free (``allocations``). Uses are noted here at once, and on disk with the next commit, at
+most ``TOUCH_FLUSH_S`` later.
 
 Owned by the event loop's thread.
 """
@@ -27,8 +27,8 @@ TOUCHES_MAX = 4096
 
 
 class LmdbContents:
-    """``counts`` are the tier's counters. ``filling`` are the records on their way in; ``epoch`` is
-    the one under which records are written and read now. ``committer`` is set before any use."""
+    """``counts`` are the tier's counters, ``filling`` the records being written, and ``epoch`` is
+    the current epoch. ``committer`` must be set before use."""
 
     committer: CommitThread
 
@@ -49,21 +49,21 @@ class LmdbContents:
     # -- in --------------------------------------------------------------------------------
 
     def is_known(self, key: Key) -> bool:
-        """Whether it is there, or will be soon."""
+        """Return True if the record is present or being written."""
         return key in self.filling or key in self.records
 
     def count(self) -> int:
-        """Records that are there or on their way in."""
+        """Return the number of records that are present or being written."""
         return len(self.records) + len(self.filling)
 
     def end_write(self, put: Put) -> None:
-        """A write was committed, or has failed. Its outcome may become worse here."""
+        """Note that a write was committed or has failed. This may downgrade its outcome."""
         if self.filling.get(put.key) is put:
             del self.filling[put.key]
         if put.outcome is WriteOutcome.OK and put.epoch == self.epoch:
             self.records.add(put.key, put.value)
             self.allocations.adopt(put.extents, put.stored_pages)
-        elif put.is_named:  # a reset overtook it: its place is free when that is durable
+        elif put.is_named:  # a reset came first: the allocation is free once that is durable
             put.outcome = WriteOutcome.FAILED
             self._leave(Remove([], [put.extents]))
         else:
@@ -72,7 +72,7 @@ class LmdbContents:
     # -- out -------------------------------------------------------------------------------
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Take keys out of memory now and off the disk soon."""
+        """Remove keys from memory now and from the disk soon."""
         gone: list[Key] = []
         allocations: list[Extents] = []
         for key in keys:
@@ -87,8 +87,8 @@ class LmdbContents:
             self._leave(Remove(gone, allocations))
 
     async def reset(self, epoch: int) -> None:
-        """Forget everything and begin this epoch, or the next one if that is greater; durable
-        on return, unless the committer has failed."""
+        """Delete everything and begin this epoch, or the next one if that is greater. Durable on
+        return, unless the commit thread has failed."""
         self.epoch = max(epoch, self.epoch + 1)
         self.records.clear()
         self.filling = {}
@@ -101,7 +101,7 @@ class LmdbContents:
         return done
 
     def end_removal(self, change: Remove | Clear) -> None:
-        """A removal was committed, or the committer has failed."""
+        """Note that a removal was committed, or that the commit thread has failed."""
         if self.committer.failure is None:
             if isinstance(change, Clear):
                 self.allocations.cleared()
@@ -111,8 +111,7 @@ class LmdbContents:
         self._leaving.pop(change).set_result(None)
 
     async def wait_for_room(self) -> bool:
-        """Wait until something changed here, if places are on their way to be free. ``False``:
-        none is."""
+        """Wait for a change if allocations will become free. Returns False if none will."""
         if not self._leaving and not self.allocations.is_waiting:
             return False
         if self._leaving:
@@ -121,14 +120,14 @@ class LmdbContents:
         return True
 
     def tell_waiting(self) -> None:
-        """Something changed."""
+        """Wake the callers of ``wait_for_room``."""
         self._change.set_result(None)
         self._change = self._loop.create_future()
 
     # -- recency ---------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note a use of those that are there."""
+        """Note a use of the present ones among these keys."""
         for key, use in zip(keys, self.uses.take(len(keys)), strict=True):
             if self.records.touch(key, use):
                 self._touched.add(key)
@@ -138,7 +137,7 @@ class LmdbContents:
             self._touch_timer = self._loop.call_later(TOUCH_FLUSH_S, self.flush_touches)
 
     def flush_touches(self) -> None:
-        """Let the next commit write what was touched."""
+        """Pass the noted uses to the next commit."""
         if self._touch_timer is not None:
             self._touch_timer.cancel()
             self._touch_timer = None
@@ -149,6 +148,6 @@ class LmdbContents:
             self.committer.submit([Refresh(values)])
 
     def check(self) -> None:
-        """Raise ``AssertionError`` if records and places disagree. For tests."""
+        """Raise ``AssertionError`` if records and allocations disagree. For tests."""
         self.records.check()
         self.allocations.check([extents_of(value) for _, value in self.records.items()])

@@ -1,8 +1,8 @@
-"""The open files of an LMDB tier that has its folder alone, and how such a tier is set up.
+"""The open files of an exclusive LMDB tier.
 
-Beside what is in every folder of an LMDB tier (``lmdb_folder``) there is ``owner.lock``: the live
-owner's pid. Everything here blocks and runs in one thread at a time, before the tier's threads
-exist or after they ended.
+Its folder holds ``owner.lock``, with the pid of the live owner, beside the files of every LMDB tier
+(``lmdb.folder``). Everything here blocks and runs in one thread at a time, before the tier's
+threads start or after they ended.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from tiers.lmdb.recovery.recover import Expected
 from tiers.record import Identity
 
 SMALL_FILES_BYTES = 4 * ALIGNMENT
-"""What the owner's lock and LMDB's table of readers take on the disk, with something to spare."""
+"""Disk space of the owner's lock and LMDB's reader table, with a margin."""
 
 
 def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) -> int:
-    """What is left of a capacity for records: all but the index, page 0 and small files.
+    """Return the part of a capacity that is left for records, without index, page 0 and small
+    files.
 
-    Raises ``ValueError`` if that is nothing.
+    Raises ``ValueError`` if nothing is left.
     """
     limits = Limits(capacity_bytes, record_bytes)
     return check_capacity(limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
 
 
 class LmdbFiles:
-    """The open files of one tier. ``recovered`` is what the index held, ``found_epoch`` the epoch
-    that it was of; ``was_set_aside`` says that it began empty because it could not be used."""
+    """The open files of one tier. ``recovered`` is what the index held and ``found_epoch`` its
+    epoch. ``was_set_aside`` is True if the index could not be used, so that the tier began
+    empty."""
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
-        """Open or create. Raises ``TierIoError``, and ``ValueError`` for too small a capacity."""
+        """Open or create the files. Raises ``TierIoError``, and ``ValueError`` if the capacity is
+        too small."""
         self._folder = folder
         self._options = options
         self._io = io
@@ -87,7 +90,7 @@ class LmdbFiles:
         options, epoch = self._options, self.index.epoch
         self.found_epoch = epoch
         if options.recovery is Recovery.OFF or options.epoch > epoch:
-            # Never beyond the caller's epoch: whoever keeps the epoch would bump it in vain later.
+            # Not beyond the caller's epoch, or a later increase of that one would have no effect.
             self.index.apply(Changes(clear_to_epoch=max(options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
         is_strict = options.recovery is Recovery.STRICT
@@ -97,7 +100,7 @@ class LmdbFiles:
         self.file_pages = max(limit, 1)
 
     def grow(self, pages: int) -> int:
-        """Lengthen the payload file by at least ``pages`` if the reserve allows; the pages
+        """Extend the payload file by at least ``pages`` if the reserve allows. Returns the pages
         gained (0: none). Blocks. Raises ``OSError``."""
         free = free_bytes(self.file, self._options.reserve_bytes) // ALIGNMENT
         wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
@@ -109,7 +112,7 @@ class LmdbFiles:
         return gain
 
     def close(self) -> None:
-        """Release everything, once no thread uses it. Blocks."""
+        """Release everything when no thread uses the files any more. Blocks."""
         try:
             self.index.close()
             self.file.close()
@@ -118,7 +121,7 @@ class LmdbFiles:
 
 
 def make_codec(identity: Identity, options: LmdbOptions) -> Codec:
-    """Raises ``TierIoError`` for a key file or a package that is not there."""
+    """Create the codec of a tier. Raises ``TierIoError`` if a key file or a package is missing."""
     keys = KeyRing.load(Path(options.key_file), identity.namespace) if options.key_file else None
     try:
         return Codec(identity, keys=keys, compress=options.compress)

@@ -1,15 +1,15 @@
-"""What a folder of an LMDB tier is made of, whether one process has it or several share it.
+"""The files in the folder of an LMDB tier, exclusive or shared.
 
-    <folder>/data.mdb         the index (see ``lmdb_index``), preallocated
-    <folder>/payload.data     page 0: magic, format, file id; then the records' places
-    <folder>/quarantine-*     what could not be trusted, renamed
+    <folder>/data.mdb         the index (see ``lmdb.index``), preallocated
+    <folder>/payload.data     page 0: magic, format, file id; then the extents of records
+    <folder>/quarantine-*     files that could not be trusted, renamed
 
-The index names the payload file by its id, so that neither is ever used with another's partner.
-A capacity covers both. Everything here blocks and runs in one thread at a time.
+The index names the payload file by its id, so that both are only used together. A
+capacity covers both files. Everything here blocks and runs in one thread at a time.
 
-``is_new`` and ``check_partner`` judge what lies there, beside ``lmdb_index.check_file``. Whoever
-opens a folder, and whoever only looks at it (``lmdb_reader``), calls the same three, so that a
-look from outside says what an open would do.
+``is_new``, ``check_partner`` and ``lmdb.index.check_file`` judge the files. A tier that opens the
+folder and a command that only inspects it (``offline.lmdb_reader``) call the same three, so that an
+inspection predicts what an open would do.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _NO_ID = "0" * (2 * _ID_BYTES)
 
 def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
     """Call ``open_files``. If it raises ``IndexUnusableError``, move the index aside, and the
-    payload file unless it is ours, and call it again: it begins empty then. A payload file of ours
-    keeps its blocks, which means that nothing can be had from the index that was moved aside.
-    Whether it came to that.
+    payload file too unless it is ours, and call it again to begin empty. A payload file of ours
+    keeps its blocks, so nothing can be read through the index that was moved aside. Returns True if
+    files were moved aside.
 
-    With ``strict`` nothing is touched, and that is a ``TierIoError``.
+    With ``strict`` nothing is touched, and the error becomes a ``TierIoError``.
     """
     try:
         open_files()
@@ -86,8 +86,8 @@ def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: b
 
 
 def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -> LmdbIndex:
-    """The index of a folder, checked, whose partner is the payload file there; both are made if
-    nothing was stored yet. Raises ``IndexUnusableError`` and ``OSError``."""
+    """Open and check the index of a folder together with its payload file; create both if nothing
+    was stored yet. Raises ``IndexUnusableError`` and ``OSError``."""
     path = folder / PAYLOAD_NAME
     file_id = secrets.token_hex(_ID_BYTES)
     if is_new(folder):
@@ -104,7 +104,7 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
 
 
 def is_lmdb_folder(folder: Path) -> bool:
-    """Whether an LMDB tier has stored something in this folder, whatever is left of it."""
+    """Return True if an LMDB tier has stored something in this folder, whatever is left of it."""
     try:
         return index_exists(folder) or not is_new(folder)
     except IndexUnusableError:
@@ -112,9 +112,9 @@ def is_lmdb_folder(folder: Path) -> bool:
 
 
 def is_new(folder: Path) -> bool:
-    """Whether nothing was stored in a folder yet. Raises ``IndexUnusableError`` if something was,
-    and its index is gone: a payload file is longer than one page only after an index was made, and
-    has no id once an index was moved aside on purpose."""
+    """Return True if nothing was stored in a folder yet. Raises ``IndexUnusableError`` if something
+    was and the index is missing: a payload file is longer than one page only after an index was
+    created, and has no id once its index was moved aside on purpose."""
     path = folder / PAYLOAD_NAME
     if index_exists(folder):
         return False
@@ -130,19 +130,19 @@ def is_new(folder: Path) -> bool:
 
 
 def check_partner(folder: Path, manifest: Manifest) -> None:
-    """Raise ``IndexUnusableError`` unless the payload file is the one that the index means."""
+    """Raise ``IndexUnusableError`` unless the payload file is the one that the index names."""
     path = folder / PAYLOAD_NAME
     if not os.path.lexists(path):
         raise IndexUnusableError(f"its {path.name} is missing")
     if is_foreign(path):
         raise IndexUnusableError(f"{path.name} is no file of ours")
     if read_id(path) != manifest.file_id:
-        raise IndexUnusableError(f"{path.name} is not the one that its index means")
+        raise IndexUnusableError(f"{path.name} is not the one that its index names")
 
 
 def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovered:
-    """What the index holds, without records that are not whole or not ours: they are forgotten,
-    or with ``strict`` an ``IndexUnusableError``."""
+    """Recover what the index holds, without records that are damaged or not ours. Those are
+    deleted, or with ``strict`` they raise ``IndexUnusableError``."""
     found = recover(index.tables(), expected)
     if found.bad and strict:
         raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
@@ -158,8 +158,8 @@ def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovere
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a capacity is divided: bytes of the index, pages of the payload file, and how many
-    records there may be."""
+    """The division of a capacity: bytes of the index, pages of the payload file, and the maximum
+    number of records."""
 
     index_bytes: int
     pages_max: int
@@ -167,15 +167,16 @@ class Division:
 
 
 def index_bytes(limits: Limits, bytes_per_record: int) -> int:
-    """The part of a capacity that a new index takes (its file is preallocated)."""
+    """Return the part of a capacity that a new index takes (its file is preallocated)."""
     records = -(-limits.capacity_bytes // limits.record_bytes)
     pages = max(INDEX_BYTES_MIN, records * bytes_per_record) // ALIGNMENT
     return pages * ALIGNMENT
 
 
 def divide(folder: Path, limits: Limits, bytes_per_record: int, small_bytes: int) -> Division:
-    """Among index, payloads and ``small_bytes`` for other files. An index made for a larger
-    capacity keeps its size. Raises ``IndexUnusableError`` if nothing is left for records."""
+    """Divide a capacity among index, payloads and ``small_bytes`` for other files. An index made
+    for a larger capacity keeps its size. Raises ``IndexUnusableError`` if nothing is left for
+    records."""
     taken = index_bytes(limits, bytes_per_record)
     path = folder / lmdb_index.DATA_NAME
     if os.path.lexists(path):
@@ -190,7 +191,7 @@ def divide(folder: Path, limits: Limits, bytes_per_record: int, small_bytes: int
 
 
 def check_capacity(limits: Limits, bytes_per_record: int, small_bytes: int) -> int:
-    """Bytes for records below a new index: all but page 0 and ``small_bytes``. Raises
+    """Return the bytes for records beside a new index, page 0 and ``small_bytes``. Raises
     ``ValueError`` if there are none."""
     taken = index_bytes(limits, bytes_per_record)
     left = limits.capacity_bytes - taken - small_bytes - ALIGNMENT
@@ -205,20 +206,20 @@ def check_capacity(limits: Limits, bytes_per_record: int, small_bytes: int) -> i
 def least_capacity(
     payload_bytes: int, record_bytes: int, bytes_per_record: int, small_bytes: int
 ) -> int:
-    """The smallest capacity with room for one record of ``payload_bytes`` beside the index that
-    ``check_capacity`` takes for it. Raises ``ValueError`` if records are smaller than their entries
-    in the index."""
+    """Return the smallest capacity that has space for one record of ``payload_bytes`` beside the
+    index that ``check_capacity`` assumes. Raises ``ValueError`` if records are smaller than their
+    entries in the index."""
     if record_bytes <= bytes_per_record:
         raise ValueError(f"records of {record_bytes} bytes are smaller than their index entries")
     fixed = small_bytes + (1 + pages_for(payload_bytes)) * ALIGNMENT
-    # The larger of an index of the least size and one that grows with the capacity.
+    # The larger of the smallest index and one that grows with the capacity.
     grown = -(-fixed * record_bytes // (record_bytes - bytes_per_record)) + bytes_per_record
     return max(fixed + INDEX_BYTES_MIN, grown)
 
 
 def free_bytes(file: PayloadFile, configured: int | None) -> int:
-    """What the payload file may still take of its file system. So many ``configured`` bytes stay
-    free of that; unless configured 5 %, at least 2 GiB."""
+    """Return how much the payload file may still grow on its file system. ``configured`` bytes stay
+    free; by default 5 %, at least 2 GiB."""
     if configured is None:
         found = os.fstatvfs(file.fd)
         configured = max(2 << 30, found.f_blocks * found.f_frsize // 20)
@@ -237,7 +238,7 @@ def _first_page(path: Path) -> bytes:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether something lies there that this tier did not make."""
+    """Return True if the file exists and this tier did not create it."""
     if not os.path.lexists(path):
         return False
     if path.is_symlink() or not path.is_file():
@@ -246,12 +247,12 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_id(path: Path) -> str:
-    """The id of a payload file; empty if there is none."""
+    """Return the id of a payload file; empty if it has none."""
     return _first_page(path)[len(_MAGIC) :].hex() if path.exists() else ""
 
 
 def write_id(file: PayloadFile, file_id: str) -> None:
-    """Make page 0, durable. The rest of the file keeps its blocks, and means nothing now."""
+    """Write page 0, durably. The rest of the file keeps its blocks and has no meaning now."""
     page: Buffer = Scratch(ALIGNMENT).at_least(ALIGNMENT)
     raw = _MAGIC + bytes.fromhex(file_id)
     page[: len(raw)] = memoryview(raw)
@@ -261,7 +262,7 @@ def write_id(file: PayloadFile, file_id: str) -> None:
 
 
 def _write_first_page(path: Path, content: bytes) -> None:
-    """Put this at the beginning of a payload file, durably."""
+    """Write these bytes at the beginning of a payload file, durably."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.pwrite(fd, content, 0)

@@ -1,26 +1,24 @@
-"""The transactional heart of the LMDB tier: which record lies where, durable.
+"""The index of an LMDB tier: which record lies where, in one LMDB environment.
 
-One environment of two named databases:
+It has two named databases:
 
     meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian; b"limits" -> JSON
-    records   key -> last use (8 bytes, big-endian) + record header + runs (start u64, pages u32)
+    records   key -> last use (8 bytes, big-endian) + record header + extents (start u64, pages u32)
 
-Payloads are not in here. Values are small, every transaction is short and so are those of readers
-in other processes (``lmdb_reader``), so LMDB's pages are reused at once and the file stays inside
-its map. A reader that was killed in a transaction would keep pages for ever: ``apply`` looks for
-such from time to time. The file is preallocated to the size of the map: a full disk cannot fail a
-commit.
+Payloads are not in here. Values are small, and every transaction is short, also that of a reader in
+another process (``offline.lmdb_reader``), so LMDB reuses its pages at once and the file stays
+inside its map. A reader that was killed in a transaction would keep pages forever; ``apply`` looks
+for such readers now and then. The file is preallocated to the size of the map, so that a full disk
+cannot fail a commit, and checked to be that long, because LMDB would end the process by SIGBUS if
+it were shorter.
 
-Opening never trusts a file, however it was closed: before LMDB sees it, ``lmdb_walk`` goes through
-all of its pages (LMDB dies by SIGBUS on a truncated file and of garbled pages) and brings the
-records along. What the walk refuses is put before LMDB's own, slow verifier. Whatever is wrong is
-an ``IndexUnusableError``; what to do about it is decided above.
+Opening never trusts a file, however it was closed. Before LMDB opens it, ``recovery.walk`` checks
+all of its pages (LMDB dies by SIGBUS on a truncated file and on garbled pages) and reads the
+records on the way. A file that the walk rejects goes to LMDB's own, slow verifier. Any damage is an
+``IndexUnusableError``; the caller decides what to do about it.
 
-Ownership: one thread at a time, but for ``keys_after``; a transaction never leaves the method that
-began it, and nothing that LMDB owns outlives its transaction.
-
-The file of an LMDB index: preallocated up to the size of its map, so that no commit meets a full
-disk, and never shorter than that, because LMDB would end the process by SIGBUS.
+Ownership: one thread at a time, except for ``keys_after``. A transaction never leaves the method
+that began it, and no memory of LMDB is used after its transaction.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ from tiers.record import Identity
 
 
 def check_room(path: Path, map_bytes: int) -> None:
-    """Raise ``OSError`` if the disk has no room for an index of ``map_bytes`` there. Asked first,
-    because a try would fill the disk for others. Folders may be missing."""
+    """Raise ``OSError`` if the disk has no space for an index of ``map_bytes``. This is checked
+    first because a failed attempt would fill the disk for others. Folders may be missing."""
     size_bytes = path.stat().st_size if path.exists() else 0
     disk = os.statvfs(next(above for above in path.absolute().parents if above.exists()))
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -70,14 +68,14 @@ def check_room(path: Path, map_bytes: int) -> None:
 
 
 class IndexFile:
-    """See the module. ``path`` exists once LMDB has opened its environment."""
+    """The preallocated file of an index. ``path`` exists once LMDB has opened its environment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._size_bytes = 0
 
     def reserve(self, map_bytes: int) -> None:
-        """Allocate its blocks. Raises ``OSError``; it is as long as it was then."""
+        """Allocate the blocks of the file. Raises ``OSError``; the file keeps its length then."""
         check_room(self.path, map_bytes)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -86,14 +84,14 @@ class IndexFile:
                 try:
                     os.posix_fallocate(fd, size, map_bytes - size)
                 except OSError:
-                    os.ftruncate(fd, size)  # what it did get would stay for good
+                    os.ftruncate(fd, size)  # the blocks it did get would stay allocated
                     raise
         finally:
             os.close(fd)
         self._size_bytes = max(size, map_bytes)
 
     def check(self) -> None:
-        """Raise ``OSError`` if it was cut off since it was reserved."""
+        """Raise ``OSError`` if the file was truncated after it was reserved."""
         if os.stat(self.path).st_size < self._size_bytes:
             raise OSError(f"{self.path} was truncated while in use")
 
@@ -106,14 +104,14 @@ LOCK_NAME = "lock.mdb"
 FILES = (DATA_NAME, LOCK_NAME)
 RECORDS_NAME = b"records"
 RECORD_INDEX_BYTES = 512
-"""Index space set aside per record; 280 to 320 bytes are used, also under churn."""
+"""Index space reserved per record; 280 to 320 bytes are used, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
 READER_CHECK_EVERY = 64
-"""Transactions from one look for killed readers to the next; a look takes microseconds."""
+"""Number of transactions between two checks for killed readers; a check takes microseconds."""
 
 _PAYLOAD_AT = USE_BYTES + 24
 _EXTENT = struct.Struct("<QI")
-assert _EXTENT.size == EXTENT_BYTES, "the layout of a run"
+assert _EXTENT.size == EXTENT_BYTES, "the layout of an extent"
 
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -125,32 +123,32 @@ _DAMAGE = (
 
 
 class IndexUnusableError(FolderUnusableError):
-    """The index on disk, or what lies beside it, cannot be used; the message says why."""
+    """The index on disk, or a file beside it, cannot be used; the message says why."""
 
 
 class ForeignIndexError(IndexUnusableError):
-    """A healthy index of somebody else: another namespace, rank or format."""
+    """An intact index of another namespace, rank or format."""
 
 
 def pack_value(use: int, header: bytes, extents: Extents) -> bytes:
-    """The value of one record."""
+    """Encode the value of one record."""
     packed = b"".join(_EXTENT.pack(start, pages) for start, pages in extents)
     return use.to_bytes(USE_BYTES, "big") + header + packed
 
 
 def header_of(value: bytes) -> bytes:
-    """The record's header."""
+    """Return the record's header."""
     return value[USE_BYTES:EXTENTS_AT]
 
 
 def payload_bytes_of(value: bytes) -> int:
-    """The length of the record's payload."""
+    """Return the length of the record's payload."""
     return int.from_bytes(value[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
 
 
 def extents_of(value: bytes) -> Extents:
-    """Where the record's stored bytes lie."""
-    if len(value) == EXTENTS_AT + EXTENT_BYTES:  # nearly always
+    """Return the extents that hold the record's stored bytes."""
+    if len(value) == EXTENTS_AT + EXTENT_BYTES:  # the usual case
         return (Extent._make(_EXTENT.unpack_from(value, EXTENTS_AT)),)
     return tuple(
         Extent(*_EXTENT.unpack_from(value, at))
@@ -160,7 +158,7 @@ def extents_of(value: bytes) -> Extents:
 
 @dataclass(slots=True)
 class Changes:
-    """What one transaction does: first the clear, then the edits (``None`` deletes a key)."""
+    """The content of one transaction: first the clear, then the edits (``None`` deletes a key)."""
 
     clear_to_epoch: int | None = None
     edits: dict[Key, bytes | None] = field(default_factory=dict)
@@ -168,7 +166,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the index says of itself."""
+    """The description that the index keeps of itself."""
 
     identity: Identity
     file_id: str
@@ -185,7 +183,7 @@ class Manifest:
 
     @classmethod
     def load(cls, raw: bytes) -> Manifest:
-        """Raises ``IndexUnusableError``."""
+        """Decode a manifest. Raises ``IndexUnusableError``."""
         try:
             fields = json.loads(raw)
             if fields["format"] != FORMAT or fields["page_bytes"] != ALIGNMENT:
@@ -201,7 +199,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The capacity an index was last opened with, and the smallest usual payload, in bytes."""
+    """The capacity that an index was last opened with, and the smallest usual payload, in bytes."""
 
     capacity_bytes: int
     record_bytes: int
@@ -211,7 +209,7 @@ class Limits:
 
     @classmethod
     def load(cls, raw: bytes | None) -> Limits | None:
-        """``None`` if nothing readable was stored."""
+        """Decode limits; ``None`` if nothing readable was stored."""
         try:
             capacity_bytes, record_bytes = json.loads(raw or b"")
             return cls(int(capacity_bytes), int(record_bytes))
@@ -220,24 +218,24 @@ class Limits:
 
 
 def index_exists(folder: Path) -> bool:
-    """Whether there is something to recover from."""
+    """Return True if the folder holds an index to recover from."""
     path = folder / DATA_NAME
     return os.path.lexists(path) and path.lstat().st_size > 0
 
 
 class LmdbIndex:
-    """The open environment."""
+    """The open LMDB environment."""
 
     def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
-        """Open or create. ``manifest`` is what a new index gets, and its identity what an old
-        one must have. Raises ``IndexUnusableError`` with the data as it was, or ``OSError``."""
+        """Open or create. ``manifest`` is written to a new index; an old one must have the same
+        identity. Raises ``IndexUnusableError`` with the data unchanged, or ``OSError``."""
         self._file = IndexFile(folder / DATA_NAME)
         is_new = not index_exists(folder)
         self._found = None if is_new else check_file(folder)
         self._transactions = 0
         check_room(folder / DATA_NAME, map_bytes)
         with contextlib.ExitStack() as undo:
-            if is_new:  # half an index would be a damaged one
+            if is_new:  # half an index would count as damaged
                 undo.callback(_remove, folder)
             self._env = self._open_env(folder, map_bytes)
             undo.callback(self._env.close)
@@ -249,13 +247,13 @@ class LmdbIndex:
                 self.manifest, self.epoch = self._read_meta()
                 check_owner(self.manifest.identity, manifest.identity)
                 self._file.reserve(self._env.info()["map_size"])
-            except BaseException as error:  # whatever it is, undo closes the environment
+            except BaseException as error:  # any error: undo closes the environment
                 raise _translated(error) from error
             undo.pop_all()
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The path of the file."""
         return self._file.path
 
     @staticmethod
@@ -288,7 +286,7 @@ class LmdbIndex:
         return Manifest.load(bytes(raw)), int.from_bytes(epoch, "little")
 
     def tables(self) -> list[RecordTable]:
-        """Every record, for recovery at open."""
+        """Return every record, for recovery at open."""
         found, self._found = self._found, None
         if found is not None:
             return found
@@ -296,8 +294,8 @@ class LmdbIndex:
             return tables_of(cursor.iternext())
 
     def keys_after(self, key: Key | None, count: int) -> list[Key]:
-        """The next ``count`` keys in their order behind one that may be gone, or from the first on.
-        May be called beside everything but ``close``: it is a transaction of its own."""
+        """Return the next ``count`` keys in order after a key that may be gone, or from the first
+        one on. May run beside everything except ``close``: it has a separate transaction."""
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
             found = cursor.first() if key is None else cursor.set_range(key)
             if found and cursor.key() == key:
@@ -305,8 +303,8 @@ class LmdbIndex:
             return list(islice(cursor.iternext(values=False), count)) if found else []
 
     def apply(self, changes: Changes) -> None:
-        """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing
-        changed, and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
+        """Commit the changes, durable on return. Raises ``lmdb.MapFullError`` with nothing changed,
+        and any other ``lmdb.Error`` or ``OSError`` with the state on disk unknown."""
         self._file.check()
         self._found = None
         records = self._records
@@ -326,8 +324,8 @@ class LmdbIndex:
             self.epoch = changes.clear_to_epoch
 
     def apply_in_parts(self, changes: Changes) -> None:
-        """As ``apply``, for edits that need not be made at once and add no keys: where the map has
-        no room for copies of all the pages they touch, in several transactions."""
+        """Like ``apply``, for edits that add no keys and need not be atomic. If the map cannot hold
+        copies of all pages they touch, they are committed in several transactions."""
         try:
             self.apply(changes)
         except lmdb.MapFullError:
@@ -339,7 +337,7 @@ class LmdbIndex:
             self.apply_in_parts(Changes(edits=dict(edits[half:])))
 
     def note_limits(self, limits: Limits) -> None:
-        """Keep what this index was opened with, for those who look at it from outside."""
+        """Store the limits that this index was opened with, for commands that inspect it."""
         with self._env.begin(db=self._meta) as txn:
             known = txn.get(b"limits")
         if known != limits.dump():
@@ -347,7 +345,7 @@ class LmdbIndex:
                 txn.put(b"limits", limits.dump())
 
     def state(self) -> bytes | None:
-        """What those who share an index keep in it (``shared_index``)."""
+        """Return the state that the sharers of an index keep in it (``lmdb.shared.index``)."""
         with self._env.begin(db=self._meta) as txn:
             found = txn.get(b"state")
         return None if found is None else bytes(found)
@@ -358,7 +356,7 @@ class LmdbIndex:
 
 
 def check_owner(found: Identity, expected: Identity) -> None:
-    """Raise ``ForeignIndexError`` unless records are those of this namespace and rank."""
+    """Raise ``ForeignIndexError`` unless the records are those of this namespace and rank."""
     if found != expected:
         raise ForeignIndexError(
             f"its records belong to namespace {found.namespace.hex()} rank {found.rank}"
@@ -371,24 +369,25 @@ def _remove(folder: Path) -> None:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Damage is an ``IndexUnusableError``; other trouble of LMDB is the disk's, an ``OSError``:
-    a full or failing disk is no reason to give a healthy index up."""
+    """Turn damage into ``IndexUnusableError`` and other errors of LMDB into ``OSError``: a full or
+    failing disk is no reason to give up an intact index."""
     if isinstance(error, _DAMAGE):
         return IndexUnusableError(f"LMDB cannot open it: {error}")
     return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
 
 
 def check_file(folder: Path) -> list[RecordTable] | None:
-    """The records, if LMDB can read the file without harm; ``None`` if it can, but only LMDB.
+    """Return the records if LMDB can read the file safely. ``None`` if it can, but only LMDB can
+    read the records.
 
-    Raises ``IndexUnusableError`` if it cannot. Only for an index that nobody writes.
+    Raises ``IndexUnusableError`` if it cannot. Only for an index that no process writes.
     """
     path = folder / DATA_NAME
     found = path.lstat()
     if not path.is_file() or path.is_symlink():
         raise IndexUnusableError("it is not a regular file")
     if found.st_size % ALIGNMENT or found.st_size < 2 * ALIGNMENT:
-        raise IndexUnusableError(f"it has {found.st_size} bytes, which is no whole index")
+        raise IndexUnusableError(f"it has {found.st_size} bytes, which is not a complete index")
     try:
         return walk(path, RECORDS_NAME)
     except DamagedError as error:

@@ -1,8 +1,7 @@
-"""The jobs of the I/O threads: payloads to and from their places, sealed and verified there.
+"""The jobs of the I/O threads: they seal and write payloads, or read and verify them.
 
-A job owns its buffers while it runs and never raises. A write job hands its records to the
-commit thread; the read jobs of one call go back to the event loop together, with an outcome per
-record.
+A job owns its buffers while it runs and never raises. A write job passes its records to the commit
+thread. The read jobs of one call return to the event loop together, with an outcome per record.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(slots=True, eq=False)
 class WriteJob:
-    """Payloads ``data[i]`` of ``puts[i]``, with their times of use."""
+    """Writes the payloads ``data[i]`` of ``puts[i]``, with their times of use."""
 
     puts: list[Put]
     data: list[Buffer]
@@ -37,11 +36,11 @@ class WriteJob:
     is_written: bool = False
 
     def run(self, scratch: Scratch) -> None:
-        """Seal and write everything, or fail all of it."""
+        """Seal and write all records, or fail all of them."""
         try:
             self._move(scratch)
         except Exception as error:
-            # An exception of any kind must reach the waiting call, not end the thread.
+            # Any exception must reach the waiting call and must not end the thread.
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             for put in self.puts:
                 put.outcome = WriteOutcome.FULL if is_full else WriteOutcome.FAILED
@@ -49,7 +48,7 @@ class WriteJob:
             self.is_written = True
 
     def tell(self) -> None:
-        """Queue what was written for the commit, or say that nothing was."""
+        """Queue written records for the commit, or report that nothing was written."""
         (self.commit if self.is_written else self.fail)(self.puts)
 
     def _move(self, scratch: Scratch) -> None:
@@ -67,7 +66,7 @@ class WriteJob:
 
 @dataclass(slots=True, eq=False)
 class ReadItem:
-    """One record to read: what the index says of it, and where it goes."""
+    """One record to read: its entry in the index, and the buffer for it."""
 
     key: Key
     value: bytes
@@ -76,13 +75,13 @@ class ReadItem:
     position: int
     """Index of the key in its call."""
     waiters: list[Any] = field(default_factory=list)
-    """Whoever asked for it; the event loop's own."""
+    """The calls that wait for this record; only the event loop uses them."""
     outcome: ReadOutcome = ReadOutcome.CORRUPT
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Records read under one epoch. ``io_errors`` counts failed system calls."""
+    """Reads records of one epoch. ``io_errors`` counts failed system calls."""
 
     items: list[ReadItem]
     epoch: int
@@ -92,10 +91,10 @@ class ReadJob:
     io_errors: int = 0
 
     def run(self, scratch: Scratch) -> None:
-        """Read and verify everything."""
+        """Read and verify all records."""
         try:
             self._read_all(scratch)
-        except Exception:  # the call must be answered and the thread live on: all are CORRUPT
+        except Exception:  # the call needs an answer and the thread must go on: all are CORRUPT
             self.io_errors += 1
 
     def _read_all(self, scratch: Scratch) -> None:
@@ -106,7 +105,8 @@ class ReadJob:
             self._read_each(scratch)
 
     def _read_each(self, scratch: Scratch) -> None:
-        """After a failure: one bad record must not take its neighbours along."""
+        """Read the records one by one after a failure, so that a bad one does not fail its
+        neighbours."""
         for item in self.items:
             try:
                 self._move([item], scratch)
@@ -130,7 +130,7 @@ class ReadJob:
 
 
 class CodecScratch:
-    """Memory for what is encoded: one part for each of these payloads."""
+    """Scratch memory for encoded payloads, one part for each of them."""
 
     def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
         total = sum(codec.scratch_bytes(data.nbytes) for data in payloads)

@@ -1,4 +1,4 @@
-"""How an LMDB tier works, exclusive or shared: its options, and how large its I/O jobs are."""
+"""The options of an LMDB tier, exclusive or shared, and the size of its I/O jobs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ JOB_BYTES_MIN = 256 << 10
 
 
 class Recovery(enum.Enum):
-    """What to do with what an earlier run left.
+    """How a tier treats what an earlier start left.
 
-    ``OFF``: start empty. ``QUIET``: keep what is whole, move aside what is not, go on.
-    ``STRICT``: any damage found at open is a ``TierIoError`` and nothing is touched.
+    ``OFF``: begin empty. ``QUIET``: keep intact records, move damaged files aside, go on.
+    ``STRICT``: any damage found at open is a ``TierIoError``, and nothing is touched.
     """
 
     OFF = "off"
@@ -24,17 +24,16 @@ class Recovery(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LmdbOptions:
-    """How an LMDB tier works. Sizes in bytes.
+    """The options of an LMDB tier. Sizes are in bytes.
 
-    ``record_bytes`` is the smallest usual payload: the index gets room for
-    ``capacity / record_bytes`` records. ``grow_bytes`` is the step in which the payload file takes
-    its space; ``reserve_bytes`` of the file system stay free (``None``: 5 %, at least 2 GiB).
-    ``io_threads`` is the queue depth, for reads and for writes each; a few more threads seal and
-    verify meanwhile. ``job_bytes`` is the most that
-    one thread moves at a time, adjacent records with one system call; a call is divided among all
-    threads first. Small jobs cost CPU: threads that hand over to each other all the time.
-    ``queue_records`` bounds what waits.
-    ``key_file`` turns encryption on, ``compress`` compression (see ``codec``).
+    ``record_bytes`` is the smallest usual payload: the index gets space for ``capacity /
+    record_bytes`` records. The payload file grows in steps of ``grow_bytes`` and leaves
+    ``reserve_bytes`` of the file system free (``None``: 5 %, at least 2 GiB). ``io_threads`` is the
+    queue depth, for reads and for writes each; a few more threads seal and verify meanwhile.
+    ``job_bytes`` is the most that one thread moves at a time, adjacent records with one system
+    call; a call is first divided among all threads. Small jobs cost CPU, because threads hand over
+    to each other all the time. ``queue_records`` limits the waiting records. ``key_file`` turns
+    encryption on, ``compress`` compression (see ``tiers.io.codec``).
     """
 
     namespace: bytes = NO_NAMESPACE
@@ -55,6 +54,6 @@ class LmdbOptions:
 
 
 def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
-    """How much goes into one job: all threads get some, small records go together."""
+    """Return the size of one job: every thread gets a share, and small records go together."""
     share = total_bytes // options.io_threads
     return min(options.job_bytes, max(JOB_BYTES_MIN, share))

@@ -1,4 +1,4 @@
-"""The way of records out of an LMDB tier: lookup in memory, I/O threads, the caller's buffers.
+"""Reads of an LMDB tier: lookup in memory, I/O threads, the caller's buffers.
 
 Owned by the event loop's thread.
 """
@@ -38,7 +38,7 @@ class LmdbReads:
         self._queued = 0
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """As ``Tier.read``."""
+        """See ``Tier.read``."""
         if self._queued and self._queued + len(keys) > self._options.queue_records:
             self._counts["read_busy"] += len(keys)
             return [ReadOutcome.BUSY] * len(keys)
@@ -64,7 +64,7 @@ class LmdbReads:
         return call.outcomes
 
     def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadItem]:
-        """What is present, in the order of places; the rest is settled here."""
+        """Return the present records in the order of their allocations; settle the others."""
         items = []
         records = self._contents.records
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
@@ -82,7 +82,7 @@ class LmdbReads:
     def _end(self, whole: Together) -> None:
         for job in whole.jobs:
             self._end_job(job)
-        whole.jobs = []  # which know it: views of the slab would be left to the garbage collector
+        whole.jobs = []  # break the cycle: else only garbage collection frees views of the slab
         self._contents.tell_waiting()
 
     def _end_job(self, job: ReadJob) -> None:
@@ -100,9 +100,9 @@ class LmdbReads:
             if item.outcome is ReadOutcome.OK:
                 self._counts["read_bytes"] += item.into.nbytes
             Call.settle(item.waiters, item.outcome)
-        contents.forget(damaged)  # so that a good copy can be written again
+        contents.forget(damaged)  # so that an intact copy can be written again
 
     def _is_still_there(self, item: ReadItem) -> bool:
-        """The same record, even if it was touched meanwhile."""
+        """Return True if it is the same record, even if it was touched meanwhile."""
         value = self._contents.records.get(item.key)
         return value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]

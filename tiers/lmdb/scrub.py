@@ -1,13 +1,14 @@
-"""The scrub of an LMDB tier: records that nobody asks for are read and verified, a few at a time.
+"""The scrub of an LMDB tier: it reads and verifies records that no request asks for, a few at a
+time.
 
-One pass goes through the index in the order of its keys, so that a small file (``scrub``) can say
-how far it has come: a server that is restarted every day comes to the end, too. A pass begins a
-period after the one before it began.
+A pass goes through the index in the order of keys, so that a small file (``scrub``) can store its
+position: even a server that is restarted every day finishes a pass. A pass begins one period after
+the previous one began.
 
-A record is damaged if it fails its tag twice. Where reads fail, page 0 is read as well: if that
-cannot be read either, it is the medium, and no record is given up for it.
+A record is damaged if its tag does not match twice. If reads fail, page 0 is read as well; if that
+fails too, the medium is at fault, and no record is given up.
 
-Owned by the event loop's thread; files are read by the tier's own threads.
+Owned by the event loop's thread; the tier's threads read the files.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from tiers.record import KEY_BYTES_MAX
 MARK_NAME = "scrub"
 KEYS_AT_ONCE = 64
 PAYLOAD_BYTES_MAX = 256 << 20
-"""Longer payloads, and those that a damaged index calls so, are left to whoever needs them."""
+"""Longer payloads are not scrubbed, including those that only a damaged index claims."""
 KEPT_BYTES_MAX = 8 << 20
 MARK_EVERY_S = 60.0
-"""How often the file is written; what was read since is read again after a crash."""
+"""The position is stored this often. After a crash, records read since then are read again."""
 
 
 @dataclass(slots=True)
 class _Mark:
-    """How far a pass has come: ``last`` is the key it was at, ``None`` before the first and after
-    the last; ``begun`` is when it began, in seconds since 1970, 0 if none has."""
+    """The position of a pass: ``last`` is the last key it read, ``None`` before the first and after
+    the last one; ``begun`` is when it began, in seconds since 1970, 0 if none has."""
 
     begun: float = 0.0
     last: Key | None = None
 
     @classmethod
     def load(cls, path: Path) -> _Mark:
-        """A new one for what cannot be read: then everything is read once more."""
+        """Read the position; start from the beginning if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(fd, "rb") as file:
@@ -62,7 +63,7 @@ class _Mark:
         return cls()
 
     def store(self, path: Path) -> None:
-        """Replace the file; where that is not possible it is left as it is."""
+        """Replace the file. If that fails, the old one stays."""
         last = (self.last or b"").hex()
         draft = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):
@@ -96,7 +97,7 @@ class LmdbScrub:
         self._scratch = Scratch(ALIGNMENT)
 
     async def step(self, most_bytes: int, period_s: float) -> Scrubbed | None:
-        """As ``Tier.scrub``."""
+        """See ``Tier.scrub``."""
         now = self._clock()
         if self._mark is None:
             self._mark = await self._in_thread(lambda _: _Mark.load(self._path))
@@ -120,7 +121,8 @@ class LmdbScrub:
         return found
 
     def _choose(self, keys: Sequence[Key], most_bytes: int) -> tuple[list[ReadItem], int]:
-        """What to read of these keys, one record at least, and how many were looked at for it."""
+        """Choose which of these keys to read, at least one. Returns also how many keys were
+        considered."""
         chosen: list[tuple[Key, bytes, int]] = []
         size = seen = 0
         for seen, key in enumerate(keys, 1):  # noqa: B007  # the number is what is wanted
@@ -138,12 +140,12 @@ class LmdbScrub:
         return items, seen
 
     def _buffer(self, size: int) -> Buffer:
-        """Memory for so many bytes; only that of ordinary records is kept."""
+        """Return memory for ``size`` bytes; only the memory of ordinary records is kept."""
         scratch = self._scratch if size <= KEPT_BYTES_MAX else Scratch(ALIGNMENT)
         return scratch.at_least(size)
 
     async def _check(self, items: Sequence[ReadItem]) -> Scrubbed:
-        """Read and verify; forget what is damaged."""
+        """Read and verify the records; delete the damaged ones."""
         contents, epoch = self._contents, self._contents.epoch
         for item in items:
             contents.allocations.pin(item.extents)
@@ -164,7 +166,7 @@ class LmdbScrub:
         return Scrubbed(len(items), sum(item.into.nbytes for item in items), tuple(damaged))
 
     async def _read(self, items: Sequence[ReadItem], epoch: int) -> list[ReadItem]:
-        """Those that fail."""
+        """Read the records and return those that fail."""
         if not items:
             return []
         for item in items:
@@ -181,21 +183,21 @@ class LmdbScrub:
         return True
 
     def _is_still_there(self, item: ReadItem, epoch: int) -> bool:
-        """The same record, even if it was touched meanwhile."""
+        """Return True if it is the same record, even if it was touched meanwhile."""
         value = self._contents.records.get(item.key)
         is_same = value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]
         return is_same and epoch == self._contents.epoch
 
     async def _in_thread(self, function: Callable[[Scratch], Any]) -> Any:
-        """What a thread of the tier makes of it; waited for also when cancelled, because it uses
-        this tier's files. Raises what it raises."""
+        """Run ``function`` in a thread of the tier. Waits for its end also when cancelled, because
+        it uses the tier's files. Raises what it raises."""
         job = _Job(function, from_threads(_Job.end))
         self._threads.submit(job)
         return await settled(job.done)
 
 
 class _Job:
-    """A function in an I/O thread."""
+    """A function to run in an I/O thread."""
 
     def __init__(self, function: Callable[[Scratch], Any], post: Callable[[_Job], None]) -> None:
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -205,18 +207,18 @@ class _Job:
         self._error: Exception | None = None
 
     def run(self, scratch: Scratch) -> None:
-        """Call it."""
+        """Call the function."""
         try:
             self._result = self._function(scratch)
-        except Exception as error:  # the thread lives on, and whoever waits is told
+        except Exception as error:  # the thread must go on, and the waiter gets the error
             self._error = error
 
     def tell(self) -> None:
-        """Hand its result to the loop."""
+        """Pass the result to the loop."""
         self._post(self)
 
     def end(self) -> None:
-        """On the loop's thread."""
+        """Complete the future, on the loop's thread."""
         if self._error is not None:
             self.done.set_exception(self._error)
         else:
@@ -224,4 +226,4 @@ class _Job:
 
 
 def _tell_nobody() -> None:
-    """Its caller waits for the job itself."""
+    """Do nothing: the caller waits for the job itself."""

@@ -1,21 +1,22 @@
-"""The disk tier: LMDB keeps the index, a preallocated file beside it the payloads.
+"""The exclusive disk tier: LMDB keeps the index, a preallocated file beside it the payloads.
 
-A write goes: place in the payload file -> I/O thread (tag, O_DIRECT write) -> commit thread
-(flush of the payload file, then one LMDB transaction for all that arrived) -> present.
-A read goes: lookup in memory -> I/O thread (O_DIRECT read into the caller's buffer, tag) -> done.
+    write   allocation -> I/O thread (tag, O_DIRECT write) -> commit thread (flush of the payload
+            file, then one LMDB transaction for all waiting records) -> present
+    read    lookup in memory -> I/O thread (O_DIRECT read into the caller's buffer, tag) -> done
 
-``lmdb_store`` opens the files, ``lmdb_contents`` knows what is present, ``lmdb_writes`` and
-``lmdb_reads`` are the two ways; here is what the interface asks for, and the life of all of them.
+``lmdb.files`` opens the files, ``lmdb.contents`` knows which records are present, ``lmdb.writes``
+and ``lmdb.reads`` do the two paths above. This module has the interface and controls their
+lifetime.
 
-A place is free again only when the transaction that forgot its record is durable and no read is
-under way in it. ``capacity_bytes`` covers the whole folder: payloads, index and page 0.
+An allocation is free again only when the transaction that deleted its record is durable and no read
+uses it. ``capacity_bytes`` covers the whole folder: payloads, index and page 0.
 
-Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets, also
+Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets, even
 one whose number was used before a restart.
 
-Ownership: everything in this class belongs to the event loop's thread. Jobs and changes go out
-through queues and come back by ``call_soon_threadsafe``; an open tier belongs to one loop and
-one process (using it after a fork is a ``TierIoError``).
+Ownership: everything in this class belongs to the event loop's thread. Jobs and changes leave
+through queues and return by ``call_soon_threadsafe``. An open tier belongs to one loop and one
+process; using it after a fork is a ``TierIoError``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from tiers.lmdb.writes import LmdbWrites
 from tiers.record import Identity, check_identity, check_records
 
 SPARE_THREADS = 2
-"""Threads beyond the queue depth: while some verify or seal, the device has its requests."""
+"""Threads beyond the queue depth: while some verify or seal, others keep the device busy."""
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
     *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
@@ -62,7 +63,7 @@ _COUNTERS = (
 
 
 class LmdbTier(FolderTier[LmdbFiles]):
-    """See the module. ``path`` is this rank's own folder."""
+    """See the module. ``path`` is this rank's folder."""
 
     def __init__(
         self,
@@ -110,7 +111,8 @@ class LmdbTier(FolderTier[LmdbFiles]):
         contents.committer = self._committer
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
-        """A batch was committed, or failed as a whole, or (puts only) never got so far."""
+        """Handle a batch that was committed, that failed as a whole, or (puts only) that failed
+        before the commit."""
         for change in batch:
             if isinstance(change, Put):
                 self._writes.end(change)
@@ -136,7 +138,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places that are not free, those on their way in or out included."""
+        """Bytes of all allocations, including those of records being written or deleted."""
         return self._contents.allocations.used_pages * ALIGNMENT
 
     def footprint_bytes(self, payload_bytes: int) -> int:

@@ -1,6 +1,6 @@
-"""The way of records into an LMDB tier: a place, I/O threads, the commit.
+"""Writes of an LMDB tier: an allocation, I/O threads, the commit.
 
-Owned by the event loop's thread; a file grows in a thread of its own.
+Owned by the event loop's thread; the file grows in a separate thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tiers.lmdb.options import LmdbOptions, job_bytes
 
 
 class LmdbWrites:
-    """``counts`` are the tier's counters. ``fail`` gets what no commit will see; any thread calls
-    it."""
+    """``counts`` are the tier's counters. ``fail`` receives records that no commit will see; any
+    thread may call it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LmdbWrites:
         self._growing: asyncio.Future[int] | None = None
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """As ``Tier.write``."""
+        """See ``Tier.write``."""
         filling = self._contents.filling
         if filling and len(filling) + len(keys) > self._options.queue_records:
             self._counts["write_failed"] += len(keys)
@@ -54,15 +54,15 @@ class LmdbWrites:
                 if not self._begin(batch, call, position, key, data):
                     await self._begin_later(batch, call, position, key, data)
         finally:
-            # Also when cancelled: what has a place goes on its way, and is waited for.
+            # Also when cancelled: records with an allocation are written and waited for.
             batch.submit()
             call.begun()
             await settled(call.done)
         return call.outcomes
 
     def _begin(self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer) -> bool:
-        """Give one record a place and add it to the batch. ``False``: there is none now, or no
-        need of one."""
+        """Allocate pages for one record and add it to the batch. Returns False if there are none
+        now, or none are needed."""
         contents = self._contents
         if batch.epoch != contents.epoch or contents.is_known(key):
             return False
@@ -79,10 +79,10 @@ class LmdbWrites:
     async def _begin_later(
         self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer
     ) -> None:
-        """Give one record a place when there is one, or settle it here."""
+        """Allocate pages for one record when some become free, or settle it here."""
         contents = self._contents
         while batch.epoch == contents.epoch and not contents.is_known(key):
-            batch.submit()  # what was added so far must not wait with this one
+            batch.submit()  # records added so far must not wait for this one
             if not await self._make_space(pages_for(data.nbytes)):
                 break
             if self._begin(batch, call, position, key, data):
@@ -98,7 +98,8 @@ class LmdbWrites:
             call.outcomes[position] = WriteOutcome.FULL
 
     async def _make_space(self, pages: int) -> bool:
-        """Grow the file, or wait for places on their way to be free. ``False``: neither."""
+        """Grow the file, or wait for allocations that will become free. Returns False if it can do
+        neither."""
         contents, files = self._contents, self._files
         if contents.committer.failure is not None:
             return False
@@ -130,7 +131,7 @@ class LmdbWrites:
             self._counts["grow_failures"] += 1
 
     async def wait_for(self, keys: Sequence[Key]) -> None:
-        """Until those of them that are on their way have ended."""
+        """Wait until the pending ones among these keys have ended."""
         filling = self._contents.filling
         found = [put for key in keys if (put := filling.get(key)) is not None]
         if found:
@@ -146,7 +147,7 @@ class LmdbWrites:
         return self._contents.epoch
 
     def submit(self, puts: list[Put], data: list[Buffer]) -> None:
-        """Send records on their way to the disk, as one job."""
+        """Send records to the I/O threads as one job."""
         uses = list(self._contents.uses.take(len(puts)))
         files, commit = self._files, self._contents.committer.submit
         self._threads.submit(
@@ -154,7 +155,7 @@ class LmdbWrites:
         )
 
     def end(self, put: Put) -> None:
-        """A write was committed, or has failed: tell everybody who waits for it."""
+        """Settle a write that was committed or has failed."""
         self._contents.end_write(put)
         if put.outcome is WriteOutcome.OK:
             self._counts["written"] += 1
@@ -166,7 +167,7 @@ class LmdbWrites:
 
 
 class _Batch:
-    """Records of one ``write`` on their way into jobs of about ``job_bytes``."""
+    """Collects the records of one ``write`` into jobs of about ``job_bytes``."""
 
     def __init__(self, writes: LmdbWrites, size_max: int) -> None:
         self.epoch = writes.epoch

@@ -1,12 +1,12 @@
-"""Memory for calls of a Mooncake store: what is read goes there before it is copied to where it is
-used, and headers lie there.
+"""Bounce buffers for calls of a Mooncake store: payloads that are read pass through them, and
+headers lie in them.
 
-Mooncake gives up a transfer after half a minute or a minute and does not end it: when its other end
-goes on, bytes are still moved, long after everything was verified and perhaps after the place was
-given to something else. So they go into rooms, which are registered once and used again and again,
-but for those of a call that may go on: they are never used again.
+Mooncake abandons a transfer after half a minute or a minute and does not end it: when the other end
+continues, bytes still move, long after everything was verified and perhaps after the memory was
+given to something else. So transfers use bounce buffers, which are registered once and reused. Only
+the buffers of a call that may continue are never used again.
 
-Any thread may call; a room belongs to the thread that has it lent.
+Any thread may call; a buffer belongs to the thread that borrowed it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import numpy as np
 from tiers.base import Buffer, TierIoError
 
 BUFFER_BYTES = 32 << 20
-"""Payloads of one call together, or one that is larger."""
+"""Size of the payloads of one call together, unless a single one is larger."""
 GIVEN_UP_AFTER_S = 10.0
-"""Over TCP what has failed sooner has ended."""
+"""Over TCP a call that failed sooner than this has ended."""
 GIVEN_UP_MAX = 1 << 30
-"""Bytes that may be set aside because something may still be written there; with more of it nothing
-is read any more."""
+"""Bytes that may be abandoned because they may still be written to. Beyond that, all reads fail."""
 
 
 @dataclass(slots=True)
 class Lent:
-    """Places. ``is_over``: nothing will be moved to or from there any more."""
+    """Parts of one buffer. ``is_over`` is True when no more bytes will move to or from them."""
 
     parts: list[Buffer]
     is_over: bool = False
@@ -40,8 +39,8 @@ class Lent:
 
 
 class BounceBuffers:
-    """``register(address, bytes)`` and ``unregister(address)`` tell the store of memory. A room has
-    ``room_bytes``, or more if somebody needs more at once."""
+    """``register(address, bytes)`` and ``unregister(address)`` announce memory to the store. A
+    buffer has ``buffer_bytes``, or more if one call needs more."""
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class BounceBuffers:
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[Lent]:
-        """Places of these sizes, in a room that is used again if they are ``over`` at the end, or
-        never were of use. Raises ``TierIoError``."""
+        """Lend parts of these sizes in one buffer. The buffer is reused if the parts are ``over``
+        at the end. Raises ``TierIoError``."""
         if not sizes:
             yield Lent([])
             return
@@ -79,8 +78,8 @@ class BounceBuffers:
                 self._unregister(buffer.ctypes.data)
 
     def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
-        """The call has ended with these codes, negative for what has failed; ``untouched`` are
-        those that say so before anything is transferred."""
+        """Note that the call has ended with these codes, negative for failures. ``untouched`` are
+        codes that are returned before anything is transferred."""
         is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S
         if self._ends_what_fails and not is_late:
             lent.is_over = True
@@ -104,7 +103,7 @@ class BounceBuffers:
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Neighbours that go into a call together."""
+    """Group neighbours that go into a call together."""
     first = held = 0
     for n, size in enumerate(sizes):
         if n > first and held + size > BUFFER_BYTES:

@@ -1,14 +1,13 @@
-"""Small documents that engines leave for each other in a Mooncake store, which has no listing.
+"""Small documents that engines leave for each other in a Mooncake store, which cannot list objects.
 
-A board is ``PLACES`` names that everybody can compute. A document lies at the first place that was
-free when it was posted. The store takes no second object under a name, so of two that post at
-once one has the place; the other sees that and goes on to the next. Nothing is ever changed or
-removed here.
+A board is a list of ``SLOTS_PER_BOARD`` names that every engine can compute. A document goes to the
+first free slot. The store accepts no second object under a name, so if two engines post at once,
+one gets the slot; the other sees that and takes the next. Nothing is ever changed or removed here.
 
-Documents are pinned, so the store does not evict them, and lie in several memories where there are
-several. They go when the last of these goes, and when the master forgets everything: whoever posted
-one looks after it (``Keeper``). Beside each lies a sign of life for every day on which somebody
-looked after it, which the store may evict.
+Documents are pinned, so the store does not evict them, and have several copies where there are
+several segments. They disappear with the last of these, or when the master loses its state, so
+their author checks on them (``Keeper``). Beside each document lies a sign of life for every day on
+which its author did so; the store may evict those.
 """
 
 from __future__ import annotations
@@ -27,26 +26,27 @@ logger = logging.getLogger(__name__)
 
 SLOTS_PER_BOARD = 32
 KEEP_S = 60.0
-"""How often a document is looked after."""
+"""Interval at which a document is checked."""
 AGAIN_S = 1.0
-"""How soon that is tried again. A store that has just come back has no memory yet."""
+"""Interval after a failure. A store that has just come back has no memory yet."""
 POST_TIMEOUT_S = 5.0
-"""How long the start of a server waits until its document is there."""
+"""Time that the start of a server waits for its document to be there."""
 
 
 DAY_S = 86_400
 
 
 class Posted(NamedTuple):
-    """What lies on a board, and whether somebody has looked after it today or yesterday."""
+    """A document on a board. ``is_alive`` is True if its author checked on it today or
+    yesterday."""
 
     content: bytes
     is_alive: bool
 
 
 class Notice(NamedTuple):
-    """A document and the board for it. ``heard`` is called once, in some thread, with all that is
-    on the board then."""
+    """A document and its board. ``heard`` is called once, in a thread, with everything on the
+    board."""
 
     board: str
     content: bytes
@@ -54,23 +54,23 @@ class Notice(NamedTuple):
 
 
 def slots_of(board: str) -> list[str]:
-    """The names of a board's places."""
+    """Return the names of a board's slots."""
     return [f"{board}/{place}" for place in range(SLOTS_PER_BOARD)]
 
 
 def today() -> int:
-    """The number of the day. Machines whose clocks differ by less than a day understand each
-    other."""
+    """Return the number of the day. Machines whose clocks differ by less than a day agree well
+    enough."""
     return int(time.time() // DAY_S)
 
 
 def _signs(name: str) -> list[str]:
-    """Signs of life of yesterday, today, and of somebody whose clock is ahead."""
+    """Return the signs of life of yesterday, today, and an author whose clock is ahead."""
     return [f"{name}/{today() + day}" for day in (-1, 0, 1)]
 
 
 def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Posted]]:
-    """What lies on each board, as far as it can be read now. Raises ``TierIoError``."""
+    """Return the readable documents of each board. Raises ``TierIoError``."""
     names = [name for board in boards for name in slots_of(board)]
     contents = client.documents(names)
     held = [n for n, content in enumerate(contents) if content]
@@ -86,7 +86,7 @@ def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Post
 
 
 def post(client: MooncakeClient, board: str, content: bytes) -> bool:
-    """Have ``content`` on the board, with a sign of life; whether it is there then. Raises
+    """Put ``content`` on the board with a sign of life. Returns True if it is there. Raises
     ``TierIoError``."""
     names = slots_of(board)
     tried: set[int] = set()
@@ -99,12 +99,12 @@ def post(client: MooncakeClient, board: str, content: bytes) -> bool:
         free = [n for n, held in enumerate(found) if held is None and n not in tried]
         if not free or not client.put_document(names[free[0]], content, is_pinned=True):
             return False
-        tried.add(free[0])  # if it is not ours now, somebody was faster
+        tried.add(free[0])  # if it is not ours now, another engine was faster
 
 
 class Keeper:
-    """Keeps a notice posted. Belongs to the event loop's thread; calls of the store run in a thread
-    of its own, because the memory of another engine may hang."""
+    """Keeps a notice posted. Belongs to the event loop's thread; calls of the store run in a
+    separate thread, because the memory of another engine may hang."""
 
     def __init__(self, notice: Notice, client: MooncakeClient) -> None:
         self._notice = notice
@@ -117,11 +117,11 @@ class Keeper:
         self._task = asyncio.create_task(self._keep())
 
     def look_now(self) -> None:
-        """The store may have lost it."""
+        """Check at once: the store may have lost the document."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Look after it no more; what lies there stays. Its threads are the caller's to end."""
+        """Stop checking; the document stays. The caller ends the threads."""
         self._task.cancel()
 
     async def _keep(self) -> None:
@@ -130,15 +130,15 @@ class Keeper:
             try:
                 is_there = await self.threads.run(self._post)
                 self._say(is_there)
-            except Exception as error:  # whatever it was, the tier works without
-                logger.debug("kvtiers: the store could not be told of this engine: %r", error)
+            except Exception as error:  # any error: the tier works without the notice
+                logger.debug("kvtiers: the notice of this engine could not be posted: %r", error)
                 is_there = False
             self.posted.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), KEEP_S if is_there else AGAIN_S)
 
     def _post(self) -> bool:
-        """In the thread."""
+        """Post the notice, in the thread."""
         board, content, heard = self._notice
         is_posted = post(self._client, board, content)
         if not self._was_heard:
@@ -149,7 +149,7 @@ class Keeper:
     def _say(self, is_posted: bool) -> None:
         if not is_posted and self._is_posted:
             logger.warning(
-                "kvtiers: the store has no room for what this engine says of its blocks (%s): "
+                "kvtiers: the store has no space for the notice of this engine's blocks (%s): "
                 "engines of other geometry do not find them",
                 self._notice.board,
             )

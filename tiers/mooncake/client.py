@@ -1,9 +1,9 @@
-"""Blocking calls to a Mooncake store: memory, keys and codes. Any thread may call, several at once.
+"""Blocking calls to a Mooncake store: memory, keys and error codes. Any thread may call.
 
-A record is one object of the store: our header (``record``), then the payload. The store takes both
-from where they lie and puts them back there (``..._multi_buffers``), so that a payload in a slot is
-not copied when it is written. What is read, and every header, lies in ``BounceBuffers``: a call
-that Mooncake has given up may go on moving bytes.
+A record is one object of the store: our header (``record``), then the payload. The store reads both
+from where they lie and writes them back there (``..._multi_buffers``), so a payload in a slot is
+not copied when it is written. Payloads that are read, and all headers, go through
+``BounceBuffers``: a call that Mooncake has abandoned may continue to move bytes.
 
 The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 """
@@ -31,15 +31,15 @@ HEADER_STEP = 128
 HEADERS_BYTES = BATCH * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
-"""How long Mooncake waits for its master to answer; 30 s if nobody says so."""
+"""The time that Mooncake waits for its master to answer; its default is 30 s."""
 SETUP_BUFFER_BYTES = 16 << 20
-"""What the store keeps for copies of its own; we make none."""
+"""Memory of the store for its own copies; we need none."""
 
 NO_SPACE = -200
 NO_SUCH_OBJECT = -704
 NOT_READY = -703
 MASTER_AWAY = (-900, -901)
-"""It is not there; it is there and does not answer in time."""
+"""The master is gone; the master does not answer in time."""
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 EXISTS = -705
@@ -50,9 +50,9 @@ DOCUMENT_COPIES = 3
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """``master`` is ``host:port``, ``metadata`` a URL or ``P2PHANDSHAKE``; ``segment_bytes`` of
-    this process's memory are given to the store; ``host`` is how others reach this machine
-    ("": find out); ``device`` are RDMA devices, with commas ("": all)."""
+    """``master`` is ``host:port``, ``metadata`` a URL or ``P2PHANDSHAKE``. ``segment_bytes`` of
+    this process's memory are given to the store. ``host`` is the address of this machine for others
+    ("": determine it). ``device`` are RDMA devices, separated by commas ("": all)."""
 
     master: str
     metadata: str
@@ -63,17 +63,17 @@ class MooncakeSettings:
 
 
 def why_not() -> str:
-    """Why Mooncake cannot be used here; "" if it can. Loads its libraries."""
+    """Return why Mooncake cannot be used here; "" if it can. Loads its libraries."""
     try:
         importlib.import_module("mooncake.store")
-    except ImportError as error:  # the package, or one of the system's libraries
+    except ImportError as error:  # the package or a system library is missing
         return str(error)
     return ""
 
 
 class MooncakeClient:
-    """A connection to a store. ``memory`` are addresses that records are mostly read into and
-    written from; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""
+    """A connection to a store. ``memory`` is the address range that records usually come from; it
+    is registered once. Raises ``TierIoError`` if the store cannot be joined."""
 
     def __init__(
         self, settings: MooncakeSettings, identity: Identity, memory: range | None
@@ -94,15 +94,15 @@ class MooncakeClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the master answers, as far as the client knows."""
+        """True if the master answers, as far as the client knows."""
         return bool(self._store.health_check() == HEALTHY)
 
     def close(self) -> None:
-        """Leave the store; what lies in this process's segment is gone for everybody.
+        """Leave the store. Records in this process's segment are gone for all engines.
 
-        Without a master that answers it takes Mooncake a quarter of a minute, in which no Python
-        thread of the process runs (it keeps the interpreter's lock, and its destructor does the
-        same). The end of the process leaves the store as well, so that is left to it then.
+        If the master does not answer, this takes Mooncake a quarter of a minute in which no Python
+        thread of the process runs (it holds the GIL, and so does its destructor). The end of the
+        process leaves the store as well, so in that case the client is kept until then.
         """
         if _is_reachable(self._settings.master) and self._answers():
             self._store.close()
@@ -112,17 +112,17 @@ class MooncakeClient:
     # -- records -----------------------------------------------------------------------------
 
     def name(self, key: Key, epoch: int, of: Identity | None = None) -> str:
-        """The object's name. With namespace, epoch and rank in it nobody meets others' records,
-        unless their identity is known (``of``)."""
+        """Return the name of a record's object. It contains namespace, epoch and rank, so no engine
+        meets the records of others unless it knows their identity (``of``)."""
         namespace, rank = of or self._identity
         return f"kvtiers/{namespace.hex()}/{epoch:x}/{rank}/{key.hex()}"
 
     def present(self, keys: Sequence[Key], epoch: int, of: Identity | None = None) -> list[bool]:
-        """Which records are there: our own, or those of somebody else."""
+        """Return which records are there: this engine's, or those of another identity."""
         return [code == 1 for code in self._exist([self.name(key, epoch, of) for key in keys])]
 
     def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Store different keys, at most ``BATCH``. Those that are there stay as they are."""
+        """Store records of different keys, at most ``BATCH``. Those that exist stay as they are."""
         names = [self.name(key, epoch) for key in keys]
         outcomes = [WriteOutcome.OK] * len(keys)
         fresh = [n for n, code in enumerate(self._exist(names)) if code != 1]
@@ -157,10 +157,10 @@ class MooncakeClient:
         into: Sequence[Buffer],
         of: Identity | None = None,
     ) -> list[ReadOutcome]:
-        """Read at most ``BATCH`` records, our own or somebody else's. Never straight to where they
-        will be used: a transfer that was given up may go on there, after everything was verified.
-        """
-        again = _repeated(keys)  # of which the store would answer only one
+        """Read at most ``BATCH`` records, of this engine or another identity. They are never read
+        directly to where they will be used: an abandoned transfer may continue there after
+        everything was verified."""
+        again = _repeated(keys)  # the store would answer only one of them
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
         outcomes: list[ReadOutcome] = []
@@ -171,7 +171,7 @@ class MooncakeClient:
     def _get(
         self, keys: Sequence[Key], epoch: int, into: Sequence[Buffer], of: Identity | None
     ) -> list[ReadOutcome]:
-        """One call of the store."""
+        """Read with one call of the store."""
         names = [self.name(key, epoch, of) for key in keys]
         sizes = [data.nbytes for data in into]
         outcomes = []
@@ -197,7 +197,7 @@ class MooncakeClient:
         of: Identity | None,
         again: Sequence[int],
     ) -> list[ReadOutcome]:
-        """First what stands there for the first time, then the rest (``again``)."""
+        """Read the first occurrence of each key, then the rest (``again``)."""
         outcomes = [ReadOutcome.MISS] * len(keys)
         for turn in (sorted(set(range(len(keys))).difference(again)), again):
             found = self.get([keys[n] for n in turn], epoch, [into[n] for n in turn], of)
@@ -206,7 +206,7 @@ class MooncakeClient:
         return outcomes
 
     def remove(self, keys: Sequence[Key], epoch: int) -> None:
-        """Remove records, also those that somebody reads."""
+        """Remove records, including those that are being read."""
         names = [self.name(key, epoch) for key in keys]
         for first in range(0, len(names), BATCH):
             _checked(self._store.batch_remove(names[first : first + BATCH], True))
@@ -214,7 +214,7 @@ class MooncakeClient:
     # -- documents ---------------------------------------------------------------------------
 
     def documents(self, names: Sequence[str]) -> list[bytes | None]:
-        """Small objects, under names of any kind: ``None`` for what is not there, nothing for what
+        """Read small objects of any name: ``None`` for one that is not there, empty for one that
         cannot be read now or is no document."""
         found: list[bytes | None] = []
         for name, code in zip(names, self._exist(list(names)), strict=True):
@@ -226,19 +226,19 @@ class MooncakeClient:
         return found
 
     def have_documents(self, names: Sequence[str]) -> list[bool]:
-        """Which of these are there."""
+        """Return which of these documents are there."""
         return [code == 1 for code in self._exist(list(names))]
 
     def put_document(self, name: str, content: bytes, *, is_pinned: bool) -> bool:
-        """Store a small object; if pinned it is never evicted. False if there is no room for it;
-        one that is there already stays as it is, and nothing is said of that."""
+        """Store a small object; a pinned one is never evicted. Returns False if there is no space.
+        An object that exists already stays as it is, which is not reported."""
         [code] = _checked([self._store.put(name, content, _placed(is_pinned))])
         return bool(code == 0)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _answers(self) -> bool:
-        """Whether the master does. It is asked: the client believes in one that hangs."""
+        """Return True if the master answers now. The client believes in a master that hangs."""
         try:
             self._exist([self.name(b"", 0)])
         except TierIoError:
@@ -249,7 +249,7 @@ class MooncakeClient:
         return _checked(self._store.batch_is_exist(names))
 
     def _failed(self, name: str, code: int, payload_bytes: int) -> ReadOutcome:
-        """What it means that a record did not come."""
+        """Return the outcome of a record that did not arrive."""
         if code in ABSENT:
             return ReadOutcome.MISS
         size = self._store.get_size(name)
@@ -265,14 +265,14 @@ class MooncakeClient:
             raise TierIoError(f"the store does not take {nbytes} bytes of memory (code {code})")
 
     def _is_known(self, buffer: Buffer) -> bool:
-        """Whether the store may take a record from where it lies: it was registered at the start.
-        Others are copied into a room."""
+        """Return True if the store may read a record from where it lies, because that memory was
+        registered at the start. Other records are copied into a bounce buffer."""
         return buffer.ctypes.data in self._memory
 
 
 def _joined(settings: MooncakeSettings) -> Any:
-    """A client of the store. Whether anybody answers is tried before: Mooncake would try for a
-    minute, and no Python thread of the process would run meanwhile."""
+    """Return a client that has joined the store. It first checks that the master is reachable:
+    Mooncake would try for a minute in which no Python thread of the process runs."""
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
             raise TierIoError(f"nobody answers at {address}, where a Mooncake master should be")
@@ -299,12 +299,12 @@ def _joined(settings: MooncakeSettings) -> Any:
 def _placed(is_pinned: bool) -> Any:
     config = importlib.import_module("mooncake.store").ReplicateConfig()
     config.with_hard_pin = is_pinned
-    config.replica_num = DOCUMENT_COPIES  # in different memories, as far as there are so many
+    config.replica_num = DOCUMENT_COPIES  # in different segments, as far as there are that many
     return config
 
 
 def _is_reachable(address: str) -> bool:
-    """Whether something takes connections at ``host:port``."""
+    """Return True if ``host:port`` accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
@@ -314,12 +314,12 @@ def _is_reachable(address: str) -> bool:
 
 
 def _own_address(master: str) -> str:
-    """The address of this machine on the way to the master."""
+    """Return the address of this machine on the route to the master."""
     host, _, port = master.rpartition(":")
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, int(port), type=2)
         with socket.socket(family, kind) as way:
-            way.connect(address)  # of a datagram socket: nothing is sent
+            way.connect(address)  # a datagram socket: nothing is sent
             return str(way.getsockname()[0])
     except OSError as error:
         raise TierIoError(f"there is no way to the Mooncake master at {master}: {error}") from error
@@ -328,20 +328,20 @@ def _own_address(master: str) -> str:
 def _parts(
     headers: Sequence[Buffer], payloads: Sequence[Buffer]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and sizes of header and payload of each record."""
+    """Return addresses and sizes of header and payload of each record."""
     pairs = list(zip(headers, payloads, strict=True))
     addresses = [[header.ctypes.data, payload.ctypes.data] for header, payload in pairs]
     return addresses, [[HEADER_BYTES, payload.nbytes] for payload in payloads]
 
 
 def _repeated(keys: Sequence[Key]) -> list[int]:
-    """Where a key stands that has stood before."""
+    """Return the positions of keys that occurred before."""
     first: dict[Key, int] = {}
     return [n for n, key in enumerate(keys) if first.setdefault(key, n) != n]
 
 
 def _checked(codes: list[int]) -> list[int]:
-    """The codes of a call. Raises ``TierIoError`` if the master did not answer."""
+    """Return the codes of a call. Raises ``TierIoError`` if the master did not answer."""
     if any(code in MASTER_AWAY for code in codes):
         raise TierIoError("the Mooncake master does not answer")
     return codes

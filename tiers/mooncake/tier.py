@@ -1,17 +1,17 @@
-"""A tier on a Mooncake store, which engines of many machines share.
+"""The tier over a Mooncake store, which engines of many machines share.
 
-The store's master knows where objects are; clients hold them and move them among each other. It
-evicts by itself: any record may be gone at any time, which is a miss. What a record is, and how it
-is found, is in ``mooncake_client``.
+The store's master knows where objects are; clients hold them and transfer them among each other.
+The store evicts by itself, so any record may be gone at any time, which is a miss.
+``mooncake.client`` describes records and their names.
 
-While the master is away every call is a ``TierIoError``; the client finds it again by itself. It
-may have come back empty, so the loss of everything is told then: whoever remembers what the tier
-held asks again.
+While the master is away every call is a ``TierIoError``, and the client reconnects by itself. The
+master may have come back empty, so the tier then reports the loss of all records: caches of what
+the tier holds must ask again.
 
-Ownership: everything belongs to the event loop's thread; calls of the store run in daemon threads
-of the tier's own, questions apart from data. A read or write is waited for to its end, because the
-store uses the caller's memory until then; Mooncake itself gives up after some seconds, on a peer
-that hangs after half a minute.
+Ownership: everything belongs to the event loop's thread. Calls of the store run in daemon threads
+of the tier, questions in separate ones. A read or write is waited for to its end, because the store
+uses the caller's memory until then. Mooncake itself gives up after some seconds, and after half a
+minute on a peer that hangs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ T = TypeVar("T")
 
 
 class MooncakeTier(SharedTier):
-    """See the module. ``memory`` are the addresses of the slab, which is registered once;
-    ``notice`` tells others of this tier's records and is kept in the store while it is open."""
+    """See the module. ``memory`` is the address range of the slab, which is registered once.
+    ``notice`` describes this tier's records to other engines and is kept in the store while the
+    tier is open."""
 
     def __init__(
         self,
@@ -148,11 +149,11 @@ class MooncakeTier(SharedTier):
             await settled(self._data.run(self._call, client.remove, keys, self._epoch))
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        self._check_open()  # the store notes reads and questions itself
+        self._check_open()  # the store itself tracks recency
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        for batch in stored_keys(()):  # nobody has a list
+        for batch in stored_keys(()):  # no component has a list
             yield batch
 
     async def reset(self, epoch: int) -> None:
@@ -178,10 +179,10 @@ class MooncakeTier(SharedTier):
     # -- inside ------------------------------------------------------------------------------
 
     async def _post(self, notice: Notice) -> None:
-        """Keep it posted from now on."""
+        """Post the notice and keep it posted."""
         self._keeper = Keeper(notice, self._check_open())
         try:
-            with contextlib.suppress(TimeoutError):  # it goes on trying
+            with contextlib.suppress(TimeoutError):  # the keeper continues to try
                 await asyncio.wait_for(self._keeper.posted.wait(), POST_TIMEOUT_S)
         except asyncio.CancelledError:
             await self.aclose()
@@ -198,8 +199,8 @@ class MooncakeTier(SharedTier):
         keys: Sequence[Key],
         buffers: Sequence[Buffer],
     ) -> list[T]:
-        """Run ``call`` for all records, in batches and in as many threads as are free. Raises what
-        the first batch raises that does, when all have ended."""
+        """Run ``call`` for all records, in batches and in as many threads as are free. When all
+        have ended, raises the exception of the first batch that failed."""
         client, epoch = self._check_open(), self._epoch
         running = [
             self._data.run(
@@ -216,7 +217,7 @@ class MooncakeTier(SharedTier):
         return found
 
     def _call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """In a thread: a call of the store, unless the master is known to be away."""
+        """Run a call of the store in a thread, unless the master is known to be away."""
         client = self._client
         if client is None:
             raise TierClosedError("the Mooncake tier was closed")
@@ -233,7 +234,7 @@ class MooncakeTier(SharedTier):
         return result
 
     def _back(self) -> None:
-        """The master answers again. It may be another one, that knows nothing."""
+        """Handle the return of the master. It may be a new, empty one."""
         if self._is_failing:
             self._is_failing = False
             self._counts["returns"] += 1
@@ -243,7 +244,7 @@ class MooncakeTier(SharedTier):
 
 
 def _leave(opening: asyncio.Future[MooncakeClient]) -> None:
-    """The store has answered too late."""
+    """Close a client that connected too late."""
     if not opening.cancelled() and opening.exception() is None:
         in_thread(opening.result().close)
 

@@ -1,1 +1,1 @@
-"""Reading an index in one walk at open."""
+"""Reading a whole index at open, without LMDB, in one pass."""

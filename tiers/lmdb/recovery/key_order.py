@@ -1,4 +1,4 @@
-"""All keys of an index in the order of their use, as columns."""
+"""All keys of an index in the order of their last use, as columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a table, in rising order (``None``: all)."""
+    """Some rows of a table, in ascending order (``None``: all)."""
 
     table: RecordTable
     rows: _Numbers | None = None
@@ -30,13 +30,13 @@ class Part:
         return column if self.rows is None else column[self.rows]
 
     def column(self, name: str) -> _Numbers:
-        """One of the ``fields`` of a table."""
+        """Return one of the ``fields`` of a table."""
         column = self.table.fields()[name]
         return (column if self.rows is None else column[self.rows]).astype(np.int64)
 
 
 def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
-    """The keys of all these, least recently used first."""
+    """Return the keys of all these records, least recently used first."""
     if not parts:
         return []
     order = rising(_joined([part.column("use") for part in parts]))
@@ -53,8 +53,8 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
 
 
 def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
-    """``column[order]``, in parts that stay in the processor's cache and in memory that is not
-    asked for in huge pages (``rows``), which takes half the time."""
+    """Return ``column[order]``. It works in parts that stay in the processor's cache, and in memory
+    without huge pages (``rows``), which takes half the time."""
     taken = Rows(column.itemsize, order.size)
     for start in range(0, order.size, AT_ONCE):
         taken.extend(column[order[start : start + AT_ONCE]])
@@ -62,17 +62,18 @@ def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """One after the other; a single one as it is, for a copy of a million is worth avoiding."""
+    """Concatenate arrays. A single one is returned as it is, because copying a million keys is
+    slow."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rising(numbers: _Numbers) -> _Numbers:
-    """What ``argsort`` returns; equal ones in any order.
+    """Return what ``argsort`` returns; equal values come in any order.
 
-    Sorting numbers that carry their place in their low bits takes a fifth to a half of that: numpy
-    sorts with the vectors of most processors, and argsorts with those of few. What the places push
-    out, the low bits of numbers that lie far apart, is sorted afterwards, when only neighbours are
-    left to change places.
+    It sorts numbers that carry their index in the low bits, in a fifth to a half of the time: numpy
+    sorts with the vector units of most processors, but argsorts with those of few. Where the index
+    displaces low bits of values that lie far apart, a second sort finishes the order; by then only
+    neighbours change places.
     """
     if not numbers.size:
         return np.zeros(0, np.int64)

@@ -1,16 +1,16 @@
-"""Which row holds a key: a hash table over rows that begin with their keys, made at once.
+"""A hash table from keys to rows, built at once over rows that begin with their keys.
 
 A dict of a million keys takes half a second to build, for a million objects that it keeps alive.
-Here the keys stay in their rows (``rows``) and the table is made by sorting an array. A lookup
-costs most of a microsecond, several times a dict's. Keys can be taken out and not put in.
+Here the keys stay in their rows (``rows``) and the table is built by sorting an array. A lookup
+costs most of a microsecond, several times a dict's. Keys can be removed but not added.
 
     slots     u64 each: (home + 1) << 32 | number of the row + 1; 0 is empty
     home      (the key as a little-endian number) mod (2**61 - 1) mod the number of homes
 
-Open addressing: an entry lies in the first free slot from its home on, with no way around the end:
-some slots behind the last home take what belongs there, and the last slot is always empty. A key
-that was taken out leaves its slot behind without a row. The first remainder is Python's own
-``hash`` of a number (``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
+Open addressing: an entry lies in the first free slot from its home on, and does not wrap around:
+some slots after the last home take what belongs there, and the last slot is always empty. A removed
+key leaves its slot behind without a row. The first remainder is Python's own ``hash`` of a number
+(``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
 
 Owned by one thread at a time.
 """
@@ -40,8 +40,8 @@ class KeySlots:
     """See the module. ``count`` keys are in the table, of at most 2**32 - 2."""
 
     def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:
-        """Over these rows, in rising order (``None``: all). Their keys differ, and have
-        ``key_bytes``."""
+        """Build the table over these rows, in ascending order (``None``: all). Their keys are
+        distinct and have ``key_bytes``."""
         self._memory, self._width, self._key_bytes = rows.memory, rows.width, key_bytes
         self.count = rows.count if numbers is None else numbers.size
         self._homes = HOMES_PER_KEY * self.count | 1
@@ -55,7 +55,7 @@ class KeySlots:
         self._slots = memoryview(_placed(entries, self._homes))  # type: ignore[arg-type]  # arrays are buffers
 
     def numbers(self) -> _Numbers:
-        """The rows of all keys, in rising order."""
+        """Return the rows of all keys, in ascending order."""
         entries = np.asarray(self._slots) & np.uint64(_LOW)
         found: _Numbers = entries[entries != 0].astype(np.int64)
         found -= 1
@@ -63,7 +63,7 @@ class KeySlots:
         return found
 
     def _find(self, key: bytes) -> int:
-        """The slot that holds this key, or -1."""
+        """Return the slot that holds this key, or -1."""
         slots = self._slots
         at = hash(int.from_bytes(key, "little")) % self._homes
         mark = at + 1
@@ -76,17 +76,17 @@ class KeySlots:
         return -1
 
     def find(self, key: bytes) -> int:
-        """Where in memory the row of this key begins, or -1."""
+        """Return the position in memory of this key's row, or -1."""
         at = self._find(key)
         return at if at < 0 else ((self._slots[at] & _LOW) - 1) * self._width
 
     def remove(self, key: bytes) -> int:
-        """Take a key out: where its row begins, or -1. The row stays as it is."""
+        """Remove a key and return the position of its row, or -1. The row stays as it is."""
         at = self._find(key)
         return at if at < 0 else self._leave(at)
 
     def remove_any(self) -> int:
-        """Take any key out: where its row begins, or -1 if there is none."""
+        """Remove any key and return the position of its row, or -1 if none is left."""
         slots = self._slots
         while self._cursor < len(slots):
             if slots[self._cursor] & _LOW:
@@ -102,7 +102,7 @@ class KeySlots:
 
 
 def _placed(entries: _Words, homes: int) -> _Words:
-    """The slots. Sorted by home, entry ``i`` lies at its home, or behind entry ``i - 1``,
+    """Return the slots. Sorted by home, entry ``i`` lies at its home or after entry ``i - 1``,
     whichever is further."""
     slots = np.zeros(homes + 1, np.uint64)
     last = -1
@@ -124,7 +124,7 @@ def _placed(entries: _Words, homes: int) -> _Words:
 def _remainders_of(
     rows: npt.NDArray[np.void], key_bytes: int, numbers: _Numbers | None
 ) -> Iterator[tuple[slice, _Words]]:
-    """``remainders`` of some rows (``None``: all), and which part of them these are."""
+    """Iterate over the ``remainders`` of some rows (``None``: all), part by part."""
     count = rows.size if numbers is None else numbers.size
     raw = rows.view(np.uint8).reshape(rows.size, rows.itemsize)[:, :key_bytes]
     padded = np.zeros((AT_ONCE, -(-key_bytes // 8) * 8), np.uint8)
@@ -136,9 +136,11 @@ def _remainders_of(
 
 
 def remainders(words: _Words) -> _Words:
-    """Numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 - 1.
+    """Return numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 -
+    1.
 
-    Times a power of two is a turn of 61 bits: what is shifted out comes back at the other end.
+    Multiplication by a power of two is a rotation of 61 bits: bits shifted out return at the other
+    end.
     """
     mask, bits = np.uint64(MODULUS), np.uint64(61)
     total = np.zeros(len(words), np.uint64)

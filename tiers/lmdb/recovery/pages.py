@@ -55,21 +55,21 @@ Numbers = npt.NDArray[np.int64]
 
 
 class UnsoundError(Exception):
-    """The file is not what LMDB leaves behind, or of a kind that is not understood here."""
+    """The file is not what LMDB writes, or of a kind that this module does not understand."""
 
 
 class DamagedError(UnsoundError):
-    """Damage that LMDB's verifier does not look for, and that LMDB would make worse."""
+    """Damage that LMDB's verifier does not detect and that LMDB would make worse."""
 
 
 def require(is_true: Any, what: str) -> None:
-    """Raise ``UnsoundError`` unless it is so."""
+    """Raise ``UnsoundError`` unless the condition holds."""
     if not is_true:
         raise UnsoundError(what)
 
 
 class Tree(NamedTuple):
-    """What the file says of one B+tree."""
+    """The file's record of one B+tree."""
 
     pad: int
     flags: int
@@ -98,7 +98,7 @@ class Meta:
 
 
 class PageFile:
-    """The file, read without a map: a short file is an error and no SIGBUS."""
+    """The file, read without a memory map: a short file is an error and no SIGBUS."""
 
     def __init__(self, fd: int) -> None:
         """Raises ``UnsoundError``, and ``OSError`` as all methods do."""
@@ -135,9 +135,9 @@ class PageFile:
         return page_bytes, Meta(page_bytes, free_tree, Tree.load(main), last + 1, transaction)
 
     def gather(self, numbers: Numbers, into: Pages) -> tuple[Pages, Numbers]:
-        """Read these pages into the front of ``into``; what was filled, and in which of its rows
-        they are. Pages that lie close together come with one system call and what is between them,
-        others in runs of neighbours."""
+        """Read these pages into the front of ``into``. Returns the part that was filled, and the
+        row of each page. Pages that lie close together come with one system call and what is
+        between them, others in groups of neighbours."""
         steps = numbers[1:] - numbers[:-1]
         first, last = int(numbers[0]), int(numbers[-1])
         if (steps > 0).all() and last - first < len(into):
@@ -199,13 +199,16 @@ class Nodes:
 
 
 def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
-    """The nodes of pages of one kind, which are these rows of ``pages``. Raises ``UnsoundError`` if
-    a page is not what its number and kind say, or a node leaves its page."""
+    """Return the nodes of pages of one kind, which are these rows of ``pages``. Raises
+    ``UnsoundError`` if a page does not match its number and kind, or a node reaches beyond its
+    page."""
     page_bytes = pages.shape[1]
     head = pages[:, :HEAD_BYTES][rows].view(_HEAD)[:, 0]
     lower, upper = head["lower"].astype(np.int64), head["upper"].astype(np.int64)
-    require((head["number"] == numbers).all(), "a page has another number than its place")
-    require((head["flags"] == kind).all(), "a page is of another kind than its place")
+    require((head["number"] == numbers).all(), "the number of a page does not match its offset")
+    require(
+        (head["flags"] == kind).all(), "the kind of a page does not match its position in the tree"
+    )
     fits = (lower > HEAD_BYTES) & (lower <= upper) & (upper <= page_bytes) & (lower % 2 == 0)
     require(fits.all(), "a page has impossible bounds")
     counts = (lower - HEAD_BYTES) // 2

@@ -1,7 +1,7 @@
 """Records as arrays: the keys and values of an index, thousands at a time.
 
-A value is the time of last use, the record's header and its runs of pages (``lmdb_index``), so
-records with keys of one length and as many runs are rows of one table.
+A value is the time of last use, the record's header and its extents (``lmdb.index``), so records
+with keys of one length and the same number of extents are rows of one table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RecordTable:
     """Records of one shape: each row of ``memory`` is a key and then its value."""
 
     def __init__(self, key_bytes: int, value_bytes: int, rows: int = 0) -> None:
-        """``room`` for so many records at once."""
+        """Allocate memory for ``rows`` records at once."""
         self.key_bytes = key_bytes
         self.value_bytes = value_bytes
         self.memory = Rows(key_bytes + value_bytes, rows)
@@ -76,18 +76,18 @@ class RecordTable:
 
     @property
     def is_whole(self) -> bool:
-        """Whether values have the length of a header and at least one run."""
+        """True if values have the length of a header and at least one extent."""
         extents_bytes = self.value_bytes - EXTENTS_AT
         return extents_bytes > 0 and not extents_bytes % EXTENT_BYTES
 
     @property
     def extent_count(self) -> int:
-        """Runs of a place. Only of whole values."""
+        """Extents per record. Only for complete values."""
         return (self.value_bytes - EXTENTS_AT) // EXTENT_BYTES
 
     def fields(self) -> npt.NDArray[Any]:
-        """``use`` and the header's fields by name, and ``runs`` of (``start``, ``pages``), in
-        place. Only of whole values."""
+        """Return ``use`` and the header's fields by name, and ``extents`` of (``start``,
+        ``pages``), in place. Only for complete values."""
         layout = [
             ("key", f"V{self.key_bytes}"),
             *_VALUE.descr,
@@ -110,5 +110,5 @@ def tables_of(records: Iterable[tuple[Key, bytes]]) -> list[RecordTable]:
 
 
 def with_use(value: bytes, use: int) -> bytes:
-    """The same value with another time of last use."""
+    """Return the value with another time of last use."""
     return use.to_bytes(USE_BYTES, "big") + value[USE_BYTES:]

@@ -1,11 +1,11 @@
-"""The records of a disk tier in memory: key -> value (``lmdb_index``).
+"""The records of a disk tier in memory: key -> value (``lmdb.index``).
 
-What was found at open stays in the rows into which it was read: they take half of what objects
-do, and a tenth of the time. What is written later are objects in a dict, which is the faster to
-use. Once half of the rows have been deleted the others move over, a few at a time, and their memory
-is given back.
+Records found at open stay in the rows into which they were read, which take half the memory of
+objects and a tenth of the time. Records written later are objects in a dict, which is faster to
+use. Once half of the rows have been deleted, the others move to the dict, a few at a time, and
+their memory is released.
 
-Owned by one thread at a time: by the one that opens the tier, then by the event loop's.
+Owned by one thread at a time: first the one that opens the tier, then the event loop's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiers.lmdb.recovery.key_table import KeySlots
 from tiers.lmdb.recovery.record_table import USE_BYTES, RecordTable, tables_of, with_use
 
 MOVED_AT_ONCE = 4
-"""Rows that move per deletion: done before another tenth of all are deleted."""
+"""Rows that move per deletion: all have moved before another tenth is deleted."""
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -34,8 +34,8 @@ class Records:
         tables: Sequence[RecordTable] = (),
         good: Sequence[npt.NDArray[np.bool_]] = (),
     ) -> None:
-        """Begin with the rows of ``tables`` that are ``good``. Takes the largest table over; the
-        records of others, whose places are in several runs, become objects."""
+        """Begin with the rows of ``tables`` that are ``good``. The largest table is taken over; the
+        records of the others, which have several extents, become objects."""
         self._objects: dict[Key, bytes] = {}
         self._begin(RecordTable(1, 1))
         counts = [np.count_nonzero(mask) for mask in good]
@@ -72,7 +72,7 @@ class Records:
         self._objects[key] = value
 
     def pop(self, key: Key) -> bytes | None:
-        """Take a key out: its value, or ``None``."""
+        """Remove a key and return its value, or ``None``."""
         value = self._objects.pop(key, None)
         if value is None and self._slots.count:
             row = self._slots.remove(key)
@@ -83,7 +83,7 @@ class Records:
         return value
 
     def _move_some(self) -> None:
-        """Make objects of a few rows; after the last one give the memory back."""
+        """Turn a few rows into objects; after the last one, release the memory."""
         memory, key_bytes = self._memory, self._key_bytes
         for _ in range(min(MOVED_AT_ONCE, self._slots.count)):
             row = self._slots.remove_any()
@@ -93,7 +93,7 @@ class Records:
             self._begin(RecordTable(1, 1))
 
     def touch(self, key: Key, use: int) -> bool:
-        """Note another time of last use; whether the key is there."""
+        """Set the time of last use. Returns True if the key is present."""
         value = self._objects.get(key)
         if value is not None:
             self._objects[key] = with_use(value, use)
@@ -110,13 +110,13 @@ class Records:
         self._begin(RecordTable(1, 1))
 
     def items(self) -> Iterator[tuple[Key, bytes]]:
-        """All keys and their values. Nothing may change meanwhile."""
+        """All keys and values. Nothing may change during the iteration."""
         rows = self._slots.numbers()
         yield from zip(self._table.keys(rows), map(self._table.value, rows.tolist()), strict=True)
         yield from self._objects.items()
 
     def by_use(self) -> list[StoredKeys]:
-        """All keys, least recently used first, as they are now."""
+        """All keys, least recently used first, as of now."""
         found = [Part(table) for table in tables_of(self._objects.items())]
         if self._slots.count:
             is_whole = self._slots.count == self._table.count

@@ -1,9 +1,9 @@
-"""From what an index holds at open to what a tier may believe.
+"""Recovery at open: which records of an index a tier can trust.
 
-Records come as tables and are checked as arrays, some thousand rows at a time: those stay in the
-processor's cache meanwhile. A record is dropped unless its header is of this format, identity and
-epoch, and its pages lie inside the payload file and belong to nobody else. Payloads are not read
-here; their tags are verified by every read.
+Records come as tables and are checked as arrays, some thousand rows at a time, which stay in the
+processor's cache. A record is dropped unless its header is of this format, identity and epoch, and
+its pages lie inside the payload file and belong to no other record. Payloads are not read here;
+every read verifies their tags.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 
 ROWS_AT_ONCE = 1 << 12
 _PAGES_BITS = 24
-"""A run is shorter than 64 GiB, and a file than 4 EiB."""
+"""An extent is shorter than 64 GiB, and a file shorter than 4 EiB."""
 _Mask = npt.NDArray[np.bool_]
 _Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The good ``records``; ``free`` runs of pages; ``bad`` keys to delete; next ``use``."""
+    """The good ``records``, the ``free`` extents, the ``bad`` keys to delete, and the next
+    ``use``."""
 
     records: Records
     free: list[Extent]
@@ -41,9 +42,9 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a good record says of itself. ``file_pages`` is the length of the payload file; page 0
-    is its own header and belongs to no record. ``key_ids`` are the encryption keys at hand:
-    with any, only records encrypted by one of them are good; with none, only plain ones."""
+    """The properties of a good record. ``file_pages`` is the length of the payload file; page 0 is
+    its own header and belongs to no record. ``key_ids`` are the encryption keys at hand: if there
+    are any, only records encrypted by one of them are good; if not, only unencrypted ones."""
 
     identity: Identity
     epoch: int
@@ -52,7 +53,8 @@ class Expected:
 
 
 def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
-    """Sort what a scan finds into good and bad. No key may come twice. Takes the tables over."""
+    """Sort the records of a scan into good and bad. No key may occur twice. Takes the tables
+    over."""
     bad: list[Key] = []
     tables: list[RecordTable] = []
     for table in found:
@@ -72,7 +74,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
 
 
 def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
-    """All rows of a table, some at a time."""
+    """All rows of a table, part by part."""
     fields = table.fields()
     for start in range(0, table.count, ROWS_AT_ONCE):
         part = slice(start, min(table.count, start + ROWS_AT_ONCE))
@@ -82,7 +84,8 @@ def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
 def _check(
     tables: Sequence[RecordTable], expected: Expected
 ) -> tuple[list[_Mask], _Rows, _Rows, int]:
-    """Which records are good in themselves, the places of these, and the last use of one."""
+    """Return which records are good by themselves, their extents (starts and ends), and the last
+    use of any."""
     good = [np.empty(table.count, np.bool_) for table in tables]
     extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
     last_use = 0
@@ -96,7 +99,7 @@ def _check(
 
 
 def _extents_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
-    """The places of good records."""
+    """Return the extents of good records."""
     extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
     for table, mask in zip(tables, good, strict=True):
         for part, fields in _parts(table):
@@ -105,7 +108,7 @@ def _extents_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_
 
 
 class _ExtentList:
-    """Runs of pages, as one number each: where it starts, and how long it is in the low bits."""
+    """Extents as one number each: the start, and the length in the low bits."""
 
     def __init__(self, most: int) -> None:
         self._extents = np.empty(most, np.uint64)
@@ -118,7 +121,7 @@ class _ExtentList:
         self._count += extents.size
 
     def sorted(self) -> tuple[_Rows, _Rows]:
-        """Starts and ends, by starts."""
+        """Starts and ends, sorted by start."""
         extents = self._extents[: self._count]
         extents.sort()
         starts = (extents >> np.uint64(_PAGES_BITS)).view(np.int64)
@@ -129,8 +132,8 @@ class _ExtentList:
 
 
 def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
-    """Two records over one page: at least one is wrong, and which one cannot be told, so both go
-    from ``good``."""
+    """Drop records that share a page from ``good``: at least one of them is wrong, and it is
+    unknown which."""
     starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
     for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
         extents = table.fields()["extents"][mask]
@@ -153,7 +156,7 @@ def _firsts(tables: Sequence[RecordTable]) -> list[int]:
 
 
 def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
-    """Which records are of this format, identity and epoch, with pages inside the file."""
+    """Return which records are of this format, identity and epoch, with pages inside the file."""
     one, two = np.frombuffer(expected.identity.namespace, "<u8").tolist()
     good: _Mask = fields["magic"] == int.from_bytes(MAGIC, "little")
     good &= fields["version"] == VERSION
@@ -183,7 +186,7 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
 
 
 def _free_extents(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
-    """What disjoint runs leave of the file, given sorted."""
+    """Return what sorted, disjoint extents leave of the file."""
     stop = max(file_pages, 1)
     if not starts.size:
         return [Extent(1, stop - 1)] if stop > 1 else []

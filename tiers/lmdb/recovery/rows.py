@@ -1,8 +1,8 @@
 """Memory for very many rows of equal length, numbered from 0.
 
-One private mapping: growing moves pages and no bytes, and what was never written takes no memory.
-Not in huge pages: they would be the faster to use, but a virtual machine that has none at hand
-takes several times longer to find them than to find as much memory in small pages.
+It is one private mapping: growing moves pages and no bytes, and rows that were never written take
+no memory. It avoids huge pages: they would be faster to use, but a virtual machine that has none at
+hand takes several times longer to find them than to find small pages.
 
 Owned by one thread at a time.
 """
@@ -22,7 +22,7 @@ class Rows:
     stays the same object."""
 
     def __init__(self, width: int, rows: int = 0) -> None:
-        """``width`` bytes per row; ``room`` for so many rows at once."""
+        """``width`` is the bytes per row; memory for ``rows`` rows is allocated at once."""
         self.width = width
         self.count = 0
         self._bytes = max(BYTES_MIN, rows * width)
@@ -30,7 +30,7 @@ class Rows:
         self.memory = mmap.mmap(-1, self._bytes, flags=flags)
 
     def array(self) -> npt.NDArray[np.void]:
-        """All rows, in place. Nobody may hold it when rows are added."""
+        """All rows, in place. Nothing may hold the array when rows are added."""
         return np.frombuffer(self.memory, f"V{self.width}", self.count)
 
     def extend(self, rows: npt.NDArray[np.void]) -> None:

@@ -1,14 +1,16 @@
-"""Reads an index's file at open, once: what it holds, and whether LMDB may be let near it.
+"""One pass over the file of an index at open: it reads all records, and proves that LMDB can open
+it.
 
 LMDB trusts its file and dies of a garbled one. This walk visits every page without LMDB, in arrays
-of a thousand pages, and holds the file to the invariants that LMDB's write paths assume, those of
-py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records for it:
-every page in use is reached once, knows its number and kind, holds nodes that lie inside it in the
+of a thousand pages, and checks the invariants that LMDB's write paths assume. They are those of
+py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records: every page
+in use is reached once, has the right number and kind, and holds nodes that lie inside it in the
 order of their keys; the counters of every tree are right; each other page is listed as free, once.
-The records were read on the way, so they need no second pass through LMDB's cursor.
+The records are read on the way, so they need no second pass through LMDB's cursor.
 
-Stricter than LMDB only where an index never goes: no duplicates, no overflow pages but in the list
-of free pages. Whoever calls lets ``lmdb.verify`` decide over a file that this walk refuses.
+It is stricter than LMDB only where an index never goes: no duplicates, and no overflow pages except
+in the list of free pages. The caller lets ``lmdb.verify`` decide over a file that this walk
+rejects.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ from tiers.lmdb.recovery.pages import (
 from tiers.lmdb.recovery.record_table import RecordTable
 
 BATCH_BYTES = 2 << 20
-"""Bytes of the file that are looked at together: they stay in the processor's cache meanwhile."""
+"""Bytes of the file that are checked together, so that they stay in the processor's cache."""
 _OnLeaf = Callable[[Nodes], None]
 
 
 def walk(path: Path, name: bytes) -> list[RecordTable]:
-    """All entries of the named database, after the whole file proved sound.
+    """Return all entries of the named database after the whole file proved sound.
 
-    Raises ``UnsoundError`` if it did not, ``OSError`` if it cannot be read.
+    Raises ``UnsoundError`` if it did not, and ``OSError`` if it cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -61,12 +63,12 @@ def walk(path: Path, name: bytes) -> list[RecordTable]:
 
 
 class _Walk:
-    """One walk. ``_owner`` has one bool per page: whether it is reached or free."""
+    """One walk. ``_owner`` has one bool per page: True if it is reached or free."""
 
     def __init__(self, file: PageFile) -> None:
         self._file = file
         self._batch_pages = max(1, BATCH_BYTES // file.meta.page_bytes)
-        # Twice the room, for pages that lie between those of a batch.
+        # Twice the size, for pages that lie between those of a batch.
         self._buffer: Pages = np.empty((2 * self._batch_pages, file.meta.page_bytes), np.uint8)
         self._owned = np.zeros(file.meta.page_count, np.bool_)
         self._owned[:META_PAGES] = True
@@ -90,7 +92,7 @@ class _Walk:
         return wanted.tables()
 
     def _own(self, numbers: Numbers) -> None:
-        """Every page has one owner."""
+        """Note that these pages have an owner; no page may have two."""
         fits = (numbers >= META_PAGES) & (numbers < self._owned.size)
         require(fits.all(), "a page number beyond the file")
         before = np.count_nonzero(self._owned)
@@ -145,7 +147,7 @@ class _Walk:
         return entries
 
     def _nodes(self, numbers: Numbers, kind: int) -> Iterator[Nodes]:
-        """The nodes of these pages, some at a time. The memory below is used again for the next."""
+        """The nodes of these pages, part by part. The next part reuses the memory."""
         for start in range(0, numbers.size, self._batch_pages):
             part = numbers[start : start + self._batch_pages]
             pages, rows = self._file.gather(part, self._buffer)
@@ -216,7 +218,7 @@ def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0
 
 
 def _children(nodes: Nodes, *, is_list: bool) -> Numbers:
-    """The pages below branch pages. The first key of each is empty or of no meaning."""
+    """Return the pages below branch pages. The first key of each is empty or has no meaning."""
     first = np.cumsum(nodes.counts) - nodes.counts
     _require_order(nodes, first, is_list=is_list, skip=1)
     return nodes.word | nodes.flags << 32
@@ -240,7 +242,7 @@ class _Tables:
         self._by_shape: dict[int, RecordTable] = {}
 
     def tables(self) -> list[RecordTable]:
-        """What was added."""
+        """The tables of all entries added."""
         return list(self._by_shape.values())
 
     def add(self, nodes: Nodes) -> None:
@@ -256,7 +258,7 @@ class _Tables:
             table.memory.extend(nodes.windows(starts, table.memory.width))
 
     def _table(self, key_bytes: int, value_bytes: int) -> RecordTable:
-        """The first shape is mostly that of all. Room that is not used costs nothing."""
+        """The first shape is usually that of all entries. Unused memory costs nothing."""
         if self._by_shape:
             return RecordTable(key_bytes, value_bytes)
         most = self._file_bytes // (key_bytes + value_bytes)

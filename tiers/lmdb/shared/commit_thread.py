@@ -1,10 +1,8 @@
-"""The one thread of a process that writes to a shared index.
+"""The thread of a process that commits to a shared index, and how the event loop asks it to.
 
-What is asked for queues up while a commit runs; the next transaction does all of it, so that the
-number of flushes follows the speed of the disk. LMDB lets one process at a time write: the others'
-threads wait here, and nobody else does.
-
-Asking the thread that writes to a shared index for transactions, from the event loop.
+Requests queue up while a commit runs, and the next transaction does all of them, so the number of
+flushes adapts to the speed of the disk. LMDB lets one process write at a time: this thread waits
+for the others, and no other thread does.
 """
 
 from __future__ import annotations
@@ -26,22 +24,23 @@ T = TypeVar("T")
 
 
 class Asking:
-    """Belongs to the loop it was made on; ``post`` and ``ask_then`` may be called anywhere."""
+    """The event loop's side of the queue. Belongs to the loop on which it was made; any thread may
+    call ``post`` and ``ask_then``."""
 
     def __init__(self, commits: SharedCommits) -> None:
         self.commits = commits
         self._loop = asyncio.get_running_loop()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have ``function`` called on the loop. Lost if the loop is gone."""
+        """Call ``function`` on the loop. Dropped if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop was closed over an open tier: nobody is left to tell.
+            # The loop was closed while a tier was open: nobody waits for this.
             return
 
     def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
-        """Have it done in a transaction; ``None`` if it could not be."""
+        """Make the change in a transaction and return its result; ``None`` if it failed."""
         done: asyncio.Future[T | None] = self._loop.create_future()
 
         def settle(result: T | None, error: Exception | None) -> None:
@@ -58,7 +57,7 @@ class Asking:
         *,
         flushes: bool = False,
     ) -> None:
-        """Have it done, and ``call`` called on the loop then, with whether it was."""
+        """Make the change, then run ``call`` on the loop with True if it succeeded."""
 
         def end(_result: object, error: Exception | None) -> None:
             if call is not None:
@@ -68,14 +67,14 @@ class Asking:
 
 
 GATHER_S = 0.002
-"""How long a transaction waits for more to do when it is not asked for alone."""
+"""Time that a transaction waits for more changes, unless a change must be alone."""
 ASKED_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """Something to do in a transaction. ``flushes``: payloads must be durable before. ``post``
-    gets what ``change`` returned, or why it could not be done; from this thread."""
+    """A change to make in a transaction. With ``flushes`` payloads are made durable first. ``post``
+    gets the result of ``change`` or the exception; this thread calls it."""
 
     change: Callable[[WriteTransaction], Any]
     post: Callable[[Any, Exception | None], None]
@@ -85,7 +84,8 @@ class Ask:
 
 
 class SharedCommits:
-    """``failure`` is why the index cannot be written any more, if so; once set it stays."""
+    """The commit thread. ``failure`` is the reason why the index cannot be written any more, if so;
+    once set, it stays."""
 
     def __init__(self, index: SharedIndex, number: int, flush: Callable[[], None]) -> None:
         """``flush`` makes payloads durable. Raises ``OSError``."""
@@ -99,11 +99,11 @@ class SharedCommits:
         self._thread.start()
 
     def submit(self, ask: Ask) -> None:
-        """Queue it; from any thread."""
+        """Queue a change. Any thread may call."""
         self._asked.put(ask)
 
     def stop(self) -> None:
-        """Do what is queued and end. Blocks, for as long as the thread hangs."""
+        """Do the queued changes and end. Blocks as long as the thread hangs."""
         self._asked.put(None)
         self._thread.join()
 
@@ -117,7 +117,8 @@ class SharedCommits:
                 ask.post(ask.result, ask.error)
 
     def _collect(self) -> tuple[list[Ask], bool]:
-        """What is to be done together, and whether nothing comes after it."""
+        """Return the changes of the next transaction, and True if none follow because the thread
+        ends."""
         batch: list[Ask] = []
         deadline = 0.0
         while len(batch) < ASKED_MAX:
@@ -144,7 +145,8 @@ class SharedCommits:
         self._change([ask for ask in batch if ask.error is None])
 
     def _change(self, batch: list[Ask]) -> None:
-        """Everything in one transaction; where the index has no room for that, one each."""
+        """Make all changes in one transaction, or in one each if the index has no space for
+        that."""
         if self.failure is not None or not batch:
             for ask in batch:
                 ask.error = self.failure

@@ -1,11 +1,12 @@
-"""Opening the folder of an LMDB tier that several processes of one machine share.
+"""The open files of an LMDB tier that several processes of one machine share.
 
-The files are those of an exclusive tier (``lmdb_folder``), with more tables in the index. Whoever
-comes first, and is alone, checks everything as an exclusive tier does, and makes the tables of
-free runs and of the order of use from the records; what a process that was killed had reserved is
-free then. Whoever comes later trusts what the living work on.
+The files are those of an exclusive tier (``lmdb.folder``), with more tables in the index. The
+process that opens the folder while no other one uses it checks everything as an exclusive tier
+does, and rebuilds the tables of free extents and of the order of use from the records. This also
+frees what killed processes had reserved. Processes that join later trust the tables that the others
+use.
 
-Everything here blocks and runs in one thread at a time, before the tier's threads exist or after
+Everything here blocks and runs in one thread at a time, before the tier's threads start or after
 they ended, except ``grow``.
 """
 
@@ -46,13 +47,13 @@ from tiers.record import Identity
 logger = logging.getLogger(__name__)
 
 SMALL_FILES_BYTES = (SHARERS_MAX + 8) * ALIGNMENT
-"""The locks of as many processes as there may be, and LMDB's table of readers."""
+"""Disk space of the locks of as many processes as possible, and of LMDB's reader table."""
 GROW_BYTES_MAX = 64 << 20
-"""The file grows inside a transaction, for which the others wait."""
+"""The file grows inside a transaction, and other processes wait for it."""
 
 
 def _twin_hint() -> str:
-    """LMDB locks the byte of its table of readers that has the number of the process."""
+    """LMDB locks the byte of its reader table that has the number of the process."""
     return (
         f". A process in another container has the same number as this one (pid {os.getpid()}), "
         "and LMDB tells processes apart by it: let the containers share one pid namespace "
@@ -62,12 +63,13 @@ def _twin_hint() -> str:
 
 class SharedLmdbFiles:
     """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
-    epoch. ``pages_max`` and ``records_max`` are limits of all processes together. ``dropped``
-    counts records that were no good; ``was_set_aside`` as in ``LmdbFiles``."""
+    epoch. ``pages_max`` and ``records_max`` limit all processes together. ``dropped`` counts
+    damaged records; ``was_set_aside`` is that of ``LmdbFiles``."""
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
-        """Open or create. An odd ``options.epoch`` says that the weights are not those of the
-        model's files. Raises ``TierIoError``, and ``ValueError`` for too small a capacity."""
+        """Open or create the files. An odd ``options.epoch`` means that the weights are not those
+        of the model's files. Raises ``TierIoError``, and ``ValueError`` if the capacity is too
+        small."""
         self.folder = folder
         self._options = options
         self._io = io
@@ -94,13 +96,14 @@ class SharedLmdbFiles:
             undo.pop_all()
 
     def _divide(self) -> int:
-        """Apply the limits to what lies in the folder; the size of the index."""
+        """Apply the limits to the files in the folder. Returns the size of the index."""
         found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
         self.pages_max, self.records_max = found.pages_max, found.records_max
         return found.index_bytes
 
     def _begin(self) -> int | None:
-        """Clean up after those who ended; the epoch of this process, if not the common one."""
+        """Clean up after ended processes. Returns this process's epoch if it is not the common
+        one."""
         is_own = self._options.epoch % 2 == 1
         with changing(self.index, self.sharer.number) as changes:
             changes.roll_back_one(self.sharer.number)
@@ -119,7 +122,7 @@ class SharedLmdbFiles:
         self._rebuild(*self._checked)
 
     def _check(self) -> None:
-        """Make an index or check the one that is there, and drop what is no good record."""
+        """Create an index, or check the existing one and drop damaged records."""
         index = open_index(self.folder, self._divide(), self._identity, self._io)
         with contextlib.closing(index):
             old = self._old_state(index)
@@ -134,8 +137,8 @@ class SharedLmdbFiles:
             self._checked: tuple[Recovered, State] = found, old
 
     def _old_state(self, index: LmdbIndex) -> State:
-        """What the last sharers left. Where a tier that does not share was here since and reset
-        it, or the caller wants it so, everything is forgotten."""
+        """Return the state that the last sharers left. All records are dropped if an exclusive tier
+        used the folder since and reset it, or if the caller requests that."""
         state = State()
         raw = index.state()
         if raw is not None:
@@ -150,7 +153,7 @@ class SharedLmdbFiles:
         return state
 
     def _rebuild(self, found: Recovered, state: State) -> None:
-        """Make the tables beside the records from what was found."""
+        """Build the other tables from the records found."""
         tables = self.index.tables
         with self.index.env.begin(write=True) as txn:
             txn.drop(tables.intents, delete=False)
@@ -215,7 +218,7 @@ class SharedLmdbFiles:
         return manifest.file_id if manifest else ""
 
     def grow(self, file_pages: int, pages: int) -> int:
-        """Lengthen the payload file as ``shared_changes`` asks for."""
+        """Extend the payload file, as ``transaction.Grow`` requires."""
         free = free_bytes(self.file, self._options.reserve_bytes)
         wanted = max(pages, min(self._options.grow_bytes, GROW_BYTES_MAX) // ALIGNMENT)
         gain = min(wanted, self.pages_max - file_pages, free // ALIGNMENT)
@@ -228,7 +231,7 @@ class SharedLmdbFiles:
         return gain
 
     def close(self) -> None:
-        """Release everything, once no thread uses it. Blocks."""
+        """Release everything when no thread uses the files any more. Blocks."""
         try:
             self.index.close()
             self.file.close()

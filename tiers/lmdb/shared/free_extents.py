@@ -1,12 +1,12 @@
-"""Free space of a payload file that several processes share: runs of pages in LMDB.
+"""Free space of a payload file that several processes share: extents in a table of LMDB.
 
     free    first page (8 bytes, big-endian) -> number of pages (8 bytes, big-endian)
 
-No two runs touch. As in ``extents``, places are handed out upwards from where the last one ended,
-whoever asked for it: records written together lie together, and eviction by age frees them
-together again.
+No two extents are adjacent. As in ``io.extents``, each allocation starts where the last one ended,
+whichever process made it: records written together lie together, and eviction by age frees them
+together.
 
-Everything here runs inside a transaction of its caller, and is part of it.
+Everything here runs inside a transaction of the caller and is part of it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from tiers.io.extents import EXTENTS_PER_RECORD_MAX, PROBES, Extent, Extents
 
 LOOKED_AT_MAX = 4096
-"""Free runs looked at for a place of several pieces."""
+"""Free extents considered for an allocation of several extents."""
 
 
 class FreeExtents:
-    """The free runs in one transaction. ``cursor`` is where the last place ended, ``pages`` how
-    many are free; whoever began the transaction keeps both."""
+    """The free extents in one transaction. ``cursor`` is where the last allocation ended, ``pages``
+    the number of free pages; the caller stores both."""
 
     def __init__(self, txn: Any, database: Any, cursor: int, pages: int) -> None:
         self._txn = txn
@@ -32,7 +32,7 @@ class FreeExtents:
         self.pages = pages
 
     def take(self, pages: int) -> Extents | None:
-        """A place of so many pages, in one run if one is near; ``None`` if there is none."""
+        """Take ``pages`` pages, as one extent if one is near; ``None`` if there are too few."""
         if pages > self.pages:
             return None
         for start, length in self._from_cursor(PROBES):
@@ -41,7 +41,7 @@ class FreeExtents:
         return self._gather(pages)
 
     def _from_cursor(self, count: int) -> list[tuple[int, int]]:
-        """At most ``count`` runs from the cursor on, round and round."""
+        """Iterate over at most ``count`` extents from the cursor on, wrapping around at the end."""
         found: list[tuple[int, int]] = []
         with self._txn.cursor(db=self._database) as extents:
             if extents.set_range(_number(self.cursor)):
@@ -57,7 +57,7 @@ class FreeExtents:
         return found
 
     def _gather(self, pages: int) -> Extents | None:
-        """Put the longest runs together; ``None`` if even they are not enough."""
+        """Combine the longest extents; ``None`` if even they do not suffice."""
         seen = self._from_cursor(LOOKED_AT_MAX)
         longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, seen, key=lambda extent: extent[1])
         if sum(length for _start, length in longest) < pages:
@@ -82,7 +82,7 @@ class FreeExtents:
         return Extent(start, pages)
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Take runs back and join them with their free neighbours."""
+        """Return extents and merge them with their free neighbours."""
         for start, pages in extents:
             self.pages += pages
             end, after = start + pages, -1
@@ -106,13 +106,13 @@ class FreeExtents:
 
 
 def free_extents(txn: Any, database: Any) -> list[Extent]:
-    """All of them, in order."""
+    """Return all free extents in order."""
     with txn.cursor(db=database) as extents:
         return [Extent(_value(start), _value(length)) for start, length in extents.iternext()]
 
 
 def put_free_extents(txn: Any, database: Any, extents: Iterable[Extent]) -> int:
-    """Make these, in order and not touching, the free runs; how many pages they have."""
+    """Store these extents, in order and not adjacent, as the free ones. Returns their pages."""
     txn.drop(database, delete=False)
     pages = 0
     for start, length in extents:

@@ -1,18 +1,19 @@
-"""The index of an LMDB tier that several processes share. Everything that one of them must know
-of the others is in here; nothing of it is kept in memory from one transaction to the next.
+"""The index of an LMDB tier that several processes share. It holds everything that one process must
+know of the others, and no process caches any of it between transactions.
 
-    meta      b"manifest", b"limits" as in ``lmdb_index``; b"epoch" -> the common epoch;
+    meta      b"manifest", b"limits" as in ``lmdb.index``; b"epoch" -> the common epoch;
               b"state" -> ``State``
-    records   key -> value, as in ``lmdb_index``
-    order     time of last use (8 bytes, big-endian), another one for each record -> key
-    free      runs of free pages, see ``shared_space``
-    intents   sharer (2 bytes) and first page (8 bytes), big-endian -> a place that it is filling
+    records   key -> value, as in ``lmdb.index``
+    order     time of last use (8 bytes, big-endian), different for each record -> key
+    free      free extents, see ``shared.free_extents``
+    intents   sharer (2 bytes) and first page (8 bytes), big-endian -> an allocation it is filling
 
-Every page of the payload file but the first belongs to exactly one record, intent or free run, in
-every transaction that was ever committed: ``check`` says so. What changes is in ``shared_changes``.
+Every page of the payload file but the first belongs to exactly one record, intent or free extent in
+every committed transaction; ``check`` verifies that. ``shared.transaction`` makes the changes.
 
-A record exists for those who work under its epoch. All sharers whose weights are those of the
-model's files work under the common epoch; one that was given others works under one of its own.
+A record exists for the processes that work under its epoch. All sharers whose weights are those of
+the model's files work under the common epoch. A process that was given other weights works under an
+epoch that no other process uses.
 
 Ownership: any thread may begin transactions; one process at a time writes (``writing``).
 """
@@ -47,24 +48,24 @@ from tiers.lmdb.recovery.record_table import EXTENTS_AT, USE_BYTES, tables_of
 from tiers.lmdb.shared.free_extents import free_extents
 
 WRITING_NAME = "writing.lock"
-"""Held (flock) by the process whose write transaction is open."""
+"""The process whose write transaction is open holds this lock (flock)."""
 READERS_MAX = 256
-"""Places in LMDB's table of readers, of all processes together."""
+"""Slots in LMDB's reader table, for all processes together."""
 SHARED_RECORD_INDEX_BYTES = 768
-"""Index space set aside per record: ``lmdb_index`` takes 512, and a record is in ``order`` too."""
+"""Index space reserved per record: ``lmdb.index`` takes 512, and a record is also in ``order``."""
 _EPOCH_AT = USE_BYTES + 16
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
 class State:
-    """Sums over the other tables, so that nobody has to go through them; and what only grows.
+    """Sums over the other tables, and counters that only grow.
 
-    ``file_pages``: length of the payload file. ``free_pages``, ``records``, ``reserved``: in
-    ``free``, ``records`` and ``intents``. ``cursor``: where the last place ended. ``next_use``:
-    greater than every time of use. ``highest``: the highest epoch that anybody began.
-    ``common``: the common epoch, as the last who shared this index left it. ``evicted`` and
-    ``rolled_back``: records and places, since the store was made.
+    ``file_pages`` is the length of the payload file. ``free_pages``, ``records`` and ``reserved``
+    count the contents of ``free``, ``records`` and ``intents``. ``cursor`` is where the last
+    allocation ended. ``next_use`` is greater than every time of use. ``highest`` is the highest
+    epoch ever begun, ``common`` the common epoch as the last sharer left it. ``evicted`` and
+    ``rolled_back`` count records and allocations since the index was created.
     """
 
     file_pages: int = 1
@@ -83,7 +84,7 @@ class State:
 
     @classmethod
     def load(cls, raw: bytes | None) -> State:
-        """Raises ``IndexUnusableError``."""
+        """Decode a state. Raises ``IndexUnusableError``."""
         if raw is None or len(raw) != _STATE.size:
             raise IndexUnusableError("it was not shared by the processes that made it")
         return cls(*_STATE.unpack(raw))
@@ -93,7 +94,7 @@ _STATE = struct.Struct(f"<{len(fields(State))}Q")
 
 
 def epoch_of(value: bytes) -> int:
-    """The epoch of a record."""
+    """Return the epoch of a record."""
     return int.from_bytes(value[_EPOCH_AT : _EPOCH_AT + 8], "little")
 
 
@@ -109,7 +110,7 @@ class Databases:
 
 
 class SharedIndex:
-    """The open environment."""
+    """The open LMDB environment."""
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         """Open or create. Raises ``lmdb.Error`` and ``OSError``."""
@@ -144,16 +145,17 @@ class SharedIndex:
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """A short read transaction."""
+        """Begin a short read transaction."""
         self.see_file()
         with self.env.begin() as txn:
             yield txn
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """A write transaction, durable at the end. Processes take turns by a ``flock``, so that no
-        two wait for LMDB's own lock: it is a robust futex, whose waiters can sleep for ever though
-        it is free if one of them is killed just when it was woken. A ``flock`` has no such gap."""
+        """Begin a write transaction, durable at the end. Processes take turns by a ``flock``, so
+        that no two wait for LMDB's own lock. That lock is a robust futex: if a waiter is killed
+        just when it was woken, the others can sleep forever although the lock is free. A ``flock``
+        has no such gap."""
         self.see_file()
         with self._turn:
             fcntl.flock(self._turns, fcntl.LOCK_EX)
@@ -171,7 +173,7 @@ class SharedIndex:
         return Limits.load(txn.get(b"limits", db=self.tables.meta))
 
     def state_in(self, txn: Any) -> State:
-        """Raises ``IndexUnusableError``."""
+        """Return the state within a transaction. Raises ``IndexUnusableError``."""
         return State.load(txn.get(b"state", db=self.tables.meta))
 
     def common_epoch_in(self, txn: Any) -> int:
@@ -182,7 +184,7 @@ class SharedIndex:
             return self.state_in(txn)
 
     def find(self, keys: Sequence[Key], own_epoch: int | None) -> tuple[int, list[bytes | None]]:
-        """The epoch that the caller works under now, and the values of its records."""
+        """Return the epoch that the caller works under now, and the values of its records."""
         with self.reading() as txn:
             epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
             values = [txn.get(key, db=self.tables.records) for key in keys]
@@ -191,7 +193,7 @@ class SharedIndex:
         return epoch, [v if v is not None and v[at] == mark else None for v in values]
 
     def by_use(self, own_epoch: int | None) -> list[StoredKeys]:
-        """The caller's records, least recently used first."""
+        """List the caller's records, least recently used first."""
         with self.reading() as txn:
             epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
             with txn.cursor(db=self.tables.records) as cursor:

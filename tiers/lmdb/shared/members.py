@@ -1,11 +1,11 @@
-"""The processes that share one folder of a local disk, each with a number while it lives.
+"""The processes that share one folder on a local disk; each holds a number while it lives.
 
-    <folder>/owner.lock         shared (flock) by all of them; exclusive for a tier that is alone
+    <folder>/owner.lock         shared (flock) by all of them; exclusive for an exclusive tier
     <folder>/sharer-<n>.lock    held (flock) by the process with number n; its pid, for messages
 
-A number is free again when its process has ended, however it ended: the kernel keeps the lock, so
-neither a pid that was given out anew nor a process of another container is mistaken for it. The
-files stay and mean nothing.
+A number becomes free when its process ends, for whatever reason: the kernel releases the lock. So
+neither a reused pid nor a process of another container can be mistaken for it. The files remain and
+have no meaning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError, try_flock
 SHARERS_MAX = 64
 OPENING_NAME = "opening.lock"
 OPENING_WAIT_S = 120.0
-"""Longer than whoever comes first needs to check what it found."""
+"""Longer than the first process needs to check the files."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextlib.contextmanager
 def opening(folder: Path) -> Iterator[None]:
-    """Only one process at a time opens the folder. Raises ``FolderError``."""
+    """Let only one process at a time open the folder. Raises ``FolderError``."""
     fd = _open(folder / OPENING_NAME)
     try:
         if not try_flock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
@@ -38,15 +38,16 @@ def opening(folder: Path) -> Iterator[None]:
 
 
 class Member:
-    """This process among those that share a folder. Make it inside ``opening``."""
+    """This process among those that share a folder. Create it inside ``opening``."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``FolderError`` if a tier that does not share has the folder, or too many do."""
+        """Raises ``FolderError`` if an exclusive tier has the folder, or too many processes share
+        it."""
         self._folder = folder
         self._common = _open(folder / LOCK_NAME)
         self._own = self.number = -1
         self.is_alone = try_flock(self._common, fcntl.LOCK_EX)
-        """Whether nobody else has the folder, until ``join``."""
+        """True while no other process has the folder, until ``join``."""
         try:
             if not self.is_alone and not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
                 owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
@@ -72,13 +73,14 @@ class Member:
         raise FolderError(f"{self._folder} is shared by {SHARERS_MAX} processes already")
 
     def join(self) -> None:
-        """Let others in. Raises ``FolderError`` if one that does not share came in between."""
+        """Let other processes in. Raises ``FolderError`` if an exclusive tier took the folder in
+        between."""
         if not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
             raise FolderError(f"{self._folder} was taken by a process that does not share it")
         self.is_alone = False
 
     def is_alive(self, number: int) -> bool:
-        """Whether a process has this number now; it cannot begin to during the call."""
+        """Return True if a process holds this number. No process can take it during the call."""
         if number == self.number:
             return True
         fd = _open(_path(self._folder, number))
@@ -88,7 +90,7 @@ class Member:
             os.close(fd)
 
     def release(self) -> None:
-        """Leave. Idempotent."""
+        """Give up the number and the folder. Idempotent."""
         for fd in (self._own, self._common):
             if fd >= 0:
                 os.close(fd)

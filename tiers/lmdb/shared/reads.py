@@ -1,9 +1,9 @@
-"""Reading records whose places may be given to others at any moment.
+"""Reads of a shared LMDB tier, whose extents other processes may reuse at any moment.
 
-The index is asked, the payload is read without any lock, and its checksum, which covers key, epoch
-and owner, is compared in the caller's buffer. If it does not fit, either the record was removed
-meanwhile (and its place perhaps written anew), or it is damaged: the index is asked again. A record
-that it names in the same words as before is read once more; if that fails too, it is damaged.
+A read looks the key up, reads the payload without any lock, and verifies the checksum, which covers
+key, epoch and owner, in the caller's buffer. If it does not match, either the record was removed
+meanwhile (and its extents may have been written again), or it is damaged, so the index is asked
+again. If the entry is unchanged, the record is read once more; if that fails too, it is damaged.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tiers.lmdb.recovery.record_table import USE_BYTES
 from tiers.lmdb.shared.index import SharedIndex
 
 ATTEMPTS = 5
-"""How often a record that changes under the eyes is looked up."""
+"""Lookups of a record that changes during the read."""
 
 
 @dataclass(slots=True)
 class SharedReadJob:
-    """Records of one epoch (``None``: the common one). ``outcomes`` and ``uses`` (times of last
-    use in ns, 0 unless read) are those of ``keys``; ``damaged`` are records to remove."""
+    """Reads records of one epoch (``None``: the common one). ``outcomes`` and ``uses`` (times of
+    last use in ns, 0 unless read) belong to ``keys``; ``damaged`` are records to remove."""
 
     keys: list[Key]
     into: list[Buffer]
@@ -44,12 +44,12 @@ class SharedReadJob:
     failure: Exception | None = None
 
     def run(self, scratch: Scratch) -> None:
-        """Read and verify everything."""
+        """Read and verify all records."""
         self.outcomes = [ReadOutcome.MISS] * len(self.keys)
         self.uses = [0] * len(self.keys)
         try:
             self._read(scratch)
-        except Exception as error:  # the call must be answered, and the thread live on
+        except Exception as error:  # the call needs an answer, and the thread must go on
             self.failure = error
 
     def tell(self) -> None:
@@ -80,7 +80,7 @@ class SharedReadJob:
     def _read_once(
         self, items: list[ReadItem], epoch: int, failed: dict[int, bytes], scratch: Scratch
     ) -> list[int]:
-        """Those to look up again: neither read nor known to be damaged."""
+        """Return the records to look up again: neither read nor known to be damaged."""
         items.sort(key=lambda item: item.extents[0].start)
         job = ReadJob(items, epoch, self.codec, self.file, _tell_nobody)
         job.run(scratch)
@@ -95,11 +95,11 @@ class SharedReadJob:
                 self.outcomes[number] = ReadOutcome.CORRUPT
                 self.damaged.append((item.key, item.value))
             else:
-                self.outcomes[number] = ReadOutcome.MISS  # unless another look says more
+                self.outcomes[number] = ReadOutcome.MISS  # unless another lookup says more
                 failed[number] = mark
                 again.append(number)
         return again
 
 
 def _tell_nobody() -> None:
-    """The job is run where its outcomes are needed."""
+    """Do nothing: the caller runs the job in its thread."""

@@ -1,20 +1,22 @@
-"""The LMDB tier for several processes of one machine over one folder, under one cap.
+"""The LMDB tier that several processes of one machine share: one folder, one capacity.
 
-What an exclusive tier keeps in memory (which records there are, where they lie, what is free, the
-order of use) is in the index here, and each of its changes is a transaction that all of them see:
+What an exclusive tier keeps in memory (its records, their extents, free space, the order of use) is
+in the index here, and every change is a transaction that all processes see:
 
-    write   reserve places -> I/O threads write -> flush, publish -> present for everybody
+    write   reserve extents -> I/O threads write -> flush, publish -> present for everybody
     read    I/O threads look the keys up, read, verify, and look again if that fails
 
-A tier that shares evicts by itself: no scheduler knows what the others use. Whoever finds no room
-first takes back what killed processes had reserved, then lets the file grow, and then forgets the
-least recently used records of all until ``low_watermark`` of the capacity is in use. Times of use
-are noted within ``TOUCH_FLUSH_S``, those of reads only if the last is older than ``READ_USE_S``.
+A shared tier evicts by itself, because no planner knows what the other engines use. A write that
+finds no space first reclaims what killed processes had reserved, then lets the file grow, and then
+deletes the least recently used records of all engines until ``low_watermark`` of the capacity is in
+use. Uses are recorded within ``TOUCH_FLUSH_S``; a read is recorded only if the last use is older
+than ``READ_USE_S``.
 
-``reset`` says that this process has other weights from now on: it goes on under an epoch of its
-own, and nothing of before exists for anybody. Others go on under a new common epoch.
+``reset`` means that this process has other weights from now on: it continues under a new epoch of
+which it is the only user, and earlier records exist for no process. The others continue under a new
+common epoch.
 
-Ownership: as in ``lmdb_tier``.
+Ownership: as in ``lmdb.tier``.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ T = TypeVar("T")
 
 
 class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
-    """See the module. ``path`` is a folder on a local disk, the same for all who share."""
+    """See the module. ``path`` is a folder on a local disk, the same for all sharers."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         low_watermark: float = 0.9,
         **changes: Any,
     ) -> None:
-        """``changes`` are fields of ``LmdbOptions`` by name. An odd ``epoch`` says that this
-        process has weights that are not those of the model's files."""
+        """``changes`` are fields of ``LmdbOptions`` by name. An odd ``epoch`` means that this
+        process has weights other than those of the model's files."""
         changed = replace(options or LmdbOptions(), **changes)
         super().__init__(Path(path), changed.close_timeout_s)
         self._options = changed
@@ -131,10 +133,10 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         return (self._read_threads, self._writes.threads, self._lookups, self._commits)
 
     async def _lookup(self, function: Callable[..., T], *arguments: object) -> T:
-        """A short look at the index. Raises ``TierIoError``."""
+        """Look something up in the index. Raises ``TierIoError``."""
         try:
             return await settled(self._lookups.run(function, *arguments))
-        except Exception as error:  # whatever LMDB raises, nothing can be found there
+        except Exception as error:  # on any error of LMDB nothing can be found
             raise TierIoError(f"the index in {self._folder} cannot be read: {error!r}") from error
 
     # -- what it says of itself ------------------------------------------------------------
@@ -149,7 +151,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Which of these can be read now, by this process, whoever stored them."""
+        """Return which keys this process can read now, whichever process stored them."""
         with self._working() as files:
             if self._resets.is_open:
                 return [False] * len(keys)
@@ -241,7 +243,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
                 self._counts["read_bytes"] += job.into[n].nbytes
                 if job.uses[n] < fresh_ns:
                     self._note_use(job.keys[n])
-        if job.damaged:  # so that a good copy can be written again
+        if job.damaged:  # so that an intact copy can be written again
             self._asking.ask(lambda changes: changes.remove_damaged(job.damaged))
 
     # -- deleting, recency, reset ----------------------------------------------------------
@@ -276,12 +278,12 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             self._asking.ask(lambda changes: changes.refresh(keys))
 
     async def _noted(self) -> None:
-        """Wait until what was asked for so far is in the index."""
+        """Wait until all changes requested so far are in the index."""
         self._flush_touches()
         await settled(self._asking.ask(lambda changes: None))
 
     async def reset(self, epoch: int) -> None:
-        """The store gives the epoch that begins a number of its own, whatever the caller's is."""
+        """Begin an epoch whose number the index chooses, whatever the caller's is."""
         with self._working():
             before, number = self._own_epoch, self._resets.begin()
             self._writes.end_epoch()

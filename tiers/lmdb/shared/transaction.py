@@ -1,16 +1,16 @@
-"""What one write transaction of a shared index does: places given out, filled, taken back.
+"""A write transaction of a shared index: it reserves, fills and frees allocations.
 
-A record comes into being in three steps, so that a process may be killed at any moment:
+A record is stored in three steps, so that a process may be killed at any moment:
 
-    reserve   a place is given to this process (an intent), in a transaction
+    reserve   one transaction gives extents to this process (an intent)
     (the payload is written and flushed)
-    publish   the record is named and the intent is gone, in one transaction
+    publish   one transaction names the record and removes the intent
 
-An intent of a process that has ended is rolled back by any other one: its place is free. A process
-that publishes without its intent publishes nothing.
+Any process can roll back the intent of an ended one, which frees its extents. A process that
+publishes without its intent publishes nothing.
 
-A place may be given out anew while somebody still reads what lay there. Nobody is asked: readers
-find out by the checksum, which covers key and epoch, and look the key up again (``shared_reads``).
+Extents may be reused while a reader still reads the old contents. Readers are not asked: they
+detect it by the checksum, which covers key and epoch, and look the key up again (``shared.reads``).
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 
 EVICTED_AT_ONCE = 1024
-"""Records that one transaction evicts at most: others wait for it."""
+"""Most records that one transaction evicts, because other processes wait for it."""
 READER_CHECK_EVERY = 64
 _EXTENT = struct.Struct("<QI")
-assert _EXTENT.size == EXTENT_BYTES, "the layout of a run"
+assert _EXTENT.size == EXTENT_BYTES, "the layout of an extent"
 _INTENT = struct.Struct(">HQ")
 
 Grow = Callable[[int, int], int]
-"""``grow(file_pages, pages)`` makes the file longer by at least ``pages``, and says by how many
+"""``grow(file_pages, pages)`` extends the file by at least ``pages`` and returns the pages gained
 (0: it cannot)."""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """``places[i]`` for the i-th record, ``None`` if there is no room or it is ``present[i]``
-    already; ``epoch`` is what they must be sealed with, ``uses[i]`` their time of use."""
+    """``allocations[i]`` belongs to the i-th record; ``None`` if there is no space or the record is
+    ``present[i]`` already. ``epoch`` is what the records must be sealed with, ``uses[i]`` their
+    time of use."""
 
     epoch: int
     allocations: list[Extents | None]
@@ -54,7 +55,8 @@ class Reservation:
 
 
 class WriteTransaction:
-    """One write transaction, for the sharer with this ``number``. Any exception undoes it all."""
+    """One write transaction of the sharer with this ``number``. Any exception rolls back all of
+    it."""
 
     def __init__(self, index: SharedIndex, txn: Any, number: int) -> None:
         self._index = index
@@ -84,7 +86,7 @@ class WriteTransaction:
         records_max: int,
         grow: Grow,
     ) -> Reservation:
-        """Places for keys that need so many pages each, as far as there is room."""
+        """Allocate the given number of pages for each key, as far as there is space."""
         epoch, state = self._epoch(own_epoch), self.state
         found = Reservation(epoch, [], [], [])
         for key, pages in wanted:
@@ -116,20 +118,20 @@ class WriteTransaction:
         return _INTENT.pack(self._number, extents[0].start)
 
     def publish(self, puts: Sequence[Put], own_epoch: int | None) -> None:
-        """Name records whose payloads are flushed; sets their outcomes."""
+        """Name records whose payloads are flushed, and set their outcomes."""
         epoch = self._epoch(own_epoch)
         for put in puts:
             put.outcome = self._publish(put, epoch)
 
     def _publish(self, put: Put, epoch: int) -> WriteOutcome:
         if not self._end_intent(put.extents):
-            return WriteOutcome.FAILED  # rolled back: the place is somebody else's
+            return WriteOutcome.FAILED  # rolled back: the extents belong to another process
         value = self._txn.get(put.key, db=self._tables.records)
         is_present = value is not None and epoch_of(value) == epoch
         if put.epoch != epoch or is_present:
             self._free.give(put.extents)
             return WriteOutcome.OK if put.epoch == epoch else WriteOutcome.FAILED
-        if value is not None:  # of an epoch that others work under, or nobody any more
+        if value is not None:  # of an epoch that other processes use, or that has ended
             self._forget(put.key, value)
         _, rest = clip(put.extents, put.stored_pages)
         self._free.give(rest)
@@ -138,7 +140,7 @@ class WriteTransaction:
         return WriteOutcome.OK
 
     def abandon(self, allocations: Sequence[Extents]) -> None:
-        """Give back places that nothing was written to."""
+        """Free allocations to which nothing was written."""
         for extents in allocations:
             if self._end_intent(extents):
                 self._free.give(extents)
@@ -166,7 +168,7 @@ class WriteTransaction:
         self.state.records -= 1
 
     def remove(self, keys: Sequence[Key], own_epoch: int | None) -> int:
-        """Forget the caller's records; how many there were."""
+        """Delete the caller's records and return their number."""
         epoch, count = self._epoch(own_epoch), 0
         for key in keys:
             value = self._txn.get(key, db=self._tables.records)
@@ -176,14 +178,14 @@ class WriteTransaction:
         return count
 
     def remove_damaged(self, found: Sequence[tuple[Key, bytes]]) -> None:
-        """Forget records that are still what was read."""
+        """Delete records unless they have changed since they were read."""
         for key, seen in found:
             value = self._txn.get(key, db=self._tables.records)
             if value is not None and value[USE_BYTES:] == seen[USE_BYTES:]:
                 self._forget(key, value)
 
     def refresh(self, keys: Sequence[Key]) -> None:
-        """Note a use of these, in this order."""
+        """Record a use of these keys, in this order."""
         for key in keys:
             value = self._txn.get(key, db=self._tables.records)
             if value is not None:
@@ -191,8 +193,8 @@ class WriteTransaction:
                 self._txn.delete(value[:USE_BYTES], db=self._tables.order)
 
     def evict(self, free_pages: int, records_most: int) -> int:
-        """Forget the least recently used records until so many pages are free and at most so many
-        records and intents are left, or ``EVICTED_AT_ONCE`` are gone; how many went."""
+        """Evict the least recently used records until enough pages are free and few enough records
+        and intents are left, or until ``EVICTED_AT_ONCE`` are gone. Returns their number."""
         count = 0
         while count < EVICTED_AT_ONCE and (
             self._free.pages < free_pages or self.state.records + self.state.reserved > records_most
@@ -209,11 +211,11 @@ class WriteTransaction:
     # -- others ----------------------------------------------------------------------------
 
     def roll_back(self, is_alive: Callable[[int], bool]) -> int:
-        """Give back the places of sharers that have ended; how many."""
+        """Free the allocations of ended sharers and return their number."""
         return sum(self.roll_back_one(n) for n in list(self._sharers()) if not is_alive(n))
 
     def _sharers(self) -> Iterator[int]:
-        """The numbers of sharers that have intents."""
+        """Return the numbers of sharers that have intents."""
         with self._txn.cursor(db=self._tables.intents) as intents:
             there = intents.first()
             while there:
@@ -222,7 +224,7 @@ class WriteTransaction:
                 there = intents.set_range(_INTENT.pack(number, 2**64 - 1))
 
     def roll_back_one(self, number: int) -> int:
-        """Give back every place that was reserved under a number."""
+        """Free every allocation that was reserved under a number."""
         count = 0
         with self._txn.cursor(db=self._tables.intents) as intents:
             while intents.set_range(_INTENT.pack(number, 0)):
@@ -238,8 +240,9 @@ class WriteTransaction:
         return count
 
     def begin_epoch(self, own_epoch: int | None) -> int:
-        """An epoch of the caller's own, that nobody ever had. What was stored under the one it
-        leaves exists for nobody any more: if that was the common one, another becomes that."""
+        """Begin an epoch that no process has ever used, for the caller alone. Records of the epoch
+        that it leaves exist for no process any more; if that was the common one, a new common epoch
+        begins."""
         self.state.highest += 1
         epoch = self.state.highest
         if own_epoch is None:
@@ -252,7 +255,7 @@ class WriteTransaction:
 
 @contextmanager
 def changing(index: SharedIndex, number: int) -> Iterator[WriteTransaction]:
-    """A write transaction, durable at the end. Raises ``lmdb.Error`` and ``OSError``."""
+    """Begin a write transaction, durable at the end. Raises ``lmdb.Error`` and ``OSError``."""
     with index.writing() as txn:
         if not txn.id() % READER_CHECK_EVERY:
             index.env.reader_check()

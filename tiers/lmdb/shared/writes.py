@@ -1,6 +1,6 @@
-"""The way of records into a tier that processes share: places, payloads, names.
+"""Writes of a shared LMDB tier: reserve extents, write payloads, publish records.
 
-See ``shared_changes`` for what is promised on the way. Owned by the event loop's thread.
+``shared.transaction`` states the guarantees of each step. Owned by the event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import Reservation, WriteTransaction
 
 ROOM_ATTEMPTS = 8
-"""How often a write makes room that others may take before it does."""
+"""Evictions per write, if other processes take the space first."""
 
 Record = tuple[Put, Buffer]
 
 
 class SharedWrites:
-    """``counts`` are the tier's counters. ``filling`` are the records on their way."""
+    """``counts`` are the tier's counters, ``filling`` the records being written."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class SharedWrites:
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
-        self._unused: list[Extents] = []  # places to give back, for which the index had no room
+        self._unused: list[Extents] = []  # to be freed; the index had no space for that
 
     def end_epoch(self) -> None:
-        """What is on its way belongs to an epoch that is over: it ends by itself, as a failure."""
+        """End the epoch: records being written belong to the old one and will fail."""
         self.filling = {}
         self._epochs_ended += 1
 
     async def write(
         self, keys: Sequence[Key], buffers: Sequence[Buffer], own_epoch: int | None
     ) -> list[WriteOutcome]:
-        """As ``Tier.write``, under this epoch (``None``: the common one)."""
+        """See ``Tier.write``; writes under this epoch (``None``: the common one)."""
         is_long = len(self.filling) + len(keys) > self._options.queue_records
         if self.filling and is_long:
             self._counts["write_failed"] += len(keys)
@@ -69,7 +69,7 @@ class SharedWrites:
                 put = self.filling[key] = Put(key, b"", 0, data.nbytes, ())
                 own.append((put, data))
             call.expect(put.waiters, position)
-        # A task, so that it goes on to its end also when this call is cancelled.
+        # A task, so that it continues when this call is cancelled.
         filling = asyncio.ensure_future(self._fill(own, own_epoch))
         call.begun()
         try:
@@ -79,7 +79,7 @@ class SharedWrites:
         return call.outcomes
 
     async def ended(self, keys: Sequence[Key]) -> None:
-        """Wait for those of these keys that are on their way."""
+        """Wait for the pending ones among these keys."""
         filling = [put for key in keys if (put := self.filling.get(key)) is not None]
         if filling:
             call = Call([WriteOutcome.FAILED] * len(filling))
@@ -89,7 +89,7 @@ class SharedWrites:
             await settled(call.done)
 
     async def _fill(self, own: list[Record], own_epoch: int | None) -> None:
-        """Give every record a place and send it on its way; settle those that get none."""
+        """Allocate extents for every record and write it; settle those that get none."""
         try:
             left = await self._place_all(own, own_epoch)
         except Exception:
@@ -98,7 +98,8 @@ class SharedWrites:
         self._settle(left, WriteOutcome.FULL)
 
     async def _place_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
-        """Send all on their way that there is or can be made room for; the rest."""
+        """Write all records for which there is space, or for which space can be made. Returns the
+        rest."""
         pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
         left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
         self._settle([r for r in own if pages_for(r[1].nbytes) > pages_max], WriteOutcome.FULL)
@@ -112,7 +113,7 @@ class SharedWrites:
             if found is None:
                 self._settle(left, WriteOutcome.FAILED)
                 return []
-            if epochs_ended != self._epochs_ended:  # a reset overtook it
+            if epochs_ended != self._epochs_ended:  # a reset came first
                 self._abandon([extents for extents in found.allocations if extents is not None])
                 self._settle(left, WriteOutcome.FAILED)
                 return []
@@ -129,7 +130,8 @@ class SharedWrites:
         )
 
     async def _make_room(self, pages: list[int]) -> bool:
-        """Whether there may be room now for some of the records that need so many pages each."""
+        """Make space for some records that need this many pages each. Returns False if that is
+        impossible."""
         files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
@@ -139,7 +141,7 @@ class SharedWrites:
             return True
         most = files.pages_max - 1
         ahead = most - int(most * self._low_watermark)
-        # Not for all of a long call at once, or it might throw out everything there is.
+        # Not for all of a long call at once, or it might evict everything.
         free_pages = max(ahead, max(pages), min(sum(pages), most // 2))
         records_most = int(files.records_max * self._low_watermark)
         evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_most))
@@ -148,7 +150,7 @@ class SharedWrites:
     def _send(
         self, records: list[Record], found: Reservation, own_epoch: int | None
     ) -> list[Record]:
-        """Hand those that have a place to the I/O threads; the ones that have none."""
+        """Hand the records that got an allocation to the I/O threads. Returns the others."""
         left: list[Record] = []
         jobs: list[list[tuple[Put, Buffer, int]]] = []
         most = job_bytes(self._options, sum(data.nbytes for _put, data in records))
@@ -190,8 +192,8 @@ class SharedWrites:
         self.threads.submit(WriteJob(puts, data, uses, files.codec, files.file, publish, fail))
 
     def _abandon(self, allocations: Sequence[Extents]) -> None:
-        """Give back places that nothing was written to. Where the index has no room for that it is
-        tried again when a record finds none: until then they are nobody's."""
+        """Free allocations to which nothing was written. If the index has no space for that, it is
+        tried again when a record finds none; until then they are unusable."""
         given, self._unused = [*self._unused, *allocations], []
 
         def end(is_done: bool) -> None:
@@ -208,7 +210,7 @@ class SharedWrites:
             self._settle([(put, None)], put.outcome)
 
     def _settle(self, records: Sequence[tuple[Put, Buffer | None]], outcome: WriteOutcome) -> None:
-        """These records have ended: count them and tell whoever waits."""
+        """Count these ended records and notify their waiters."""
         names = {WriteOutcome.OK: "written", WriteOutcome.FULL: "write_full"}
         for put, _data in records:
             if self.filling.get(put.key) is put:
