@@ -178,7 +178,7 @@ class RankFolder:
             return b""
 
     def open(self, key_file: str = "") -> OfflineStore:
-        """Look at its records. Raises ``StoreUnusableError``, ``OSError`` or ``TierError``."""
+        """Look at its records. Raises ``FolderUnusableError``, ``OSError`` or ``TierError``."""
         if self.kind == "file":
             return FileReader(self.folder)
         is_owned = self.owner() is not None

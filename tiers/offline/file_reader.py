@@ -39,7 +39,7 @@ class FileReader:
     kind = "file"
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``StoreUnusableError`` and ``OSError``."""
+        """Raises ``FolderUnusableError`` and ``OSError``."""
         self.folder = folder
         self.is_shared = (folder / SHARED_NAME).exists()
         self.epoch = self._judged_epoch()
@@ -55,7 +55,7 @@ class FileReader:
                 self.file_bytes += path.lstat().st_blocks * 512
 
     def _judged_epoch(self) -> int:
-        """The epoch, as the tier itself would find it. Raises ``StoreUnusableError``."""
+        """The epoch, as the tier itself would find it. Raises ``FolderUnusableError``."""
         if self.is_shared:
             return self._stored_epoch()  # that of all who share it; nobody writes it down
         while True:

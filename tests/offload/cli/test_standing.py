@@ -112,7 +112,7 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
 LMDB: dict[str, tuple[Damage, str]] = {
     "an empty index": (edited(f"{RANK}/data.mdb", lambda _: b""), "data.mdb is empty, beside"),
     "no index": (removed(f"{RANK}/data.mdb"), "data.mdb is missing, beside"),
-    "a cut index": (edited(f"{RANK}/data.mdb", lambda found: found[:9000]), "no whole index"),
+    "a cut index": (edited(f"{RANK}/data.mdb", lambda found: found[:9000]), "not a complete index"),
     "a garbled index": (
         edited(f"{RANK}/data.mdb", lambda found: found[:8192] + os.urandom(len(found) - 8192)),
         "structural faults",
@@ -120,7 +120,7 @@ LMDB: dict[str, tuple[Damage, str]] = {
     "no payloads": (removed(f"{RANK}/{PAYLOAD_NAME}"), f"its {PAYLOAD_NAME} is missing"),
     "another's payloads": (
         edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: found[:8] + bytes(16) + found[24:]),
-        "is not the one that its index means",
+        "is not the one that its index names",
     ),
     "no file of ours": (
         edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: b"x" * 4096 + found[4096:]),

@@ -281,7 +281,7 @@ def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
     other = make_store(tmp_path, range(4), fields=OTHER)
     damage(other, 1)
     for break_it, words in (
-        (lambda: flip(folder / PAYLOAD_NAME, 10), "is not the one that its index means"),
+        (lambda: flip(folder / PAYLOAD_NAME, 10), "is not the one that its index names"),
         (lambda: (folder / PAYLOAD_NAME).unlink(), "is missing"),
         (lambda: (folder / "data.mdb").write_bytes(b"x" * 8192), "damaged: "),
     ):

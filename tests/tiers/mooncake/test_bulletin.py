@@ -170,4 +170,4 @@ async def test_no_room_is_said_and_harms_nothing(
         await tier.open()
         assert await tier.present([key_of(0)]) == [False]
         await tier.aclose()
-    assert "has no room for what this engine says" in caplog.text
+    assert "has no space for the notice of this engine's blocks" in caplog.text

@@ -190,7 +190,7 @@ def one_record_more(raw: bytearray, page: int) -> None:
 
 
 SEEN_BY = {
-    another_number: "a page has another number",
+    another_number: "the number of a page",
     keys_swapped: "keys out of order",
     one_page_more: "pages that are neither in use nor free",
     one_record_more: "a tree with",
