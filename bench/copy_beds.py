@@ -219,7 +219,7 @@ class CudaBed(Bed):
 
 
 class Load:
-    """Jobs over one layout: which chunks go to which slots, drawn anew for every job."""
+    """Jobs over one layout: which chunks go to which slots, drawn again for every job."""
 
     def __init__(self, layout: Layout, bed: Bed, jobs_bytes: int, seed: int) -> None:
         self.layout = layout

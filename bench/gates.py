@@ -52,7 +52,7 @@ def run(config: Config, progress: Progress) -> Report:
             "token hits: prompt tokens in the longest leading run of resident blocks.",
             "over lru: token hits minus those of LRU.",
             "gap closed: the same, as a share of what the optimum has over LRU.",
-            '"+ ends": the policy is told the end of each session; - where a trace has none.',
+            '"+ ends": the policy learns the end of each session; - where a trace has none.',
         ],
     )
     jobs = [

@@ -71,7 +71,7 @@ class VllmPolicy(EvictionPolicy):
 
 
 class _Context:
-    """What vLLM's policies ask of a request: here keys come in prefix order already."""
+    """The context of a request for vLLM's policies. Keys come in prefix order here."""
 
     @staticmethod
     def get_offload_key_position(key: Key) -> None:

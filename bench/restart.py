@@ -1,7 +1,7 @@
 """How long until a disk tier's index is back in memory after a restart?
 
 An index of many records is made (their payloads are a hole in a sparse file: nobody reads them),
-then opened again and again, each time in a process of its own, as at a real restart: every second
+then opened again and again, each time in a new process, as at a real restart: every second
 time after a clean close, every second time after a process that ended without one. Wall time
 follows the machine's load; CPU time says what a step costs.
 
@@ -123,7 +123,7 @@ def _use_of(number: int) -> int:
 
 
 def _in_child(folder: Path, records: int, end: str) -> dict[str, dict[str, float]]:
-    """One restart in a process of its own, which ends as it is told."""
+    """One restart in a new process; ``end`` says how the process ends."""
     code = f"from bench.restart import child; child({str(folder)!r}, {records}, {end!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""What a benchmark is made of: a frozen configuration, rows of numbers, and a progress bar.
+"""The parts of a benchmark: a frozen configuration, rows of numbers, and a progress bar.
 
 A question lives in one module ``bench/<name>.py`` with
 

@@ -92,7 +92,7 @@ def run(config: Config, progress: Progress) -> Report:
 def _engines(
     config: Config, root: Path, report: Report, progress: Progress
 ) -> Iterator[dict[str, Engine]]:
-    """Those that start, by the names of their rows; of the others the report gets the reason."""
+    """Yields the engines that start, by row name; the report gets the reasons of the others."""
     model = make_llama(root / "model", shape=MODELS[config.model])
     with contextlib.ExitStack() as stack:
         begun = {}
@@ -216,7 +216,7 @@ def _notes(config: Config) -> list[str]:
         "restored: prompt tokens that came from outside, by vLLM's own count; from disk: those of "
         "ours that were read from the disk tier.",
         "hooks: share of the time that vLLM's threads spent in our hooks; threads: CPU time of our "
-        "own threads, as a share of the same. Together they are about the most that offloading "
+        "threads, as a share of the same. Together they are about the most that offloading "
         "can cost, and hardly change with the noise.",
         f"Model: {shape.layers} layers of {shape.hidden}, random weights, {size // 1024} KiB of KV "
         f"cache per token, {intensity:,.0f} operations per byte of it ({name}: {real:,.0f}).",

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, for ``bench serve``.
+"""A real vLLM engine in a separate process, for ``bench serve``.
 
 vLLM runs in that one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) and is stepped there. By
 default its CPU platform puts the worker into another process that polls for its next step, and
@@ -180,7 +180,7 @@ class Engine:
         return value
 
     def _end(self) -> str:
-        """What is known of an engine that ended without a word."""
+        """Describes the end of an engine that ended without a message."""
         code = self._process.wait()
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"the process ended with {code}: {lines[-1] if lines else 'no output'}"
@@ -288,7 +288,7 @@ class _Host:
 
 
 def serve(connection: Connection, arguments: dict[str, Any]) -> None:
-    """Build the engine and answer until told to close, or until the parent is gone."""
+    """Build the engine and answer until asked to close, or until the parent is gone."""
     try:
         host = _Host(arguments)
     except Exception as error:  # whatever it is, the parent's table shows it
@@ -315,6 +315,6 @@ def first_line(error: BaseException) -> str:
 
 
 def child() -> None:
-    """What the engine's process runs; it ends with its parent."""
+    """Run the engine's process; it ends with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

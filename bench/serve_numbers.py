@@ -96,7 +96,7 @@ def _values(found: Sequence[Batch], plain: Sequence[Batch]) -> dict[str, float]:
 
 
 def _own_shares(found: Sequence[Batch]) -> dict[str, float]:
-    """What our hooks and threads took, as shares of the batches' time; nothing for others."""
+    """The time of our hooks and threads as shares of the batches' time; empty for other systems."""
     seconds = sum(batch.seconds for batch in found)
     shares = {
         "hooks": sum(batch.hook_s for batch in found) / seconds,
@@ -132,7 +132,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def verdicts(samples: Samples) -> list[str]:
-    """What the run says of the goal, and which rows had not the hits that their case asks for."""
+    """Compares the run with the goal, and names rows without the hits that their case needs."""
     ours = {SYSTEMS[name].name for name in OURS}
     notes = []
     for case, systems in samples.batches.items():

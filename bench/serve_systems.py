@@ -1,7 +1,7 @@
-"""What ``bench serve`` compares, and the model that all of them serve.
+"""The systems that ``bench serve`` compares, and the model that all of them serve.
 
-A system is a ``--kv-transfer-config`` and what else its engine must be told. Whether one runs on
-this machine is found out by starting it.
+A system is a ``--kv-transfer-config`` and the other settings of its engine. Starting it
+shows whether it runs on this machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine needs beside what all have in common."""
+    """The settings of one engine beside the common ones."""
 
     connector: dict[str, Any] | None = None
     env: dict[str, str] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def run(config: Config, progress: Progress) -> Report:
         notes=[
             "GB/s, keys/s: medians over rounds, interleaved; share: of the limit, median by round.",
             "Limits: Mooncake's client for its tier, the exclusive LMDB tier for the shared one.",
-            f"Mooncake over TCP on loopback, memory in a process of its own; {config.depth} "
+            f"Mooncake over TCP on loopback, memory in a separate process; {config.depth} "
             "threads. CPU s/GB counts this process only.",
             f"lookup: {ASKED} keys in a question, half of them there. Our tiers verify checksums.",
         ],

@@ -1,6 +1,6 @@
-"""What ``bench shared`` compares: a shared tier and the limit of each, over the same blocks.
+"""The systems that ``bench shared`` compares: shared tiers and the limit of each.
 
-The memory of the Mooncake store belongs to a process of its own, so that every byte goes through
+The memory of the Mooncake store belongs to a separate process, so that every byte goes through
 TCP; the same Mooncake without our tier is the limit. For the shared LMDB tier it is the exclusive
 one.
 """

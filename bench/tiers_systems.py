@@ -1,4 +1,4 @@
-"""What ``bench tiers`` compares: our tiers, the raw disk, memory, and vLLM's own fs tier.
+"""The systems that ``bench tiers`` compares: our tiers, raw disk, memory, vLLM's fs tier.
 
 Every system moves the same numbered blocks of one arena. ``write`` ends when the system's own
 promise holds: ours, the file tier and the raw file have flushed; vLLM's fs tier never flushes,

@@ -72,7 +72,7 @@ def run_offloaded(model: Path, reference: Reference) -> tuple[list[Row], Compare
 
 
 def verdict(rows: list[Row], compared: Compared) -> list[str]:
-    """What went wrong; empty if nothing did."""
+    """The problems found; empty if there are none."""
     problems = [
         f"{row.phase}, turn {row.turn}: other tokens than plain vLLM"
         for row in rows

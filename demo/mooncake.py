@@ -1,4 +1,4 @@
-"""A real Mooncake master, started and killed as a process of its own; used by the demo and by the
+"""A real Mooncake master, started and killed as a separate process; used by the demo and by the
 tests."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def why_not() -> str:
 
 
 class Master:
-    """``mooncake_master`` with its metadata server, on ports of its own that it keeps; ``flags``
+    """``mooncake_master`` with its metadata server, on free ports that it keeps; ``flags``
     are further ones of its command line."""
 
     def __init__(self, log: Path, *flags: str) -> None:

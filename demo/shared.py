@@ -91,7 +91,7 @@ def _stored(server: VllmServer) -> float:
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """What went wrong; empty if nothing did."""
+    """The problems found; empty if there are none."""
     problems = [
         f"{row.phase}, turn {row.turn}: other tokens than plain vLLM"
         for row in rows

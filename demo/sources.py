@@ -71,7 +71,7 @@ class Compared:
 
 
 def read_compared(server: VllmServer) -> Compared:
-    """What a server has compared since its start."""
+    """The numbers of chunks that a server has compared since its start."""
     server.nudge()
     metrics = server.metrics()
     names = ("verified", "differing", "unverified")

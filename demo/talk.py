@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What plain vLLM answers to each turn: in the conversation, with its prefix cache warm, and
+    """The answers of plain vLLM to each turn: in the conversation, with its prefix cache warm, and
     with an empty one."""
 
     requests: list[Messages]

@@ -1,6 +1,6 @@
 """Messages as files: ``same_text(name, text)`` compares with ``tests/data/messages/<name>.txt``.
 
-``KVTIERS_REWRITE=1 python -m pytest ...`` writes them anew; read the difference before committing.
+``KVTIERS_REWRITE=1 python -m pytest ...`` writes them again; read the difference before committing.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class Family:
     """``speculative_config``; a model named ``draft`` is the folder ``draft`` in the model's."""
     prompt_tokens: int = 600
     hits: bool = True
-    """Whether vLLM's own prefix cache is on (vLLM turns it off for MLA on CPU)."""
+    """True if vLLM's own prefix cache is on (vLLM turns it off for MLA on CPU)."""
     needs_avx512: bool = False
-    """Whether vLLM starts this only on a CPU with AVX-512."""
+    """True if vLLM starts this only on a CPU with AVX-512."""
     notes: str = ""
 
     def missing(self) -> str | None:

@@ -25,7 +25,7 @@ def functions_of(file: str) -> set[str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_a_fault_can_be_planted(mutant: Mutant) -> None:
-    """Its old text occurs exactly once. After a refactoring: write it down anew, as the same fault;
+    """Its old text occurs exactly once. After a refactoring write it again, as the same fault;
     do not delete it."""
     mutant.plant()
     for test in mutant.tests:

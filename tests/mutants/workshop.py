@@ -49,7 +49,7 @@ class Verdict(Enum):
 
     @property
     def seen(self) -> bool:
-        """Whether a test has noticed the fault."""
+        """True if a test has noticed the fault."""
         return self in (Verdict.KILLED, Verdict.HUNG)
 
 

@@ -1,5 +1,5 @@
 """Calls of the in-process API that are cancelled, or over which it is closed: none ends while a
-copy may still touch its blocks, and none waits for ever.
+copy may still touch its blocks, and none waits forever.
 
 Time is virtual, and copies advance only when a test says so.
 """

@@ -49,7 +49,7 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trouble:
-    """Whether the disk is in trouble now; ``when`` of the wrappers."""
+    """True if the disk is in trouble now; ``when`` of the wrappers."""
 
     def __init__(self) -> None:
         self.now = False

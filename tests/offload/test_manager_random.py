@@ -145,7 +145,7 @@ class Caller:
                 calling.cancel()
                 seen["cancels"] += 1
         done, _ = await asyncio.wait([calling], timeout=LIMIT_S)
-        assert done, f"{what} waits for ever"
+        assert done, f"{what} waits forever"
         seen[what] += 1
         try:
             return await calling
@@ -208,7 +208,7 @@ class Life:
                     await asyncio.sleep(0)
                 closing.cancel()
         done, _ = await asyncio.wait([closing], timeout=LIMIT_S)
-        assert done, "closing waits for ever"
+        assert done, "closing waits forever"
         self.seen["closing cancelled"] += closing.cancelled()
         with pytest.raises(ManagerClosedError):
             self.manager.lookup([])

@@ -66,7 +66,7 @@ class _Layer:
     page: int
     mix: int
     ahead: int = 0
-    """How many tokens a draft layer looks ahead."""
+    """The number of tokens that a draft layer looks ahead."""
 
     @property
     def is_state(self) -> bool:
@@ -181,7 +181,7 @@ class KvMemory:
 
     def write_heads(self, tables: Tables, digests: np.ndarray, first: int, end: int) -> None:
         """Write tokens ``[first, end)`` of the draft head; ``digests`` go on into the guesses.
-        Slots that saw a guess before are written anew, but never those before ``first``."""
+        Slots that saw a guess before are written again, but never those before ``first``."""
         for layer in self._heads:
             positions = np.arange(first, end)
             places = self._places(layer, tables[layer.group], positions)
@@ -231,7 +231,7 @@ class KvMemory:
         return slice(start, start + layer.page)
 
     def null_block_touched(self) -> bool:
-        """Whether anybody has written the null block."""
+        """True if anybody has written the null block."""
         return any(
             (self._bytes[layer.start : layer.start + layer.page] != NULL_BYTE).any()
             for layer in self._layers

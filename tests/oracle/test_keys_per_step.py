@@ -23,7 +23,7 @@ CHUNKS = 4096
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many keys were made each time, of requests and in no other way."""
+    """The number of keys that were made each time, of requests and in no other way."""
     counts: list[int] = []
 
     def counting(*arguments: Any) -> list[bytes]:

@@ -39,4 +39,4 @@ def test_a_request_does_not_ask_for_ever(
         if len(asked) >= answers_after:
             world.answer(asked[-answers_after], WANTED)
         world.at(world.now + 0.001)  # what a step of its own time forgets
-    pytest.fail("it waits for ever")
+    pytest.fail("it waits forever")

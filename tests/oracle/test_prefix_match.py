@@ -123,7 +123,7 @@ class Case:
 
     @property
     def excepted(self) -> bool:
-        """Whether one of vLLM's oddities can show (see the module's head)."""
+        """True if one of vLLM's oddities can show (see the module's head)."""
         groups = self.config.kv_cache_groups
         block = groups[0].kv_cache_spec.block_size
         if self.layout.alignment_tokens != block:

@@ -22,7 +22,7 @@ from tests.oracle.test_shared import PROMPT, request, two
 def test_a_shared_tier_does_not_answer(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it has the chunk is not known then: that is not as if nobody had stored it."""
+    """Its content is not known then, which differs from a chunk that was never stored."""
     may_say = asyncio.Event()
 
     async def silent(self: Any, question: Any) -> PresenceReply:

@@ -144,7 +144,7 @@ class Device(CopyEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
+        """True if nothing is queued or under way."""
         return not (self._kernels or self._lanes["store"] or self._lanes["load"])
 
     def close(self) -> None:

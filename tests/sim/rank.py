@@ -104,12 +104,12 @@ class Rank:
         ]
 
     def slot_is_right(self, key: bytes, slot: int, epoch: int) -> bool:
-        """Whether a slot holds a chunk, byte for byte."""
+        """True if a slot holds a chunk, byte for byte."""
         content = chunk(key, epoch, self.number)
         return self.device.slot_bytes(slot, len(content)) == content
 
     async def record_is_right(self, tier: int, key: bytes, epoch: int) -> bool:
-        """Whether a tier's record holds a chunk, byte for byte."""
+        """True if a tier's record holds a chunk, byte for byte."""
         into = np.zeros(SLOT_BYTES, np.uint8)
         outcomes = await self.tiers[tier].read([key], [into])
         content = chunk(key, epoch, self.number)

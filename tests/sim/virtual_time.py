@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def turns(self) -> int:
-        """How often the loop has turned."""
+        """The number of times that the loop has turned."""
         return self._jumping.turns
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:

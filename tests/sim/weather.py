@@ -52,7 +52,7 @@ class Weather:
         self.sky, self.since = sky, now
 
     def is_now(self, *skies: Sky) -> bool:
-        """Whether one of these is the weather, and note that it was met."""
+        """True if one of these is the weather, and note that it was met."""
         if self.sky not in skies:
             return False
         self.met[self.sky] += 1

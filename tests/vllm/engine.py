@@ -9,7 +9,7 @@ loaded chunk may have differed from what was computed, none may have gone unchec
 was loaded something must have been compared (`tests.vllm.verified`).
 
 An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel
-size 2 the ranks are processes of their own), so the scheduler can be stepped and looked into.
+size 2 the ranks are separate processes), so the scheduler can be stepped and looked into.
 Every wait has a deadline; when something fails, the exception carries the engine's log.
 """
 

@@ -72,7 +72,7 @@ def infect(worker: Any, state: str) -> None:
 
 
 def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> None:
-    """How long this rank's loads, and operations of its tiers, may take from now on."""
+    """The time that this rank's loads, and operations of its tiers, may take from now on."""
     found = executor(worker)
     found.limits = replace(
         found.limits, load_timeout_s=load_timeout_s, tier_timeout_s=tier_timeout_s
@@ -98,5 +98,5 @@ def retry_soon(llm: Any) -> None:
 
 
 def disk_calls(worker: Any) -> int:
-    """How often the disk was asked since it is in its state."""
+    """The number of times that the disk was asked since it is in its state."""
     return sum(tier._store.file._io.calls for tier in _tiers(worker))

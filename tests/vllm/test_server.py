@@ -1,4 +1,4 @@
-"""``vllm serve`` with the engine in a process of its own: HTTP in, restored blocks out; killed with
+"""``vllm serve`` with the engine in a separate process: HTTP in, restored blocks out; killed with
 signal 9 while it stores; and configurations that it refuses."""
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def answers(server: VllmServer) -> Answers:
 
 
 def same(found: Answers, reference: Answers) -> bool:
-    """Whether all answers that can be compared are equal, and there are such."""
+    """True if all answers that can be compared are equal, and there are such."""
     common = found.keys() & reference.keys()
     return bool(common) and all(found[hit] == reference[hit] for hit in common)
 
 
 def all_loads_were_right(server: VllmServer) -> bool:
-    """Whether ``verify`` has compared loaded chunks and found no difference."""
+    """True if ``verify`` has compared loaded chunks and found no difference."""
     server.nudge()
     found = server.metrics()
     names = ("verified", "differing", "unverified")

@@ -61,7 +61,7 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
 
 
 def gate_state(llm: Any) -> tuple[bool, bool, float]:
-    """Whether the disk is read, whether it is written, and how often it was shut out."""
+    """Whether the disk is read, whether it is written, and how often its breaker opened."""
     gate = connector(llm)._scheduler.planner.health[0]
     return gate.readable, gate.writes.closed, gate.reads.openings + gate.writes.openings
 
@@ -89,7 +89,7 @@ def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool])
 
 
 def is_shut(engine: Engine, wanted: tuple[bool, bool]) -> bool:
-    """Whether the disk is read and written no more than wanted."""
+    """True if the disk is read and written no more than wanted."""
     readable, writable, _ = engine.call(gate_state)
     return readable <= wanted[0] and writable <= wanted[1]
 

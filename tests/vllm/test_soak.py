@@ -57,7 +57,7 @@ class Soak:
         self.samples: list[tuple[int, int, int]] = []
         self.turns = 0
         self.owes_reset = False
-        """Whether a disk was too ill to note a reset in time (vLLM then answers False)."""
+        """True if a disk was too ill to note a reset in time (vLLM then answers False)."""
 
     def turn(self) -> None:
         """A few requests, known and new ones, with something going wrong now and then."""

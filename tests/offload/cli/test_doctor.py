@@ -282,7 +282,7 @@ from tests.offload.connector.model.tiny_configs import config_of, namespace_of
 print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
 sys.exit(code)
 """
-"""``python -m offload.cli``, and what else is to be seen in a process of its own: importing vLLM
+"""``python -m offload.cli``, and what else is to be seen in a separate process: importing vLLM
 there takes 15 s."""
 
 

@@ -183,7 +183,7 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
         for shown, real in places.items():
             line = line.replace(shown, real)
         if line.startswith("kvtiers top") and "--" not in line:
-            line += " --once --interval 0.1"  # it would go on for ever
+            line += " --once --interval 0.1"  # it would go on forever
         if line.startswith("kvtiers simulate"):
             line += " --jobs 1"
         result = kvtiers(*shlex.split(line)[1:])

@@ -69,7 +69,7 @@ class Server:
 
 @contextmanager
 def serving(pages: list[str], user: str = "") -> Iterator[str]:
-    """An HTTP server that gives one page after the other, the last one for ever; to ``user`` only,
+    """An HTTP server that gives one page after the other, the last one forever; to ``user`` only,
     given as ``name:password``, if there is one."""
     wanted = f"Basic {base64.b64encode(user.encode()).decode()}" if user else None
 

@@ -29,11 +29,11 @@ from tiers.offline.inspect import Checker, Found, Health
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}
-"""So little room, by whether engines share it, that places are soon written anew."""
+"""So little room, by whether engines share it, that places are soon written again."""
 
 
 def live(turn: int, begun: Callable[[], object], folder: str, shared: str) -> None:
-    """An engine of two ranks that stores and evicts for ever, rank by rank."""
+    """An engine of two ranks that stores and evicts forever, rank by rank."""
     asyncio.run(_live(random.Random(turn), begun, Path(folder), shared == "True"))
 
 

@@ -294,7 +294,7 @@ async def test_rubbish_on_the_board_harms_nobody(
 
 
 async def test_a_master_that_comes_back_empty(tmp_path: Any, model: str) -> None:
-    """The engines say again how their records are ordered, and what is stored anew is read."""
+    """The engines say again how their records are ordered, and what is stored again is read."""
     with Master(tmp_path / "log") as own:
         specs = store_specs(own, 2, 1, "translate", model=model)
         async with (

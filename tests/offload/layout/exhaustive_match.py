@@ -5,7 +5,7 @@ from offload.layout.groups import ModelLayout
 
 
 def is_hit(layout: ModelLayout, keys, present, start: int, boundary: int) -> bool:
-    """Whether every group can go on at ``boundary``, straight from the definition."""
+    """True if every group can go on at ``boundary``, straight from the definition."""
     for group, group_keys in zip(layout.groups, keys, strict=True):
         size = group.chunk_tokens
         needed = {

@@ -172,7 +172,7 @@ def test_chunk_of_no_blocks(chunk):
     ],
 )
 def test_with_what_a_hint_changes_the_checks_pass(given, hints):
-    """Whether vLLM's flags change just that is for vLLM to say: the doctor's tests ask it."""
+    """vLLM decides what its flags change: the doctor's tests ask it."""
     assert find_misfits(given)
     found = helping_hints(given)
     assert len(found) == hints

@@ -128,7 +128,7 @@ def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
 
 
 def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
-    """Half open, with its one write on its way for ever."""
+    """Half open, with its one write on its way forever."""
     planner = make()
     holding(planner, 1, 2)
     break_writes(planner)

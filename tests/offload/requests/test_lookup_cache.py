@@ -121,7 +121,7 @@ class World:
 
 
 def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
-    """How many answers there were, all of them those of a lookup that remembers nothing."""
+    """The number of answers, each equal to that of a lookup without memory."""
     world = World(seed, groups)
     world.put(world.disk, world.every[: world.random.randrange(len(world.every))])
     answers = start = 0
@@ -266,7 +266,7 @@ def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
     steps = 0
     while (found := world.ask()) is None:
         steps += 1
-        assert steps < 4 * CHUNKS, "it waits for ever"
+        assert steps < 4 * CHUNKS, "it waits forever"
         world.put(world.cpu, world.every[:4])
         world.cpu.evict(4)
         world.allowance.renew()

@@ -47,7 +47,7 @@ def test_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("most", [24, 10_000])
 def test_the_latest_departure_counts(most: int) -> None:
-    """Whether they share a part or not."""
+    """With a shared part or without."""
     departures = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):
         departures.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))

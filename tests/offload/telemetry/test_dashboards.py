@@ -111,7 +111,7 @@ def firing(value: float, expression: str) -> bool:
 
 def test_a_tier_whose_disk_hangs_keeps_its_alert() -> None:
     """A probe that hangs for 5 s shows another state meanwhile. One look at that would begin the
-    alert's five minutes anew."""
+    alert's five minutes again."""
     [rule] = [rule for rule in alert_rules() if rule["alert"] == "KvtiersTierShutOut"]
     breaker = CircuitBreaker()
     breaker.observe(0, 3, 0.0)

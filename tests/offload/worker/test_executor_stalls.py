@@ -325,7 +325,7 @@ async def test_stores_go_on_some_time_after_a_fault(clock: Clock) -> None:
 
 
 def fence_returns(executor: Executor, jobs: list[int]) -> bool:
-    """Whether a fence that might wait for an hour returns at once."""
+    """True if a fence that might wait for an hour returns at once."""
     thread = threading.Thread(target=executor.fence, args=(jobs,), daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -333,7 +333,7 @@ def fence_returns(executor: Executor, jobs: list[int]) -> bool:
 
 
 def missed(rank: Rank, jobs: list[int]) -> None:
-    """A step has waited for these stores in vain."""
+    """A step has waited for these stores without result."""
     usual = rank.executor.limits
     rank.executor.limits = offload.worker.executor.ExecutorLimits(fence_timeout_s=0.01)
     rank.executor.fence(jobs)

@@ -1,4 +1,4 @@
-"""How long a step waits for stores that still read the blocks it overwrites."""
+"""The time that a step waits for stores that still read the blocks it overwrites."""
 
 from __future__ import annotations
 

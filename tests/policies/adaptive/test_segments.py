@@ -245,7 +245,7 @@ def test_an_evicted_tail_is_cut_off_without_a_look_at_each_key() -> None:
         policy.remove_all(gone, RemoveCause.EVICTED)
     assert counting.looks < 300
     (segment,) = set(counting.values())
-    assert len(segment.keys) < LONG, "what has left is not kept for ever"
+    assert len(segment.keys) < LONG, "what has left is not kept forever"
 
 
 def test_a_recovered_tier_is_not_looked_through_because_of_a_hole() -> None:

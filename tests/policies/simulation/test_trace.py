@@ -134,7 +134,7 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, complaint) -> None:
 
 
 def test_a_line_that_a_server_is_writing_is_left_out(tmp_path) -> None:
-    """A trace ends in the midst of a line while its server runs, and for ever if it was killed."""
+    """A trace ends in the middle of a line while its server runs, or for good if it was killed."""
     trace = synthetic_trace(1, requests=5)
     path = tmp_path / "own.jsonl"
     with TraceWriter(path, trace.name, 16) as writer:

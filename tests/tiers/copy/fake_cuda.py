@@ -359,7 +359,7 @@ class FakeCuda:
         return 0
 
     def _inside_a_piece(self, to: int, source: int, nbytes: int) -> bool:
-        """Whether one side lies wholly inside one registered range."""
+        """True if one side lies wholly inside one registered range."""
         return any(
             start <= address and address + nbytes <= start + length
             for start, length in self.registered.items()

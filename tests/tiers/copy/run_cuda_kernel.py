@@ -1,4 +1,4 @@
-"""Runs the Triton kernel without a GPU, in a process of its own (see test_copy_kernel.py).
+"""Runs the Triton kernel without a GPU, in a separate process (see test_copy_kernel.py).
 
 ``compile``: for Hopper, printing the PTX. ``interpret``: in Triton's interpreter, on host memory,
 printing "same" if every byte came out right and nothing else was touched.

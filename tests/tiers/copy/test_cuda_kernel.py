@@ -1,6 +1,6 @@
 """The Triton kernel without a GPU: right bytes in Triton's interpreter, wide accesses in its PTX.
 
-Each runs in a process of its own, because Triton decides at import whether it interprets.
+Each runs in a separate process, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations

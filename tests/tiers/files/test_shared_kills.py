@@ -71,7 +71,7 @@ def gets_other_weights(shared: SharedFolder, say: Callable[[str], None]) -> None
 
 
 def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tuple[bool, str]:
-    """Run this in a process of its own, killed before its step of this number; whether it was, and
+    """Run this in a separate process, killed before its step of this number; whether it was, and
     what it had said by then."""
     reading, writing = os.pipe()
     child = os.fork()

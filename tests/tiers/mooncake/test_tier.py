@@ -53,7 +53,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 
 def namespace_of(folder: Path) -> bytes:
-    """Tests share the master, each in a namespace of its own."""
+    """Tests share the master, each in a separate namespace."""
     return hashlib.blake2b(str(folder).encode(), digest_size=16).digest()
 
 

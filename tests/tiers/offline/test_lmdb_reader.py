@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZE = 4096
 CAPACITY = 8 << 20
 ROUNDS = 700
-"""Commits; each takes some of the index's 512 pages anew."""
+"""Commits; each takes some of the index's 512 pages again."""
 
 HELD = """
 import sys

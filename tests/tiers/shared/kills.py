@@ -44,7 +44,7 @@ for turn in range(int(count)):
 @contextmanager
 def killed(live: str, count: int, seed: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Call ``live``, a ``module:function``, with its turn, ``begun`` and ``arguments`` in ``count``
-    processes, one after the other. Each calls ``begun`` when it has begun, goes on for ever and is
+    processes, one after the other. Each calls ``begun`` when it has begun, goes on forever and is
     killed. The helper ends then; sooner, with 1, if one ends by itself."""
     command = [sys.executable, "-c", HELPER, *live.split(":"), str(count), str(seed)]
     command += [str(argument) for argument in arguments]

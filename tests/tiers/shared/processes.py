@@ -92,7 +92,7 @@ class Child:
         self.process.stdin.flush()
 
     def has_stored(self, count: int) -> bool:
-        """Whether it has stored so many, or has come to its middle without."""
+        """True if it has stored so many, or has come to its middle without."""
         return len(self.said("+")) >= count or len(self.said("@")) > 1
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What reaches the forward pass beside the model's files makes a namespace of its own; what does
+"""What reaches the forward pass beside the model's files makes a separate namespace; what does
 not, does not."""
 
 from __future__ import annotations

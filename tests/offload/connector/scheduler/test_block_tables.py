@@ -1,4 +1,4 @@
-"""Which blocks a step is said to write anew, group by group and for every kind of request."""
+"""Which blocks a step is said to write again, group by group and for every kind of request."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def chunks(events: list[Any]) -> int:
 
 
 def portions_of(events: KvEvents) -> list[int]:
-    """How many chunks each call tells of, as the calls come."""
+    """The number of chunks that each call tells of, as the calls come."""
     portions: list[int] = []
     take = events.take
 
@@ -156,7 +156,7 @@ def portions_of(events: KvEvents) -> list[int]:
 
 
 def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
-    """Between what the tiers hold and what a follower believes that was told all anew, in portions,
+    """Between the tiers' chunks and those of a follower that got all of them again, in portions,
     because too many changes waited."""
     for world, follower in followed("sliding_full", folder, seed):
         events: KvEvents = world.connector._events  # type: ignore[assignment]  # it is set here

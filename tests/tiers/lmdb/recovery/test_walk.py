@@ -124,7 +124,7 @@ def accepted_garbage(
     tries: int,
     damage: Callable[[bytearray, random.Random, int], None],
 ) -> tuple[int, int]:
-    """How many damaged files the walk accepts although the verifier does not, and how many
+    """The number of damaged files that the walk accepts and the verifier does not, and how many
     both refuse."""
     grown(folder, random.Random(SEED), "hashes", 12)
     with lmdb.open(str(folder), max_dbs=2) as env:

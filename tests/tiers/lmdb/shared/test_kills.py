@@ -28,7 +28,7 @@ OK = WriteOutcome.OK
 
 
 def live(turn: int, begun: Callable[[], object], folder: str) -> None:
-    """Do everything that a tier can be asked for, one after the other, for ever."""
+    """Do everything that a tier can be asked for, one after the other, forever."""
     asyncio.run(_live(random.Random(turn), begun, folder))
 
 

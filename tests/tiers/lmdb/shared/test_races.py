@@ -138,7 +138,7 @@ async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> 
 
 
 async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
-    """A tier that is opened anew after its disk was away, by a server that was reset before."""
+    """A tier that is opened again after its disk was away, by a server that was reset before."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     await put(tier, [key_of(1)], SIZE)
