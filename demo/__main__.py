@@ -45,6 +45,7 @@ def connector_config(folder: Path) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "cpu": {"capacity": "512MiB", "policy": "lru"},
             "tiers": [{"type": "lmdb", "path": str(folder), "capacity": "1GiB", "policy": "lru"}],
+            "tier_timeout_s": 60,  # a busy machine loses no block
             "break_even": False,  # this model may compute faster than anything loads
             "verify": "device",  # compares every loaded block with what was computed
             "verify_path": str(folder.with_name("digests")),

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from demo.ports import free_port
 
-START_S = 30.0
+START_S = 300.0
 LOG_CHARS = 2_000
 NEEDS = (
     "Mooncake cannot be used here: {}. Run: pip install 'kvtiers[mooncake]'; on Debian also: "

@@ -66,6 +66,13 @@ def run_reference(model: Path, log: Path) -> Reference:
     return Reference(requests, talk, warm, cold)
 
 
+CAPTION = (
+    "TTFT: time to the first token. A fresh engine answers its first requests slowly, whatever "
+    "they ask, because it prepares kernels for each size of input. So every engine was warmed up "
+    "with other texts of the same sizes; a first row that is slow all the same shows the rest."
+)
+
+
 def warm_up(server: VllmServer, requests: list[Messages]) -> None:
     """Ask everything with its text reversed, computed and then cached, before anything is measured.
 
@@ -107,7 +114,7 @@ def ask_all(
 
 def make_table(rows: list[Row], lower: str = "disk tier") -> Table:
     """One row for each request; times in milliseconds."""
-    table = Table(title="Prompt tokens by where they came from")
+    table = Table(title="Prompt tokens by where they came from", caption=CAPTION)
     for heading in ("phase", "turn", "prompt", "computed", "GPU cache", "CPU tier", lower):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
     table.add_column("TTFT ms", justify="right")

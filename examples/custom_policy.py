@@ -96,6 +96,8 @@ def in_a_server(folder: Path) -> bool:
                     "policy": policy,
                 }
             ],
+            "tier_timeout_s": 60,  # a busy machine loses no block
+            "break_even": False,  # this model may compute faster than anything loads
         },
     }
     flags = (

@@ -5,16 +5,28 @@
 #   test.sh --all                everything
 #   test.sh PYTEST ARGUMENTS     the tests that they select, in one process, without the checks
 #
-# Tests run in as many processes as there are processors (KVTIERS_TEST_WORKERS). Each file stays in
-# one process, and the longest come first (tests/order.py).
+# Tests run in as many processes as there are processors, fewer if memory is short
+# (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
+# (tests/order.py). tests/test_tidy.py is one of the checks.
 set -uo pipefail
 
 everything=
 if [ "${1:-}" = --all ]; then everything=1; shift; fi
-workers=${KVTIERS_TEST_WORKERS:-$(nproc)}
+# An engine with its ranks takes up to 3 GiB.
+workers=$(nproc)
+free=$(awk '/^MemAvailable:/ { print $2 }' /proc/meminfo 2>/dev/null)
+most=$(cat /sys/fs/cgroup/memory.max 2>/dev/null)
+for bytes in "${free:+$((free * 1024))}" "$most"; do
+    [[ $bytes =~ ^[0-9]+$ ]] || continue  # not known, or "max"
+    [ $((bytes / (3 << 30))) -ge "$workers" ] || workers=$((bytes / (3 << 30)))
+done
+[ "$workers" -ge 1 ] || workers=1
+workers=${KVTIERS_TEST_WORKERS:-$workers}
+reasons=()
 selected=(-m "not gpu and not thorough")
 if [ -n "$everything" ]; then
     selected=(-m "not gpu")
+    reasons=(-rs)
     export KVTIERS_ORACLE_SEEDS=4 KVTIERS_SHARED_SEEDS=2 KVTIERS_SIM_SEEDS=400
 fi
 
@@ -35,8 +47,8 @@ if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" --durations=5 "$@"
 fi
 stage checks bash scripts/check.sh
-stage tests python -m pytest "${selected[@]}" --durations=15 \
-    -n "$workers" --dist loadfile --no-loadscope-reorder
+stage tests python -m pytest "${selected[@]}" "${reasons[@]}" --durations=15 \
+    --ignore=tests/test_tidy.py -n "$workers" --dist loadfile --no-loadscope-reorder
 
 echo "=== summary ($((SECONDS - start)) s)"
 for name in checks tests; do echo "$name: ${result[$name]}"; done

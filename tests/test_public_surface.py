@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import offload
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("offload", "policies", "tiers")
@@ -107,6 +108,6 @@ def test_code_that_follows_the_guides_passes_mypy_strict(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.patience import PATIENCE_S
+
 
 @contextmanager
 def no_thread_is_left() -> Iterator[None]:
@@ -14,5 +16,5 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
-        thread.join(10.0)
+        thread.join(PATIENCE_S)
     assert not [thread.name for thread in left if thread.is_alive()]

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from bench import copy, copy_beds
 from bench.copy_beds import LAYOUTS, MLA_LAYERS, MLA_PAGE_BYTES, layout
 from bench.copy_targets import main, missed, shares, untried
+from tests.patience import PATIENCE_S
 
 
 def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_json_on_standard_output_is_json_alone(tmp_path: Path) -> None:
         text=True,
         cwd=root,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
-        timeout=200,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     found = list(shares(json.loads(run.stdout)))

@@ -89,11 +89,17 @@ RANDOM = {"load_format": LOAD_FORMAT}
 GDN = RANDOM | {"mamba_ssm_cache_dtype": "float32"}
 MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
 # vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step.
-MLA = RANDOM | {
-    "block_size": 16,
-    "kv_cache_memory_bytes": 16 << 20,
-    "max_num_batched_tokens": 2048,
-}
+# Where there is AMX it would take other kernels, with blocks of any size and with prefix caching.
+ONE_MLA = {"attention_backend": "CPU_MLA"}
+MLA = (
+    RANDOM
+    | ONE_MLA
+    | {
+        "block_size": 16,
+        "kv_cache_memory_bytes": 16 << 20,
+        "max_num_batched_tokens": 2048,
+    }
+)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 DRAFT = {"model": "draft", "method": "draft_model", "num_speculative_tokens": 2}
 
@@ -207,7 +213,7 @@ _ALL = (
         (LATENT,),
         MLA,
         hits=False,
-        speculative={"method": "mtp", "num_speculative_tokens": 1},
+        speculative={"method": "mtp", "num_speculative_tokens": 1} | ONE_MLA,
     ),
 )
 

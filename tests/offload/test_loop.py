@@ -6,8 +6,7 @@ import asyncio
 import threading
 
 from offload.loop import EventLoopThread
-
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 async def hang(begun: threading.Event, ended: threading.Event) -> None:

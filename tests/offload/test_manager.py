@@ -30,6 +30,7 @@ from tests.offload.small_model import (
     open_manager,
     wrong_blocks,
 )
+from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
 from tiers.base import TierClosedError, WriteOutcome
 from tiers.testing.faults import (
@@ -264,8 +265,8 @@ async def test_closing_with_a_hung_tier_is_bounded() -> None:
     await manager.offload(keys(2), range(2))
     await tier.waiting()
     closing = asyncio.ensure_future(manager.aclose(timeout_s=0.1))
-    await asyncio.wait({closing}, timeout=5)
-    assert closing.done(), "vLLM gives workers 5 s"
+    await asyncio.wait({closing}, timeout=PATIENCE_S)
+    assert closing.done(), "vLLM gives workers 5 s, and it waits for the tier"
     tier.release()
 
 

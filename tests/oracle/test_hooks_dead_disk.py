@@ -36,9 +36,9 @@ from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, World
 from tests.oracle.test_miss_reasons import PROMPT
 from tests.oracle.test_requests_told import _request
+from tests.patience import PATIENCE_S
 from tiers.testing.simulated_copy import SimulatedCopyEngine
 
-PATIENCE_S = 120.0
 CALLS = (
     *("access", "chmod", "chown", "copy_file_range", "fchmod", "fdatasync", "fstat", "fstatvfs"),
     *("fsync", "ftruncate", "link", "listdir", "lseek", "lstat", "mkdir", "open", "pread"),
@@ -98,6 +98,9 @@ class DeadDisk:
     @contextmanager
     def dies(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
+            # vLLM's handler may hold the captured output of a test that has ended. What logging
+            # then prints of its own failure has source lines in it.
+            patch.setattr(logging, "raiseExceptions", False)
             for name in CALLS:
                 call = getattr(posix, name, None)
                 if call is not None:
@@ -257,12 +260,7 @@ def stored_on_disk(world: Served) -> None:
     assert len(world.planner.lower[0]) == len(world.planner.lower[1]) == len(PROMPT) // 4
 
 
-def test_no_hook_waits_for_a_file_system(
-    world: Served, failed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # vLLM's handler may hold the captured output of a test that has ended. What logging then prints
-    # of its own failure has source lines in it.
-    monkeypatch.setattr(logging, "raiseExceptions", False)
+def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> None:
     stored_on_disk(world)
     disk = while_the_disks_are_dead(world, lambda: live(world, failed))
     assert any(name.startswith("kvtiers-epoch") for name in disk.hung), disk.hung

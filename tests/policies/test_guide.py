@@ -12,6 +12,7 @@ import pytest
 
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/write-a-policy.md"
@@ -37,7 +38,7 @@ def run(folder: Path, *command: str) -> str:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

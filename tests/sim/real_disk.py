@@ -39,6 +39,10 @@ class OnThreads(TierWrapper):
         with self._outside():
             await self.inner.delete(names)
 
+    async def present(self, names: Any) -> list[bool]:
+        with self._outside():
+            return await self.inner.present(names)
+
     async def touch(self, names: Any) -> None:
         with self._outside():
             await self.inner.touch(names)

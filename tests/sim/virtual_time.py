@@ -13,10 +13,9 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from tests.patience import PATIENCE_S
 
-WATCHDOG_S = 60.0
-"""Real seconds that a real thread may take for one answer."""
+T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -30,9 +29,9 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.turns += 1
         if self.outside:
-            ready = super().select(0.0 if timeout == 0.0 else WATCHDOG_S)
+            ready = super().select(0.0 if timeout == 0.0 else PATIENCE_S)
             if not ready and timeout != 0.0:
-                raise AssertionError(f"no answer from a thread for {WATCHDOG_S} real seconds")
+                raise AssertionError(f"no answer from a thread for {PATIENCE_S} real seconds")
             return ready
         if timeout is None:
             raise AssertionError("deadlock: nothing is ready and no timer is set")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from examples.custom_tier import SqliteTier
+from tests.patience import PATIENCE_S
 from tiers.base import ReadOutcome, Tier
 from tiers.testing import TierContract, fetch, key_of, put
 
@@ -48,7 +49,7 @@ def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -64,6 +64,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+DTYPE = {"dtype": dtype} if (dtype := os.environ.get("KVTIERS_TEST_DTYPE")) else {}
+
+
 def transfer_config(extra: dict[str, Any], **others: Any) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of this project's connector with this extra configuration."""
     return {
@@ -100,7 +103,7 @@ class Engine:
         **engine_kwargs: Any,
     ) -> None:
         self.log_path = log
-        kwargs = DEFAULTS | {"model": str(model)} | engine_kwargs
+        kwargs = DEFAULTS | DTYPE | {"model": str(model)} | engine_kwargs
         if connector is not None:
             connector = verified.added(connector, log.parent / "digests")
             kwargs["kv_transfer_config"] = connector

@@ -4,7 +4,7 @@ bit; the master is killed and restarted under load, and no answer changes.
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.mooncake.real_store import Master, one_store, skip_without_mooncake
-from tests.vllm import faults
+from tests.vllm import faults, sick_disk
 from tests.vllm.engine import Engine, EngineError
 from tests.vllm.kinds import ask as ask_in_turn
 from tests.vllm.other_geometry import (
@@ -39,7 +40,8 @@ from tiers.mooncake.tier import MooncakeTier
 skip_without_mooncake()
 pytestmark = pytest.mark.thorough
 
-BACK_S = 120.0
+LIMITS = (10.0, 5.0)
+"""Seconds that a load and an operation of the store may take once its master may be dead."""
 
 
 @pytest.fixture
@@ -71,12 +73,23 @@ def under_load(engine: Engine, reference: Reference, round_: int) -> float:
 
 def until_restored(engine: Engine, reference: Reference) -> None:
     """Both breakers close again, and the store gives what it was given since."""
-    deadline = time.monotonic() + BACK_S
-    round_ = 100
-    while not under_load(engine, reference, round_):
-        round_ += 1
+    deadline = time.monotonic() + PATIENCE_S
+    for round_ in itertools.count(100):
+        if under_load(engine, reference, round_):
+            return
         assert time.monotonic() < deadline, engine.call(totals)
         settle(engine)
+
+
+def kill_under_load(engine: Engine, reference: Reference, master: Master, steps: int) -> None:
+    """The master dies after some steps of requests that load and compute."""
+    engine.reset_prefix_cache()
+    asked = [*reference.prompts, *prompts(3, seed=1000)]
+    for number, prompt in enumerate(asked):
+        engine.submit(f"load-{number}", prompt, max_tokens=4)
+    engine.step(steps)
+    master.kill()
+    assert len(engine.run_until_finished()) == len(asked)
 
 
 def test_one_restores_what_the_other_has_computed(
@@ -129,7 +142,7 @@ def test_the_master_is_killed_and_restarted_under_load(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(2))
-    small = offload(master, "1MiB", lookup_timeout_s=1.0)
+    small = offload(master, "1MiB")
     with (
         Engine(llama, log=tmp_path / "1.log", connector=small, **HASH) as one,
         Engine(llama, log=tmp_path / "2.log", connector=small, **HASH) as two,
@@ -138,12 +151,12 @@ def test_the_master_is_killed_and_restarted_under_load(
         settle(one)
         assert ask(two, reference) > 0
         for engine in (one, two):
-            killing = threading.Timer(0.3, master.kill)
-            killing.start()
+            engine.call(sick_disk.retry_soon)
+            engine.call(faults.on_workers, sick_disk.set_limits, *LIMITS)
+        for engine, steps in ((one, 3), (two, 6)):
+            kill_under_load(engine, reference, master, steps)
             for round_ in range(3):
                 under_load(engine, reference, round_)
-            killing.join()
-            under_load(engine, reference, 3)
             master.start()
             until_restored(one, reference)
             until_restored(two, reference)

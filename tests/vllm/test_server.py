@@ -18,6 +18,7 @@ from demo.server import ServerError, VllmServer
 from offload.cli import app
 from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
+from tests.patience import PATIENCE_S
 from tests.promql import problems
 from tests.vllm.engine import transfer_config
 from tests.vllm.operated import operate, operate_at_rest
@@ -93,7 +94,7 @@ def traffic(server: VllmServer) -> Iterator[None]:
         thread.start()
     yield
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
 
 
 def page_of(server: VllmServer) -> dict[str, set[str]]:

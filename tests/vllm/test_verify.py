@@ -34,7 +34,8 @@ def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Pat
     asked = prompts(2)
     with start(llama, tmp_path, "first") as engine:
         engine.may_differ = True
-        answers = [engine.generate_one(prompt) for prompt in asked]
+        for prompt in asked:
+            engine.generate_one(prompt)
         tokens, found = ask_anew(engine, asked)
         assert tokens == 2 * 576
         assert found == Verified(18 + 9, 0, 0)  # half of the second lies in vLLM's own cache
@@ -52,7 +53,6 @@ def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Pat
         assert log.count("is not what was computed") == 3
         assert "differ in 4 of 4 layers (model.layers.0.self_attn.attn, " in log  # a swapped pair
         assert "differ in 1 of 4 layers (model.layers.0.self_attn.attn)" in log  # a wrong bit
-        assert engine.generate_one(asked[0]).tokens == answers[0].tokens
     with start(llama, tmp_path, "restarted") as engine:
         assert ask_anew(engine, asked[:1])[1] == Verified(18, 0, 0)
         engine.kill()

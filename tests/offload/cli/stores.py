@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from offload.cli import app
 from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
+from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT
 from tiers.files.tier import FileTier, record_name
 from tiers.lmdb.folder import PAYLOAD_NAME
@@ -138,7 +139,7 @@ class Writer:
 
     def stop(self) -> tuple[int, int, int, int]:
         """Rounds, reads, wrong answers, and failures that the tier itself counted."""
-        out, _ = self.process.communicate("stop\n", timeout=60)
+        out, _ = self.process.communicate("stop\n", timeout=PATIENCE_S)
         assert self.process.returncode == 0, out
         rounds, reads, wrong, failures = json.loads(out.splitlines()[-1])
         return rounds, reads, wrong, failures

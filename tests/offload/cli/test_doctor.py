@@ -292,7 +292,7 @@ def test_as_a_program(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     folder = make_model(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"] == str(folder)
     assert done.stderr.split()[-2:] == ["namespace", namespace_of(config_of(folder)).name]

@@ -14,6 +14,7 @@ import pytest
 from offload.admin.export import ExportFileError, export_file
 from tests.offload.cli.stores import ROOT, kvtiers, make_store
 from tests.offload.cli.test_export_import import export, frames
+from tests.patience import PATIENCE_S
 
 
 def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
     while part.exists() and part.stat().st_mode & 0o777 != 0o600:
         assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE_S) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

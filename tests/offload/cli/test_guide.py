@@ -27,6 +27,7 @@ from policies.simulation.trace import TraceWriter
 from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store
 from tests.offload.cli.test_plan import alternating
 from tests.offload.cli.test_top import Server, serving
+from tests.patience import PATIENCE_S
 
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs/guides").glob("*.md"))}
 PAGES["README.md"] = (ROOT / "README.md").read_text()
@@ -131,7 +132,7 @@ def run_program(words: list[str]) -> None:
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

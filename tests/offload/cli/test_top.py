@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from offload.admin.metrics_client import PageError, metrics_url, parse, view
 from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.patience import PATIENCE_S
 
 LABELS = ["model_name", "engine"]
 
@@ -172,7 +173,7 @@ def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
             if heads == 3:
                 break
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
     assert heads == 3, "it has ended by itself"
     assert process.returncode == 0
 

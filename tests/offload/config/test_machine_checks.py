@@ -21,6 +21,7 @@ from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from offload.sizes import GIB, MIB, TIB
 from tests.offload.config.test_schema import compare
+from tests.patience import PATIENCE_S
 from tiers.folders.folder import file_system_of
 from tiers.io.codec import KeyRing
 
@@ -447,11 +448,15 @@ def test_the_ranks_of_one_server_are_relatives() -> None:
             f"print(is_relative({sleeper.pid}))"
         )
         asked = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
         )
         assert asked.stdout.strip() == "True"
     finally:
-        sleeper.communicate(b"\n", timeout=60)
+        sleeper.communicate(b"\n", timeout=PATIENCE_S)
 
 
 def test_a_store_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from offload.connector import secondary_tier
 from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
 from tests.offload.connector.model.tiny_configs import config_of, make_model
+from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
 from tiers.base import TierIoError
 from tiers.lmdb.folder import PAYLOAD_NAME
@@ -41,7 +42,6 @@ from tiers.lmdb.tier import LmdbTier
 CHUNKS = 4
 ROW = 8192
 KEYS = [make_offload_key(bytes([n]) * 32, 0) for n in range(12)]
-DEADLINE_S = 60.0
 
 
 def spec_of(model: str = "some/model", engine: str = "engine") -> Any:
@@ -102,7 +102,7 @@ class World:
 
     def settle(self) -> None:
         """Step until nothing is under way."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         self.step()
         while self.manager.has_pending_work():
             assert time.monotonic() < end, "transfers did not end"
@@ -122,7 +122,7 @@ class World:
     def load(self, key: bytes) -> np.ndarray[Any, Any] | None:
         """The bytes of a chunk, promoted if need be; ``None`` if it is a miss."""
         context = self.request()
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         while (found := self.manager.lookup(key, context)) is not LookupResult.HIT:
             if found is LookupResult.MISS:
                 self.manager.on_request_finished(context)
@@ -267,7 +267,7 @@ def test_a_reset_waits_for_transfers_and_says_so(
     monkeypatch.setattr(secondary_tier, "DRAIN_WARNING_S", 0.01)
 
     async def write(tier: LmdbTier, *arguments: Any) -> Any:
-        await asyncio.to_thread(gate.wait, DEADLINE_S)
+        await asyncio.to_thread(gate.wait, PATIENCE_S)
         return await real(tier, *arguments)
 
     with world_at(tmp_path / "kv") as world:
@@ -282,7 +282,7 @@ def test_a_reset_waits_for_transfers_and_says_so(
             assert resetting.is_alive()
             time.sleep(0.01)
         gate.set()
-        resetting.join(DEADLINE_S)
+        resetting.join(PATIENCE_S)
         assert not resetting.is_alive()
         assert world.load(KEYS[0]) is None
 

@@ -20,9 +20,9 @@ from offload.namespaces.epochs import TierEpochs, draw_epoch
 from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint
+from tests.patience import PATIENCE_S
 
 NAMESPACE = Namespace.of({"model": "a"})
-PATIENCE_S = 20.0
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from offload.worker.pending import Drained, ExecutorLimits
 from offload.worker.staging import Staging
 from offload.worker.verify import Verifier
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
+from tests.patience import PATIENCE_S
 from tests.sim.virtual_time import run_virtually
 from tests.threads import no_thread_is_left
 from tiers.base import Tier
@@ -133,14 +135,26 @@ async def test_store_write_load_each_answered_once() -> None:
 
 
 async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
-    async with rank_with(fence_timeout_s=20.0) as rank:
+    async with rank_with(fence_timeout_s=PATIENCE_S) as rank:
         compute(rank.caches, keys(1), [1])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        waits = threading.Event()
+        reading: Any = rank.executor._fences._reading[1]
+        result = reading.result
+
+        def wait(timeout: float) -> Any:
+            waits.set()
+            return result(timeout)
+
+        reading.result = wait
         fence = asyncio.create_task(asyncio.to_thread(rank.executor.fence, [1]))
-        await asyncio.sleep(0.01)
+        while not waits.is_set() and not fence.done():  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.001)
+        assert waits.is_set(), "the copy has not run yet"
         assert not fence.done(), "the copy has not run yet"
         done = await rank.turn()
         await fence
+        assert rank.executor.stats.fence_timeouts == 0
         compute(rank.caches, keys(1, 5), [1])  # the block has a new owner
         assert not done.report.results[1].failed
         rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))

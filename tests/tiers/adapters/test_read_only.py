@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiers.adapters.read_only import ForeignKey, ReadOnlyTier, SharedReadOnlyTier
 from tiers.base import Buffer, ReadOutcome, TierIoError
 from tiers.testing import aligned, all_keys, fetch
@@ -41,7 +42,7 @@ class Shelf:
     def _read(self, key: bytes, into: Buffer) -> ReadOutcome:
         self.threads.add(threading.get_ident())
         self.began.set()
-        assert self.go.wait(30)
+        assert self.go.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         if key not in self.held:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.adapters.unplugged import KEYS, SIZE, Disk, assert_free, opened
 from tiers.adapters import reopening
 from tiers.base import Tier, TierError, TierIoError
@@ -116,7 +117,7 @@ EventLoopThread().call(main(Path(sys.argv[1]), sys.argv[2]), 30.0)
 @pytest.mark.parametrize("hangs", ["make", "open"])
 def test_the_process_ends_while_opening_hangs(tmp_path: Path, hangs: str) -> None:
     command = [sys.executable, "-c", ENDING, str(tmp_path / "tier"), hangs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "ends\n", done.stderr
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.patience import PATIENCE_S
 from tiers.cuda_driver import _SIGNATURES, BATCH_COPY_VERSION, MemcpyAttributes, _BatchCopy
 from tiers.testing.simulated_copy import Operation, SimulatedEvent, SimulatedStream
 
@@ -29,8 +30,6 @@ DEVICE_OF_ORDINAL = {0: 40, 1: 41}
 BUS_IDS = {40: b"0000:65:00.0", 41: b"0000:A3:00.0"}
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, UNKNOWN = 1, 2, 201, 999
 TEXTS = {1: b"invalid argument", 2: b"out of memory", 201: b"invalid device context"}
-NEVER_S = 30.0
-"""What has not happened after so many seconds does not happen any more."""
 
 NEEDS_NO_CONTEXT = {
     "cuInit",
@@ -99,7 +98,7 @@ class FakeCuda:
     def await_call(self, name: str, times: int = 1) -> None:
         """Block until the engine has called ``name`` so often; fail if that never comes."""
         with self._work:
-            called = self._work.wait_for(lambda: self.calls.count(name) >= times, NEVER_S)
+            called = self._work.wait_for(lambda: self.calls.count(name) >= times, PATIENCE_S)
         assert called, f"{name} was called {self.calls.count(name)} times, not {times}"
 
     def launch(self, kernel: Callable[[], None], stream: int = 0) -> None:

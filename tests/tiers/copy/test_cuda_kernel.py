@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +26,7 @@ def run(mode: str, cache: Path, **environment: str) -> str:
         text=True,
         cwd=ROOT,
         env={**os.environ, "TRITON_CACHE_DIR": str(cache), **environment},
-        timeout=200,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

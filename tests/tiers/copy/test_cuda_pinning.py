@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.copy.engine_on_fake_cuda import BLOCKS, SLOTS, World
-from tests.tiers.copy.fake_cuda import NEVER_S, FakeCuda
+from tests.tiers.copy.fake_cuda import FakeCuda
 from tests.tiers.copy.known_caches import Cache, batch, separate_layers
 from tiers.copy.base import TransferError
 from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine
@@ -56,7 +57,7 @@ async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
     before = slow.cache.storage.copy()
     slow.cuda.launch(lambda: slow.cache.storage.__setitem__(slice(None), ~before))
     stored = slow.engine.submit_store([batch(slots, rows)], slow.engine.record_event())
-    await asyncio.wait_for(stored.completed(), NEVER_S)
+    await asyncio.wait_for(stored.completed(), PATIENCE_S)
     for slot, row in zip(slots, rows, strict=True):
         np.testing.assert_array_equal(slow.slot(slot), slow.cache.chunk(row), f"seed {seed}")
     assert slow.cuda.calls.count("cuMemcpyBatchAsync") == 1  # slot 0: 4 copies
@@ -75,13 +76,13 @@ async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: World) 
     first = slow.engine.submit_load([batch([5], [[0, 1]])])
     second = slow.engine.submit_load([batch([0], [[2, 3]])])
     both = asyncio.gather(first.completed(), second.completed())
-    await asyncio.wait_for(both, NEVER_S)
+    await asyncio.wait_for(both, PATIENCE_S)
     assert slow.slab.pinned_slots == 1
 
 
 async def test_closing_does_not_wait_for_the_pinning(slow: World) -> None:
     ticket = slow.engine.submit_store([batch([5], [[0, 1]])])
-    await asyncio.wait_for(asyncio.to_thread(slow.engine.close), NEVER_S)
+    await asyncio.wait_for(asyncio.to_thread(slow.engine.close), PATIENCE_S)
     assert ticket.done()
     await ticket.completed()
     slow.slab.stop_preparing()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.shared.contract import SharedTierContract
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.files import record_files
@@ -136,7 +137,7 @@ async def test_a_question_that_hangs_holds_up_nobody_else(
 
     def stat(path: Any, **options: Any) -> os.stat_result:
         if str(path).endswith(hangs):
-            gate.wait(60)
+            assert gate.wait(PATIENCE_S)
         return real(path, **options)
 
     monkeypatch.setattr(record_files.os, "stat", stat)
@@ -161,14 +162,14 @@ async def test_reads_do_not_wait_for_a_scan(
 
     def scan(folder: SharedFolder) -> Any:
         reached.set()
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE_S)
         return real(folder)
 
     monkeypatch.setattr(SharedFolder, "scan", scan)
     storing = asyncio.create_task(put(tier, [key_of(n) for n in range(1, 9)], SIZE))
     assert await asyncio.to_thread(reached.wait, 60), "nobody scans the folder"
     reading = asyncio.create_task(fetch(tier, key_of(0), SIZE))
-    await asyncio.wait({reading}, timeout=30)
+    await asyncio.wait({reading}, timeout=PATIENCE_S)
     is_read, is_stored = reading.done(), storing.done()
     gate.set()
     assert (is_read, is_stored) == (True, False)
@@ -224,14 +225,14 @@ async def test_two_resets_at_once_are_both_done(
 
     def held(folder: SharedFolder, *arguments: Any, **options: Any) -> None:
         reached.set()
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE_S)
         real(folder, *arguments, **options)
 
     async with engines(tmp_path / "tier") as (one, two):
         await put(one, [key_of(0)], SIZE)
         monkeypatch.setattr(SharedFolder, "_retire", held)
         first = asyncio.create_task(one.reset(1))
-        assert await asyncio.to_thread(reached.wait, 60)
+        assert await asyncio.to_thread(reached.wait, PATIENCE_S)
         second = asyncio.create_task(one.reset(3))
         await asyncio.wait([second], timeout=0.2)
         gate.set()
@@ -251,7 +252,7 @@ async def test_writes_under_way_at_a_reset_are_read_by_nobody(
     def held(fd: int, data: Any) -> None:
         if threading.current_thread().name.startswith("tier-file-store"):
             reached.set()
-            gate.wait(60)
+            assert gate.wait(PATIENCE_S)
         real(fd, data)
 
     keys = [key_of(n) for n in range(60)]
@@ -259,7 +260,7 @@ async def test_writes_under_way_at_a_reset_are_read_by_nobody(
         with monkeypatch.context() as patched:
             patched.setattr(record_files, "_write_all", held)
             writing = asyncio.create_task(put(one, keys, SIZE))
-            assert await asyncio.to_thread(reached.wait, 60)
+            assert await asyncio.to_thread(reached.wait, PATIENCE_S)
             await one.reset(1)
             patched.setattr(record_files, "_write_all", real)
             assert await put(two, [key_of(99)], SIZE) == [OK]  # the common folder is there again

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.files.test_tier import KEYS, SIZE, filled, flip, reopened
 from tiers.adapters import reopening
 from tiers.adapters.reopening import ReopeningTier
@@ -111,7 +112,7 @@ EventLoopThread().call(main(Path(sys.argv[1])), 30.0)
 
 def test_the_process_ends_while_the_mount_hangs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HUNG_END, str(tmp_path / "tier")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "ends\n", done.stderr
 
 
@@ -209,8 +210,12 @@ async def test_a_record_that_is_being_removed_can_be_written_again(
         patch.setattr(record_folder.os, "unlink", gate)
         reading = asyncio.ensure_future(fetch(tier, KEYS[0], SIZE))
         await in_thread(gate.held.wait)
+        removal: Any = tier._removing[KEYS[0]]
+        callbacks = len(removal._callbacks)
         writing = asyncio.ensure_future(put(tier, KEYS[:1], SIZE))
-        await asyncio.wait([writing], timeout=0.05)
+        while not writing.done() and len(removal._callbacks) == callbacks:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0)
+        assert not writing.done(), "it does not wait, and will be removed"
         gate.open()
         assert (await reading)[0] is ReadOutcome.CORRUPT
         assert await writing == [WriteOutcome.OK]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.folders.test_open_failures import MAKERS, Source, held
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
@@ -66,7 +67,7 @@ async def turns(count: int) -> None:
 
 async def rest(before: object) -> None:
     """Wait until as much is held as before; what was cancelled may have left that to a thread."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while (held(), Source.opened) != before:
         assert time.monotonic() < deadline, (held(), Source.opened)
         await asyncio.sleep(0.01)

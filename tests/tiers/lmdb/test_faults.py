@@ -20,6 +20,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.index import Changes, LmdbIndex
@@ -121,7 +122,7 @@ def test_eio_on_the_nth_system_call_of_the_index_too(
     command += [sys.executable, str(CHILD), str(tmp_path / "tier")]
     environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[3])}
     ended = subprocess.run(
-        command, env=environment, check=False, capture_output=True, text=True, timeout=120
+        command, env=environment, check=False, capture_output=True, text=True, timeout=PATIENCE_S
     )
     if "ptrace" in ended.stderr:
         pytest.skip("this system does not let strace attach")
@@ -185,7 +186,7 @@ class CountingIo(DiskIo):
             self._now += 1
             self.most = max(self.most, self._now)
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self.most >= self._expected, 60)
+            assert self._changed.wait_for(lambda: self.most >= self._expected, PATIENCE_S)
             self._changed.wait_for(lambda: self.most > self._expected, 0.2)
         try:
             return super().preadv(fd, views, offset)
@@ -291,7 +292,7 @@ async def test_a_read_that_a_reset_has_overtaken_finds_nothing(tmp_path: Path) -
 
 def await_commit(tier: LmdbTier, before: int) -> None:
     """Until something was committed; the event loop does not turn meanwhile."""
-    give_up = time.monotonic() + 60.0
+    give_up = time.monotonic() + PATIENCE_S
     while tier.stats()["commits"] == before:
         assert time.monotonic() < give_up, "nothing was committed"
         time.sleep(0.001)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.offload.cli.stores import flip
+from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, Scrubbed, TierClosedError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.folder import PAYLOAD_NAME
@@ -239,7 +240,7 @@ async def test_what_changes_while_it_is_read_is_no_damage(tmp_path: Path, happen
             if "written" in happens:
                 await put(tier, [key_of(900 + n) for n in range(600)], SIZE)
 
-    io.meanwhile = lambda: asyncio.run_coroutine_threadsafe(change(), loop).result(60.0)
+    io.meanwhile = lambda: asyncio.run_coroutine_threadsafe(change(), loop).result(PATIENCE_S)
     scrubbing = asyncio.ensure_future(tier.scrub(3 * SIZE, WEEK))
     if happens == "cancelled":
         with pytest.raises(asyncio.CancelledError):

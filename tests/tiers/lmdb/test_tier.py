@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiers.base import ReadOutcome, Tier, WriteOutcome
 from tiers.lmdb import commit_thread
 from tiers.lmdb.tier import LmdbTier
@@ -33,7 +34,7 @@ async def test_a_deletion_shares_the_commit_of_the_next_write(
     assert await put(tier, [key_of(1)], small) == [WriteOutcome.OK]
     assert tier.stats()["commits"] == before + 1
     await tier.delete([key_of(1)])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         assert await put(tier, [key_of(2)], large + small) == [WriteOutcome.OK]
     await assert_holds(tier, [key_of(2)], large + small)
     tier.check()
@@ -52,7 +53,7 @@ async def test_deletions_from_an_index_without_room(tmp_path: Path) -> None:
         outcomes = await tier.write([rng.randbytes(480) for _ in range(200)], [page] * 200)
     used_bytes = tier.used_bytes
     await tier.delete([stored.key for stored in await all_keys(tier)][::3])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while tier.used_bytes == used_bytes:
             await asyncio.sleep(0.01)
             await tier.touch([])  # which raises if the index cannot be written any more

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 HELPER = """
 import importlib, os, random, signal, sys, time
@@ -52,6 +54,6 @@ def killed(live: str, count: int, seed: int, *arguments: object) -> Iterator[sub
     with helper:
         try:
             yield helper
-            assert helper.wait(120) == 0, helper.communicate()[0]
+            assert helper.wait(PATIENCE_S) == 0, helper.communicate()[0]
         finally:
             helper.kill()

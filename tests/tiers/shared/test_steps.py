@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.shared.processes import make_tier
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.files.record_files import record_name
@@ -106,12 +107,12 @@ async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
     def slow(*arguments: Any) -> ReadOutcome:
         outcome = read(*arguments)
         was_read.set()
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE_S)
         return outcome
 
     monkeypatch.setattr(SharedFolder, "fetch", slow)
     reading = asyncio.create_task(fetch(tier, KEY, SIZE))
-    assert await asyncio.to_thread(was_read.wait, 60)
+    assert await asyncio.to_thread(was_read.wait, PATIENCE_S)
     await tier.reset(1)
     gate.set()
     assert (await reading)[0] is ReadOutcome.MISS

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT
 from tiers.slab.pinning import PinningError, pinning_advice
 from tiers.slab.slab import HostSlab, SlabError
@@ -104,7 +105,11 @@ def test_an_address_space_limit_is_refused_with_the_numbers() -> None:
         "    print(error)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert "needs 2,147,483,648 bytes of memory and the kernel refused" in run.stdout
     assert "ulimit -v" in run.stdout

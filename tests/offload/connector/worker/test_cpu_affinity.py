@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from offload.connector.worker.cpu_affinity import threads_unbound
+from tests.patience import PATIENCE_S
 
 CPUS = frozenset(os.sched_getaffinity(0))
 ONE = frozenset({min(CPUS)})
@@ -40,7 +41,7 @@ def _in_worker(variable: str) -> tuple[frozenset[int], list[frozenset[int]]]:
     results = context.Queue()
     process = context.Process(target=_worker, args=(results, variable))
     process.start()
-    inside, after = results.get(timeout=60), results.get(timeout=60)
+    inside, after = results.get(timeout=PATIENCE_S), results.get(timeout=PATIENCE_S)
     process.join()
     return inside, after
 

@@ -21,6 +21,7 @@ from offload.worker import idle_scrub, runtime
 from offload.worker.tier_factory import TierSpec, scrub_limits
 from tests.offload.cli.stores import flip
 from tests.offload.small_model import BLOCKS, kv_caches
+from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, WriteOutcome
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import extents_of
@@ -68,7 +69,7 @@ def assert_released(slabs: list[HostSlab], threads: set[threading.Thread]) -> No
         slabs[0].slot(0)
     left = set(threading.enumerate()) - threads
     for thread in left:
-        thread.join(30.0)  # a loop's own pool is told to end, not waited for
+        thread.join(PATIENCE_S)  # a loop's own pool is told to end, not waited for
     assert not [thread for thread in left if thread.is_alive()]
 
 

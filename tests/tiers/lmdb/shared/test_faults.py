@@ -15,6 +15,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared.tier import SharedLmdbTier
@@ -157,7 +158,7 @@ class HangingIo(DiskIo):
     def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
         if offset:
             self.reached.set()
-            self.gate.wait(60)
+            assert self.gate.wait(PATIENCE_S)
         return super().pwritev(fd, views, offset)
 
 
@@ -186,7 +187,7 @@ async def test_a_reset_overtakes_writes_that_hang(tmp_path: Path) -> None:
     io = HangingIo()
     tier = await opened(tmp_path / "tier", io)
     writing = asyncio.create_task(put(tier, KEYS, SIZE))
-    assert await asyncio.to_thread(io.reached.wait, 60)
+    assert await asyncio.to_thread(io.reached.wait, PATIENCE_S)
     await tier.reset(1)
     new = payload_of(KEYS[0], SIZE, version=1)
     again = asyncio.create_task(tier.write(KEYS[:1], [new]))
@@ -237,7 +238,7 @@ async def test_a_cancelled_close_ends_when_the_folder_is_free(
     tier = kind(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()
     writing = asyncio.create_task(put(tier, KEYS, SIZE))
-    assert await asyncio.to_thread(io.reached.wait, 60)
+    assert await asyncio.to_thread(io.reached.wait, PATIENCE_S)
     closing = asyncio.create_task(tier.aclose())
     await asyncio.sleep(0)
     closing.cancel()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.shared.processes import make_tier
 from tiers.adapters import reopening
 from tiers.adapters.reopening import SharedReopeningTier
@@ -39,7 +40,7 @@ class GatedIo(DiskIo):
 
     def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
         self.reached.set()
-        assert self.gate.wait(60)
+        assert self.gate.wait(PATIENCE_S)
         return super().preadv(fd, views, offset)
 
 
@@ -75,7 +76,7 @@ async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buf
     try:
         assert await put(tier, [key_of(1)], SIZE) == [OK]
         reading = asyncio.create_task(fetch(tier, key_of(1), SIZE))
-        assert await asyncio.to_thread(io.reached.wait, 60)
+        assert await asyncio.to_thread(io.reached.wait, PATIENCE_S)
         others = "[key_of(n) for n in range(10, 70)]"
         fill = f"await tier.delete([key_of(1)]); await put(tier, {others}, {SIZE})"
         await asyncio.to_thread(elsewhere, folder, fill)

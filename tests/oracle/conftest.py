@@ -1,0 +1,33 @@
+"""Time for vLLM's real scheduler over our connector."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from offload.connector.scheduler import scheduler_side
+
+TICK_S = 1e-4
+
+
+class SteppingClock:
+    """Stands for the module ``time`` where the scheduler's side asks for the time: each question
+    takes a tick, however fast this machine is. So a seed does the same everywhere."""
+
+    def __init__(self) -> None:
+        began = time.monotonic()
+        self._ticks = (began + tick * TICK_S for tick in itertools.count())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return next(self._ticks)
+
+
+@pytest.fixture(autouse=True)
+def _time_passes_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_side, "time", SteppingClock())
