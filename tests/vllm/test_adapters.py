@@ -65,7 +65,7 @@ def answer(llm: Any, path: str, prompt: Prompt) -> tuple[int, Answer]:
 
 
 def answers(engine: Engine, path: Path, prompt: Prompt) -> dict[int, Answer]:
-    """What the engine answers when it computes everything, and with a hit in vLLM's own cache, by
+    """Returns the answers of a fully computed prompt and of one with a hit in vLLM's own cache, by
     the length of the hit. An answer is compared with one whose hit was as long: the same tokens are
     then computed in the same pieces, which is exact on every processor."""
     found = dict(engine.call(answer, str(path), prompt) for _ in range(2))

@@ -25,9 +25,9 @@ SOAK_S = float(os.environ.get("KVTIERS_SOAK_S", "300"))
 SEED = int(os.environ.get("KVTIERS_SEED", "5"))
 SAMPLES_MIN = 8
 TOKENS_PER_S = 1.0
-"""What computing is taken to make, on every machine: only a disk that hangs is slower."""
+"""The assumed speed of computing, on every machine: only a disk that hangs is slower."""
 LONG, SHORT = (PATIENCE_S, PATIENCE_S), (1.0, 0.2)
-"""Seconds that a load and an operation of the disk may take: of a disk that is well, and ill."""
+"""Limits in seconds for a load and an operation of the disk: of a healthy disk, and an ill one."""
 STATES = ("hangs", "fails", "is full", "crawls")
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
 """oneDNN keeps memory for every new matrix size: an engine without any connector grows by 10 MiB a
