@@ -1,8 +1,8 @@
-"""``kvtiers import``: the records of an export into stores that nobody uses.
+"""``kvtiers import``: writes the records of an export into rank folders that nobody uses.
 
-The stores are claimed as a server claims them, and written through their tiers: capacity, epoch,
-encryption and durability are theirs. Whatever does not fit is refused before a tier is opened,
-because a tier drops or moves aside what does not fit how it is opened.
+It claims the folders as a server does, and writes through their tiers, which keep the capacity,
+the epoch, encryption and durability. It refuses a folder that does not fit before it opens a tier,
+because a tier drops or moves aside records that do not fit its settings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECORD_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an import goes, and how its stores are made."""
+    """The target of an import, and the settings of the tiers that it makes."""
 
     root: Path
     kind: str = ""
@@ -113,20 +113,20 @@ class Import:
             self.problem = str(error)
 
     def run(self) -> list[Imported]:
-        """Import store by store. Raises ``TierError``, ``TierUnavailableError``, ``OSError``."""
+        """Import rank by rank. Raises ``TierError``, ``TierUnavailableError``, ``OSError``."""
         found = []
         self._next = next(self._frames, None)
         while self._next is not None and self._next.kind != "E":
             if self._next.kind == "S" and _is_store(self._next.about):
                 assert self._next.about is not None
                 found.append(self._one_store(self._next.about))
-            else:  # records of a store whose beginning is damaged
+            else:  # records of a rank whose description is damaged
                 self.damaged_frames += 1
                 self._next = next(self._frames, None)
         return found
 
     def _records(self, into: Imported) -> Iterator[Record]:
-        """The records up to the next store. What is damaged is counted."""
+        """Yield the records up to the next rank, and count damaged ones."""
         self._next = next(self._frames, None)
         while self._next is not None and self._next.kind == "R":
             if self._next.record is None or not _is_sound(self._next.record):
@@ -187,10 +187,9 @@ def _is_sound(record: Record) -> bool:
 
 
 class _Maker:
-    """Decides whether an export fits a store, and makes the tier that takes it.
+    """Decides whether an export fits a rank folder, and makes the tier that takes it.
 
-    A tier drops or moves aside what does not fit how it is opened; what would do that is a
-    ``problem`` here.
+    A tier drops or moves aside records that do not fit its settings; here that is a ``problem``.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class _Maker:
                 "them said that the older ones are wrong"
             )
         if not self.capacity_bytes:
-            return "the capacity of the store is not known: give --capacity"
+            return "the capacity of the tier is not known: give --capacity"
         if self.kind == "file" and (self._target.key_file or self._target.compress):
             return (
                 "a file tier neither encrypts nor compresses: leave the option out, or --type lmdb"

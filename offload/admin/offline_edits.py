@@ -24,7 +24,7 @@ KEYS_PER_LOCK = 20_000
 
 
 class InUseError(Exception):
-    """A live process uses the store."""
+    """A live process uses the rank folder."""
 
     def __init__(self, store: RankFolder, owner: Owner) -> None:
         self.owner = owner
@@ -33,7 +33,7 @@ class InUseError(Exception):
 
 @contextlib.contextmanager
 def alone_with(store: RankFolder) -> Iterator[None]:
-    """Nobody else opens the store until the end. Raises ``InUseError``, ``TierError``,
+    """Keep others from opening a rank folder until the end. Raises ``InUseError``, ``TierError``,
     ``TierUnavailableError`` or ``OSError``."""
     prepare(store.folder, allow_network=True)
     with contextlib.ExitStack() as undo:
@@ -47,13 +47,13 @@ def alone_with(store: RankFolder) -> Iterator[None]:
 
 
 def root_of(store: RankFolder) -> Path:
-    """The path of the tier that a store with a namespace lies below."""
+    """The path of the tier to which a rank folder with a namespace belongs."""
     return store.folder.parents[2]
 
 
 def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
-    """Check these once more with nobody else around, and remove what is still damaged; how many.
-    Raises as ``alone_with`` does."""
+    """Check these records again while nobody else can use the folder, and remove those that are
+    still damaged. Returns their number. Raises as ``alone_with`` does."""
     with alone_with(store):
         outside = _open_alone(store, key_file)
         try:

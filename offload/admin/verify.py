@@ -117,7 +117,7 @@ def scrub(
 
 
 def repair(result: Scrubbed, key_file: str) -> None:
-    """Remove what is damaged, unless a server uses the store. Modifies ``result``.
+    """Remove damaged records, unless a server uses the folder. Modifies ``result``.
 
     Raises ``TierError``, ``TierUnavailableError`` or ``OSError``.
     """

@@ -13,7 +13,7 @@ from offload.cli.common import (
     Folder,
     Problems,
     age_text,
-    at_a_store,
+    guarded_work,
     make_app,
     print_json,
     progress_bar,
@@ -65,7 +65,7 @@ def clear(
     """Remove namespaces by name, model or age; what a running server uses stays.
 
     Options of several kinds must all fit. Works while servers run on other namespaces of the same
-    path. What an earlier run could not delete is tried again. Ends with 1 if something stays
+    path. What an earlier run could not delete is tried again. Exits with 1 if something stays
     because it is in use or could not be deleted.
     """
     from offload.admin.clear import Wanted, find_removals, remove
@@ -79,7 +79,7 @@ def clear(
     if as_json and not (yes or dry_run):
         problems.add("--json", "asks nothing", "Add --yes, or --dry-run.")
     problems.refuse("clear")
-    with at_a_store("clear"):
+    with guarded_work("clear"):
         removals = find_removals(namespaces, wanted)
         if not as_json:
             _print_plan(removals)

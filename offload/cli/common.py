@@ -93,7 +93,7 @@ class Problems(list[Problem]):
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
-            os.listdir(folder)  # looking for stores passes over what may not be read
+            os.listdir(folder)  # the search passes over folders that may not be read
             found = find_namespaces(folder)
         except OSError as error:
             self.add(str(folder), *(not_a_folder(folder) or _unreadable(error, fix)))
@@ -147,12 +147,12 @@ def give_up(command: str, text: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def at_a_store(command: str) -> Iterator[None]:
-    """Around work on a store: errors of the store end the program with one line.
+def guarded_work(command: str) -> Iterator[None]:
+    """Guard work on a tier's folder: its errors end the program with one line.
 
-    A process that is stopped in the middle of a look at LMDB keeps its owner from using pages
-    again, so Ctrl-Z does nothing meanwhile; and SIGTERM ends the program as Ctrl-C does, with
-    everything closed and nothing half done left behind.
+    A process that stops while it reads LMDB keeps the owner from reusing pages, so Ctrl-Z has no
+    effect meanwhile. SIGTERM ends the program as Ctrl-C does: everything is closed, and nothing
+    half done stays behind.
     """
     from tiers.base import TierError
     from tiers.folders.folder import FolderUnusableError
@@ -166,7 +166,7 @@ def at_a_store(command: str) -> Iterator[None]:
         give_up(command, f"{error} while it was read. Run this again")
     except FolderUnusableError as error:
         text = "A server that opens it starts empty; kvtiers clear removes it"
-        give_up(command, f"the store is damaged: {error}. {text}")
+        give_up(command, f"the tier's folder is damaged: {error}. {text}")
     except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
         give_up(command, str(error))
     finally:

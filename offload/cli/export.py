@@ -14,8 +14,8 @@ from offload.cli.common import (
     Folder,
     KeyFile,
     Problems,
-    at_a_store,
     give_up,
+    guarded_work,
     make_app,
     print_json,
     progress_bar,
@@ -49,7 +49,7 @@ def export(
 ) -> None:
     """Write all records of one namespace to a file, each verified; also while a server uses it.
 
-    The file is neither encrypted nor compressed, and readable by its owner alone. Ends with 1 if
+    The file is neither encrypted nor compressed, and readable by its owner alone. Exits with 1 if
     damaged records had to be left out.
     """
     problems = Problems()
@@ -65,7 +65,7 @@ def export(
         problems.add(str(file), "exists", "Name another file, or give --overwrite.")
     problems.refuse("export")
     assert chosen is not None
-    with at_a_store("export"):
+    with guarded_work("export"):
         found = _write(chosen, file, overwrite, bytes_per_s, key_file)
     _report(chosen, file, found, as_json)
 

@@ -12,8 +12,8 @@ from offload.cli.common import (
     AsJson,
     KeyFile,
     Problems,
-    at_a_store,
     give_up,
+    guarded_work,
     make_app,
     print_json,
     progress_bar,
@@ -44,10 +44,10 @@ def import_(
     compress: Annotated[bool, typer.Option("--compress", help="Compress the records.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the records of an export into stores that no server uses.
+    """Write the records of an export into a tier's folder that no server uses.
 
-    Namespace, form and epoch must be those of the store, or the store is made. Every record is
-    checked; damaged ones are left out. Ends with 1 if not everything could be imported.
+    Namespace, type and epoch must equal those in the folder; a missing folder is made. Every record
+    is checked; damaged ones are left out. Exits with 1 if not everything could be imported.
     """
     from offload.admin.import_ import Target
     from offload.cli.path_hints import not_a_folder
@@ -64,7 +64,7 @@ def import_(
         _check_folder(problems, folder.absolute())
     problems.refuse("import")
     target = Target(folder.absolute(), type, capacity_bytes, key_file, compress)
-    with at_a_store("import"):
+    with guarded_work("import"):
         source, found = _read(file, target)
     _report(source, found, as_json)
 

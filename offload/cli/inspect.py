@@ -1,4 +1,4 @@
-"""``kvtiers inspect``: what lies below a tier's path."""
+"""``kvtiers inspect``: shows what lies below a tier's path."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offload.cli.common import (
     Folder,
     Problems,
     age_text,
-    at_a_store,
     give_up,
+    guarded_work,
     make_app,
     print_json,
     progress_bar,
@@ -62,8 +62,8 @@ def inspect(
 ) -> None:
     """Show the namespaces below a tier's path: records, sizes, ages, and who uses them.
 
-    Works while a server runs on the folder. Ends with 1 if something there cannot be read, or would
-    not be used by a server that starts.
+    Works while a server runs on the folder. Exits with 1 if something there cannot be read, or if a
+    server that starts would not use it.
     """
     from offload.admin.inspect import summarise, to_json
     from offload.admin.metrics_client import shown_url
@@ -73,7 +73,7 @@ def inspect(
     address = problems.metrics_url("--server", server)
     problems.refuse("inspect")
     hits = _hits(address) if address else []
-    with at_a_store("inspect"), progress_bar(is_bytes=False) as bar:
+    with guarded_work("inspect"), progress_bar(is_bytes=False) as bar:
         task = bar.add_task("records", total=None)
         found = summarise(namespaces, lambda count: bar.advance(task, count))
     if as_json:

@@ -60,7 +60,7 @@ def top(
 ) -> None:
     """Show a running server's tiers: how full, how fast, and what went wrong.
 
-    --json prints one view and ends. Ends with 1 if the server does not answer, or has no metrics
+    --json prints one view and ends. Exits with 1 if the server does not answer, or has no metrics
     of kvtiers.
     """
     from offload.admin.metrics_client import PageError, metrics_url, shown_url

@@ -11,7 +11,7 @@ from offload.cli.common import (
     Folder,
     KeyFile,
     Problems,
-    at_a_store,
+    guarded_work,
     make_app,
     print_json,
     progress_bar,
@@ -48,9 +48,9 @@ def verify(
 ) -> None:
     """Read every record and check it against its checksum, key, namespace and epoch.
 
-    Damaged records are removed where no server uses the store. A running server drops them itself
-    when it reads them, and computes the prompt. Ends with 1 if anything was damaged, or if a server
-    that starts would not use what lies there.
+    Removes damaged records if no server uses the folder. A running server drops them itself when it
+    reads them, and recomputes the prompt. Exits with 1 if anything was damaged, or if a server that
+    starts would not use the records.
     """
     from offload.namespaces.inventory import Standing
 
@@ -59,7 +59,7 @@ def verify(
     namespaces = problems.namespaces(folder)
     problems.key_file(key_file)
     problems.refuse("verify")
-    with at_a_store("verify"), progress_bar(is_bytes=True) as bar:
+    with guarded_work("verify"), progress_bar(is_bytes=True) as bar:
         namespaces = [namespace for namespace in namespaces if namespace.is_served]
         results = [
             _one(store, bytes_per_s, key_file, check_only, bar)
@@ -80,7 +80,7 @@ def verify(
 
 
 def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
-    """Check one store. One that cannot be opened does not keep the others from it."""
+    """Check one rank folder. The others are checked even if it cannot be opened."""
     from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError
     from tiers.offline.inspect import StoreChangedError

@@ -201,7 +201,7 @@ def usage(folder: Path) -> tuple[int, float]:
     """Disk bytes of everything in ``folder`` and the newest modification time. Links are neither
     followed nor counted.
 
-    LMDB's table of readers does not count as use: those who only look at a store change it.
+    LMDB's table of readers does not count as use, because processes that only read change it.
     """
     total, newest = 0, _mtime(folder)
     stack = [folder] if stat.S_ISDIR(_lstat_mode(folder)) else []

@@ -193,7 +193,7 @@ class RankFolder:
 
 @dataclass(slots=True)
 class NamespaceFolder:
-    """A namespace below a path, or something that was moved aside. ``problem`` says what is wrong
+    """A namespace below a path, or a folder that was moved aside. ``problem`` says what is wrong
     with its manifest."""
 
     name: str

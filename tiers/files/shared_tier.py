@@ -49,8 +49,9 @@ TOUCHES_AT_ONCE = 256
 
 
 class SharedFileTier(FolderTier[SharedFolder], SharedTier):
-    """See the module. ``path`` is a folder that all sharers see, each under its own path. An odd
-    ``epoch`` means that this engine's weights are not those of the model's files."""
+    """A file tier that several machines share. ``path`` is a folder that all sharers see, each
+    under its own path. An odd ``epoch`` means that this engine's weights are not those of the
+    model's files."""
 
     def __init__(
         self,

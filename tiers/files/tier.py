@@ -39,7 +39,7 @@ __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
 class FileTier(FolderTier[RecordFolder]):
-    """See the module. ``path`` is this rank's folder."""
+    """A tier with one file per record. ``path`` is this rank's folder."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ _COUNTERS = (
 
 
 class LmdbTier(FolderTier[LmdbFiles]):
-    """See the module. ``path`` is this rank's folder."""
+    """A disk tier with an LMDB index and a payload file. ``path`` is this rank's folder."""
 
     def __init__(
         self,

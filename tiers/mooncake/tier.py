@@ -55,9 +55,9 @@ T = TypeVar("T")
 
 
 class MooncakeTier(SharedTier):
-    """See the module. ``memory`` is the address range of the slab, which is registered once.
-    ``notice`` describes this tier's records to other engines and is kept in the store while the
-    tier is open."""
+    """A tier over a Mooncake store. ``memory`` is the address range of the slab, which is
+    registered once. ``notice`` describes this tier's records to other engines and is kept in the
+    store while the tier is open."""
 
     def __init__(
         self,

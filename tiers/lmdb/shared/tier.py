@@ -65,7 +65,8 @@ T = TypeVar("T")
 
 
 class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
-    """See the module. ``path`` is a folder on a local disk, the same for all sharers."""
+    """An LMDB tier that several processes of one machine share. ``path`` is a folder on a local
+    disk, the same for all sharers."""
 
     def __init__(
         self,
