@@ -62,13 +62,13 @@ def _tiers(worker: Any) -> Any:
 def infect(worker: Any, state: str) -> None:
     """From now on the disk of this rank is in this state."""
     for tier in _tiers(worker):
-        io = tier._store.file._io
+        io = tier._files.file._io
         if not isinstance(io, SickIo):
-            io = tier._store.file._io = SickIo()
+            io = tier._files.file._io = SickIo()
         io.state = state
         if state == "well":
             io.gate.set()
-            tier._store.file._io = SickIo()  # later calls have a gate of their own
+            tier._files.file._io = SickIo()  # later calls have a gate of their own
 
 
 def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> None:
@@ -83,7 +83,7 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:
     """What break-even compares loads with, whatever this machine's speed is."""
-    prefill = connector(llm)._scheduler.planner.health.prefill
+    prefill = connector(llm)._scheduler.planner.health._prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
 
@@ -91,7 +91,7 @@ def compute_at(llm: Any, tokens_per_second: float) -> None:
 def retry_soon(llm: Any) -> None:
     """A tier that was shut out is tried again after a fraction of a second, and never later."""
     load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
-    for gate in connector(llm)._scheduler.planner.gates.tiers:
+    for gate in connector(llm)._scheduler.planner.health:
         gate.pace._wait_s = RETRY_S[0]
         for breaker in (gate.reads, gate.writes):
             breaker._first_wait_s, breaker._wait_max_s = RETRY_S
@@ -99,4 +99,4 @@ def retry_soon(llm: Any) -> None:
 
 def disk_calls(worker: Any) -> int:
     """The number of times that the disk was asked since it is in its state."""
-    return sum(tier._store.file._io.calls for tier in _tiers(worker))
+    return sum(tier._files.file._io.calls for tier in _tiers(worker))
