@@ -1,9 +1,9 @@
 """The few functions of the CUDA driver that copies and pinning need, through ctypes.
 
-The driver library is there wherever CUDA works, so neither a compiler nor the ``cuda-bindings``
-package is required, and a batch of copies is handed over as arrays, without a Python object
-per copy. Signatures are those of the CUDA driver API reference; an exported name keeps its
-signature for ever, and the batch copy is asked for in its 12.8 form by version.
+The driver library exists wherever CUDA works, so neither a compiler nor the ``cuda-bindings``
+package is required, and a batch of copies is passed as arrays, without a Python object per copy.
+Signatures are those of the CUDA driver API reference. An exported name never changes its signature,
+and the batch copy is requested in its 12.8 form by version.
 
 Importable everywhere; ``load_driver`` raises ``DriverError`` where there is no CUDA.
 """
@@ -124,23 +124,23 @@ class Driver:
 
     @property
     def has_batch_copy(self) -> bool:
-        """Whether one call can take many copies (a driver of CUDA 12.8 or later)."""
+        """True if one call can take many copies (a driver of CUDA 12.8 or later)."""
         return self._batch_copy is not None
 
     def device(self, ordinal: int) -> int:
-        """The driver's handle of a device, counted as torch counts them."""
+        """Return the driver's handle of a device, numbered as in torch."""
         handle = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(handle), ordinal)
         return handle.value
 
     def pci_bus_id(self, device: int) -> str:
-        """Where the device sits, for example ``0000:65:00.0``."""
+        """Return the bus address of a device, for example ``0000:65:00.0``."""
         text = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", text, len(text), device)
         return text.value.decode()
 
     def can_use_host_pointers(self, device: int) -> bool:
-        """Whether kernels reach registered memory at its host address."""
+        """Return True if kernels reach registered memory at its host address."""
         value = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), _CAN_USE_HOST_POINTER, device)
         return value.value != 0
@@ -162,15 +162,15 @@ class Driver:
         return context.value
 
     def enter_thread(self, context: int) -> None:
-        """Prepare a thread of ours: give it the context (driver calls need one, and a new
-        thread has none), and keep its calls from invalidating a CUDA graph that another thread
-        is capturing meanwhile."""
+        """Prepare one of our threads: give it the context (driver calls need one, and a new thread
+        has none), and keep its calls from invalidating a CUDA graph that another thread is
+        capturing."""
         self._call("cuCtxSetCurrent", context)
         self._relax_capture()
 
     @contextmanager
     def within(self, context: int) -> Iterator[None]:
-        """The context current for a few calls on somebody else's thread."""
+        """Make the context current for a few calls on a thread that is not ours."""
         self._call("cuCtxPushCurrent_v2", context)
         try:
             previous = self._relax_capture()
@@ -211,18 +211,19 @@ class Driver:
         self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """What is submitted to ``stream`` from now on runs after ``event`` as recorded now."""
+        """Make everything submitted to ``stream`` from now on wait for ``event`` as recorded
+        now."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
-        """An event without a time stamp, whose waiters sleep."""
+        """Create an event without a time stamp; its waiters sleep."""
         event = ctypes.c_void_p()
         flags = _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING
         self._call("cuEventCreate", ctypes.byref(event), flags)
         return event.value or 0
 
     def record_event(self, event: int, stream: int) -> None:
-        """Let ``event`` stand for the present end of ``stream`` (0 is the default stream)."""
+        """Record ``event`` at the current end of ``stream`` (0 is the default stream)."""
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:

@@ -1,7 +1,7 @@
 """Copies between KV caches ("GPU blocks", on any torch device) and the slots of a slab.
 
 Layers are described by bytes alone (`PageRegion`), never by tensor shape: a page is the bytes of
-one layer for one block. In a slot the pages of a chunk lie block by block, within a block in
+one layer for one block. In a slot the pages of a chunk lie block by block, and within a block in
 the order of the group's regions.
 """
 
@@ -23,7 +23,7 @@ SlotIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageRegion:
-    """Where one layer's pages lie: page of block ``b`` is ``page_bytes`` bytes at
+    """The location of one layer's pages: the page of block ``b`` is ``page_bytes`` bytes at
     ``address + b * block_stride`` (bytes). ``page_bytes`` excludes padding."""
 
     layer: str
@@ -34,7 +34,7 @@ class PageRegion:
 
 @dataclass(frozen=True, slots=True)
 class GroupRegions:
-    """All regions of one KV cache group and how many blocks make a chunk."""
+    """All regions of one KV cache group, and the number of blocks in a chunk."""
 
     group: int
     chunk_blocks: int
@@ -71,7 +71,7 @@ class CopyBatch:
 
 
 class TransferError(Exception):
-    """A copy could not be done; the bytes at its target must not be used."""
+    """A copy failed; the bytes at its target must not be used."""
 
 
 class Ticket(ABC):
@@ -79,7 +79,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the copy has ended, well or not."""
+        """Return True if the copy has ended, successfully or not."""
 
     @abstractmethod
     async def completed(self) -> None:
@@ -88,12 +88,12 @@ class Ticket(ABC):
 
     @abstractmethod
     def on_done(self, call: Callable[[TransferError | None], object]) -> None:
-        """Have ``call`` called on the running loop after the end, with the reason if it failed. No
-        task is needed for that, so no cancellation can prevent it."""
+        """Run ``call`` on the running loop after the end, with the reason if the copy failed. This
+        needs no task, so no cancellation can prevent it."""
 
     async def ended(self) -> None:
-        """``completed`` for whoever owns the memory: a cancelled wait goes on until nobody copies
-        any more, however often it is cancelled, and only then raises ``CancelledError``."""
+        """Like ``completed``, for the owner of the memory: a cancelled wait continues until the
+        copy has ended, however often it is cancelled, and only then raises ``CancelledError``."""
         cancelled: asyncio.CancelledError | None = None
         while True:
             try:
@@ -120,7 +120,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def record_event(self) -> object | None:
-        """Mark the present end of the compute stream; ``None`` where compute is synchronous."""
+        """Mark the current end of the compute stream; ``None`` where compute is synchronous."""
 
     @abstractmethod
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:

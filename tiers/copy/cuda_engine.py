@@ -37,11 +37,11 @@ KERNEL_BELOW_BYTES = 16 * 1024
 0.3 us, which is less than a copy engine needs for a descriptor. Not measured yet."""
 
 KERNEL_ALIGNMENT = 16
-"""What the kernel asks of every address and size."""
+"""The kernel requires this alignment of every address and size."""
 
 
 class CopyPath(enum.Enum):
-    """How copies are handed to the GPU."""
+    """The way in which copies are submitted to the GPU."""
 
     BATCH = "one batched driver call"
     KERNEL = "a gather/scatter kernel"
@@ -50,7 +50,7 @@ class CopyPath(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What this machine offers: the batched call (CUDA 12.8), and the kernel (Triton, and
+    """The capabilities of this machine: the batched call (CUDA 12.8), and the kernel (Triton, and
     registered memory that kernels reach at its host address)."""
 
     batch: bool
@@ -58,7 +58,7 @@ class Means:
 
 
 def choose_path(shape: CopyShape, means: Means, wanted: CopyPath | None = None) -> CopyPath:
-    """The path for copies of this shape. ``wanted`` overrides the choice where it is possible."""
+    """Choose the path for copies of this shape. ``wanted`` overrides the choice where possible."""
     kernel = means.kernel and shape.alignment % KERNEL_ALIGNMENT == 0
     if wanted is CopyPath.KERNEL and kernel:
         return wanted
@@ -77,22 +77,22 @@ class Kernel(Protocol):
     def launch(
         self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
     ) -> None:
-        """Submit copies to ``stream``; what they read is appended to ``kept`` first, to be held
-        until they have run, also when this raises."""
+        """Submit copies to ``stream``. Everything that they read is first appended to ``kept``,
+        which must be held until they have run, also when this raises."""
 
 
 class CudaCopyEngine(CopyEngine):
-    """``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number; ``None``: the
+    """A ``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number; ``None``: the
     calling thread's current one).
 
-    ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not pinned, or not yet,
-    work too: the driver copies them one by one through memory of its own, slowly, and no other
-    job waits for the pinning. ``num_blocks`` bounds block ids. ``path`` forces
-    a way of copying where it is possible, for measurements. ``driver``, ``kernel`` and
-    ``compute_stream`` (the model's stream, as a handle) replace CUDA in tests.
+    ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not pinned, or not yet, work
+    too: the driver copies them one by one through its internal memory, slowly, and no other job
+    waits for the pinning. ``num_blocks`` bounds block ids. ``path`` forces a way of copying where
+    possible, for measurements. ``driver``, ``kernel`` and ``compute_stream`` (the model's stream,
+    as a handle) replace CUDA in tests.
 
-    ``record_event`` is called by the model-runner thread, on whose current stream the model runs;
-    everything else by one other thread. Raises ``DriverError`` where there is no CUDA and
+    The model-runner thread, on whose current stream the model runs, calls ``record_event``; one
+    other thread calls everything else. Raises ``DriverError`` where there is no CUDA and
     ``ValueError`` when a chunk does not fit a slot.
     """
 
@@ -138,7 +138,7 @@ class CudaCopyEngine(CopyEngine):
 
     def record_event(self) -> object | None:
         stream = self._compute_stream()
-        # Whatever device the caller has made current: an event, and stream 0, are of a context.
+        # For any current device of the caller: events, and stream 0, belong to a context.
         with self._driver.within(self._context):
             return self._events.record(stream)
 
@@ -155,12 +155,11 @@ class CudaCopyEngine(CopyEngine):
         self._undo.close()
 
     def paths(self) -> dict[int, CopyPath]:
-        """The way of copying chosen for each group."""
+        """Return the path chosen for each group."""
         return dict(self._paths)
 
     def failures(self) -> dict[str, int]:
-        """How often each kind of failure was seen; each is logged once
-        (``tiers.copy.failures``)."""
+        """Count the failures by kind; each kind is logged once (``tiers.copy.failures``)."""
         return self._failures.counts()
 
     def _lane(self, name: str, undo: ExitStack) -> CudaLane:
@@ -181,8 +180,8 @@ class CudaCopyEngine(CopyEngine):
     def _issue(
         self, batches: Sequence[CopyBatch], to_slab: bool, stream: int, kept: list[object]
     ) -> None:
-        """Submit the copies of a job to ``stream``; runs on a lane's submitting thread. All
-        batches are checked before the first byte moves."""
+        """Submit the copies of a job to ``stream``, on a lane's submitting thread. All batches are
+        checked before the first byte moves."""
         by_path: dict[CopyPath, list[CopyBatch]] = {}
         for batch in batches:
             by_path.setdefault(self._paths.get(batch.group, CopyPath.EACH), []).append(batch)
@@ -198,7 +197,7 @@ class CudaCopyEngine(CopyEngine):
             else:
                 self._launch(path, copies.where(pinned), to_slab, stream, kept)
                 unpinned.append(copies.where(~pinned))
-        for copies in unpinned:  # last: each may hold up this thread until it has run
+        for copies in unpinned:  # last: each may block this thread until it has run
             self._launch(CopyPath.EACH, copies, to_slab, stream, kept)
 
     def _launch(
@@ -207,7 +206,7 @@ class CudaCopyEngine(CopyEngine):
         to, source = copies.slots, copies.blocks
         if not to_slab:
             to, source = source, to
-        kept.append(copies)  # nothing says that the driver has read the arrays when it returns
+        kept.append(copies)  # the driver may still read the arrays after it returns
         if path is CopyPath.KERNEL and self._kernel is not None:
             self._kernel.launch(to, source, copies.sizes, stream, kept)
         elif path is CopyPath.BATCH:
@@ -216,8 +215,8 @@ class CudaCopyEngine(CopyEngine):
             self._driver.copy_each(to, source, copies.sizes, stream)
 
     def _refuse_lost_slots(self, built: Sequence[tuple[CopyPath, Descriptors]]) -> None:
-        """Raise ``TransferError`` for slots that can never be had as the slab was asked for
-        them: there is no memory for them, or pinning failed and is required."""
+        """Raise ``TransferError`` for slots that will never be ready: there is no memory for them,
+        or pinning failed and is required."""
         failure = self._slab.failure
         ready_end = self._slab.slot_address(self._slab.ready_slots)
         if failure and any((copies.slots >= ready_end).any() for _, copies in built):
@@ -230,14 +229,16 @@ class CudaCopyEngine(CopyEngine):
         shapes: dict[int, CopyShape],
         wanted: CopyPath | None,
     ) -> Kernel | None:
-        """The kernel, if some group would use it and it can be had."""
+        """Return the kernel if a group would use it and it is available."""
         ideal = Means(batch=True, kernel=self._driver.can_use_host_pointers(self._handle))
         choices = [choose_path(shape, ideal, wanted) for shape in shapes.values()]
         if CopyPath.KERNEL not in choices:
             return None
         try:
             return load(device)
-        except Exception as error:  # no Triton, no compiler for it, no GPU of its liking: go on
+        except (
+            Exception
+        ) as error:  # no Triton, no compiler, an unsupported GPU: continue without it
             logger.warning(
                 "the gather/scatter kernel cannot be used (%s: %s); small pages are copied by "
                 "the copy engine, which is slower",
@@ -266,9 +267,9 @@ def gpu_node(
     nodes: Path = NODES,
     devices: Path = PCI_DEVICES,
 ) -> int | None:
-    """The NUMA node of a CUDA device (``None``: the calling thread's current one), for
-    ``HostSlab(numa_node=...)``; ``None`` when the machine has one node only, does not say (a
-    virtual machine), or has no CUDA. The other arguments replace the machine in tests."""
+    """Return the NUMA node of a CUDA device (``None``: the calling thread's current one), for
+    ``HostSlab(numa_node=...)``. Returns ``None`` if the machine has one node only, does not report
+    it (a virtual machine), or has no CUDA. The other arguments replace the machine in tests."""
     if node_count(nodes) == 1:
         return None
     try:

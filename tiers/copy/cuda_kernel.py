@@ -56,8 +56,8 @@ def copy_list_kernel(lists, count, WORDS: tl.constexpr):  # type: ignore[no-unty
 
 
 class _Lists:
-    """Room for one launch's list, in pinned memory and on the device. Goes back to the pool when
-    nobody holds it any more: whoever launches holds it until the launch has run."""
+    """Memory for one launch's list, pinned and on the device. It returns to the pool when it is no
+    longer referenced; the launcher holds it until the launch has run."""
 
     def __init__(self, host: Any, device: Any, pool: deque[tuple[Any, Any]]) -> None:
         self.host = host
@@ -69,9 +69,9 @@ class _Lists:
 
 
 class CopyKernel:
-    """Launches the kernel on one device. Compiles, and allocates what it needs, at construction:
-    later no copy waits for a compiler, and no allocation makes the GPU's streams wait for each
-    other. Raises whatever torch or Triton raise where they cannot be used.
+    """Launches the kernel on one device. It compiles and allocates at construction, so that later
+    no copy waits for a compiler, and no allocation makes the GPU's streams wait for each other.
+    Raises whatever torch or Triton raise where they cannot be used.
 
     Ownership: any thread may launch; the pool is a deque, whose ``append`` and ``pop`` are atomic.
     """
@@ -86,9 +86,9 @@ class CopyKernel:
     def launch(
         self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
     ) -> None:
-        """Submit all copies to ``stream``. Shapes ``[n]``. What the GPU reads for them is appended
-        to ``kept``: hold it until they have run, also when this raises, since the first of several
-        launches may be under way."""
+        """Submit all copies to ``stream``. Shapes ``[n]``. Everything that the GPU reads for them
+        is appended to ``kept``: hold it until they have run, also when this raises, since the first
+        of several launches may be in progress."""
         for start in range(0, len(sizes), self.list_copies):
             part = slice(start, start + self.list_copies)
             self._launch_one(to[part], source[part], sizes[part], stream, kept)

@@ -1,11 +1,11 @@
 """Streams, events and the two threads behind each lane of the CUDA copy engine.
 
-A lane is a stream of its own, a thread that submits to it and a thread that waits for it, so
-that the next job is submitted while the previous one is still being copied.
+A lane has its own stream, a thread that submits to it and a thread that waits for it, so that the
+next job is submitted while the previous one is still being copied.
 
-Ownership: ``submit`` is called by one thread; jobs cross to the submitting thread by a queue and
-from there, with the event that marks their end, to the waiting thread by another. Handles of
-events are pooled in a deque, whose ``append`` and ``pop`` are atomic.
+Ownership: one thread calls ``submit``. Jobs move to the submitting thread by a queue and from
+there, with the event that marks their end, to the waiting thread by another. Event handles are
+pooled in a deque, whose ``append`` and ``pop`` are atomic.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from tiers.copy.lanes import FutureTicket
 from tiers.cuda_driver import Driver
 
 Job: TypeAlias = Callable[[int, list[object]], None]
-"""``job(stream, kept)`` submits copies to ``stream``. Whatever the GPU reads for them it appends to
-``kept`` before the submission that names it: the lane holds that list until the stream has run
-everything, also when a later part of the job fails. Raises ``TransferError`` or ``DriverError``."""
+"""``job(stream, kept)`` submits copies to ``stream``. It appends everything that the GPU reads for
+them to ``kept`` before the submission that uses it. The lane holds that list until the stream has
+run everything, also when a later part of the job fails. Raises ``TransferError`` or
+``DriverError``."""
 
 
 class CudaEvent:
-    """A recorded event. Its handle goes back to the pool when nobody holds it any more: a stream
-    that was told to wait for it does not need it again."""
+    """A recorded event. Its handle returns to the pool when it is no longer referenced: a stream
+    that waits for it does not need it again."""
 
     __slots__ = ("_pool", "handle")
 
@@ -51,7 +52,7 @@ class EventPool:
         self._free: deque[int] = deque()
 
     def take(self) -> CudaEvent:
-        """An event that stands for nothing yet."""
+        """Return an event that is not recorded yet."""
         try:
             handle = self._free.pop()
         except IndexError:
@@ -59,20 +60,20 @@ class EventPool:
         return CudaEvent(handle, self._free)
 
     def record(self, stream: int) -> CudaEvent:
-        """An event at the present end of ``stream``."""
+        """Record an event at the current end of ``stream``."""
         event = self.take()
         self._driver.record_event(event.handle, stream)
         return event
 
     def close(self) -> None:
-        """Free the handles that nobody holds."""
+        """Free the unused handles."""
         while self._free:
             self._driver.destroy_event(self._free.pop())
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A submitted job. Without ``end``, which could not be recorded, its end is the stream's."""
+    """A submitted job. If no ``end`` could be recorded, the job ends with the stream."""
 
     ticket: FutureTicket
     end: CudaEvent | None
@@ -83,10 +84,10 @@ class _Flight:
 class CudaLane:
     """Runs jobs on one stream in submission order.
 
-    A job that fails to submit fails its ticket only when the stream has run everything that it
-    did submit, so a finished ticket always means that nobody reads or writes any more.
+    A job that fails to submit fails its ticket only when the stream has run everything that it did
+    submit, so a finished ticket always means that no copy reads or writes any more.
 
-    Raises ``DriverError`` when its stream or the context of its threads cannot be had.
+    Raises ``DriverError`` when its stream, or the context of its threads, is not available.
     """
 
     def __init__(
@@ -126,8 +127,7 @@ class CudaLane:
         if self._closed:
             return
         self._closed = True
-        # The first thread has ended before the second is told to. Threads that never started
-        # leave nobody to tell.
+        # The first thread ends before the second. Threads may never have started.
         for number, thread in enumerate(self._threads):
             (self._flights if number else self._jobs).put(None)
             thread.join()
@@ -135,8 +135,8 @@ class CudaLane:
             self._driver.destroy_stream(self._stream)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Start a thread and see it enter the context: a lane whose threads cannot call the
-        driver could neither copy nor know when a copy has ended."""
+        """Start a thread and wait until it has entered the context: a lane whose threads cannot
+        call the driver could neither copy nor detect the end of a copy."""
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
@@ -146,7 +146,7 @@ class CudaLane:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             self._driver.enter_thread(self._context)
-        except Exception as error:  # whatever it is, the thread that started this one raises it
+        except Exception as error:  # any error: the thread that started this one raises it
             self._entered.put(error)
             return
         self._entered.put(None)
@@ -164,7 +164,7 @@ class CudaLane:
         ends: list[CudaEvent] = []
 
         def run() -> None:
-            # First, so that no copy is under way when there is no event to be had for its end.
+            # First, so that no copy is in progress without an event for its end.
             ends.append(self._events.take())
             if after is not None:
                 self._driver.stream_wait_event(self._stream, after.handle)
@@ -175,7 +175,7 @@ class CudaLane:
                 self._driver.record_event(end.handle, self._stream)
 
         error = self._failures.run(run)
-        # Also after a failure: part of the job may be under way.
+        # Also after a failure: part of the job may be in progress.
         unmarked = self._failures.run(mark)
         end = ends[0] if ends and unmarked is None else None
         return _Flight(ticket, end, error or unmarked, kept)
@@ -195,6 +195,6 @@ class CudaLane:
             unfinished = self._failures.run(wait)
             if unfinished is None:
                 return None
-        # No event says when: wait for the stream, though it may have later jobs by now.
+        # There is no event: wait for the stream, though it may have later jobs by now.
         stuck = self._failures.run(partial(self._driver.synchronize_stream, self._stream))
         return unfinished or stuck

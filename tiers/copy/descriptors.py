@@ -1,8 +1,8 @@
-"""From batches of chunks to lists of plain copies: which bytes go where.
+"""Turns batches of chunks into lists of plain copies: which bytes go where.
 
 Pure arithmetic on addresses, shared by every copy engine, and the one place that keeps a copy
-inside the memory it was given: a block or slot out of range is a ``TransferError``, never a
-wild write. Knows nothing of streams, threads or devices.
+inside the memory it was given: a block or slot out of range is a ``TransferError``, never a wild
+write. Knows nothing of streams, threads or devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Descriptors:
         return len(self.sizes)
 
     def where(self, wanted: npt.NDArray[np.bool_]) -> Descriptors:
-        """The copies for which ``wanted`` ``[n]`` holds."""
+        """Return the copies for which ``wanted`` ``[n]`` is True."""
         return Descriptors(self.blocks[wanted], self.slots[wanted], self.sizes[wanted])
 
     @property
@@ -43,8 +43,8 @@ class Descriptors:
 
 @dataclass(frozen=True, slots=True)
 class CopyShape:
-    """How many copies a block of a group takes, how small the smallest is, and the largest power
-    of two that divides every address and size involved."""
+    """The copies per block of a group, the size of the smallest, and the largest power of two that
+    divides every address and size involved."""
 
     copies_per_block: int
     smallest_bytes: int
@@ -69,10 +69,10 @@ class DescriptorBuilder:
     """Turns batches into ``Descriptors`` for one slab and one set of groups.
 
     ``num_blocks`` bounds block ids (vLLM's ``kv_cache_config.num_blocks``); without it only
-    negative ids are known to be special, and the caller vouches for the rest.
+    negative ids are recognized, and the caller guarantees the rest.
 
-    Raises ``ValueError`` when a group's chunk is larger than a slot, a group is given twice, or
-    a group or one of its layers has no bytes.
+    Raises ``ValueError`` when a group's chunk is larger than a slot, a group is given twice, or a
+    group or one of its layers has no bytes.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DescriptorBuilder:
             self._layouts[group.group] = _layout(group)
 
     def shape(self, group: int) -> CopyShape:
-        """What the copies of this group look like after merging."""
+        """Return the shape of a group's copies after merging."""
         layout = self._layouts[group]
         bits = self._slab_address | self._slot_stride | layout.block_bytes
         for numbers in (layout.addresses, layout.strides, layout.sizes, layout.slot_offsets):
@@ -115,7 +115,8 @@ class DescriptorBuilder:
         )
 
     def build(self, batches: Sequence[CopyBatch]) -> Descriptors:
-        """All copies of these batches. Raises ``TransferError`` for anything out of range."""
+        """Return all copies of these batches. Raises ``TransferError`` for anything out of
+        range."""
         parts = [self._build_one(batch) for batch in batches]
         if len(parts) == 1:
             return parts[0]
@@ -203,9 +204,9 @@ def merge_adjacent(regions: Sequence[PageRegion]) -> list[PageRegion]:
 
 
 def _runs(blocks: Int64s, dense: bool) -> tuple[Int64s, Int64s, Int64s]:
-    """Cut wanted cells of ``blocks`` ``[n, chunk_blocks]`` into runs copied as one.
+    """Cut the wanted cells of ``blocks`` ``[n, chunk_blocks]`` into runs that are copied as one.
 
-    Returns the first block, the number of blocks and the flat cell index of each run. Runs are
+    Returns the first block, the number of blocks and the flat cell index of each run. A run is
     longer than one cell only within a chunk (slots are apart) and where consecutive blocks are
     adjacent in memory (``dense``).
     """

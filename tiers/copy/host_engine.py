@@ -1,8 +1,7 @@
 """Copies between KV caches in host memory (vLLM's CPU platform) and the slab.
 
-Compute is synchronous there, so nothing has to be waited for before a copy; ``record_event``
-returns ``None``. Each lane is one thread: a second one gains nothing on memory bandwidth, and
-one keeps the order.
+Compute is synchronous there, so a copy has nothing to wait for, and ``record_event`` returns
+``None``. Each lane is one thread: a second one gains no memory bandwidth, and one keeps the order.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from tiers.slab.slab import HostSlab
 
 
 class HostCopyEngine(CopyEngine):
-    """``CopyEngine`` for KV caches that the CPU can address.
+    """A ``CopyEngine`` for KV caches that the CPU can address.
 
-    ``groups`` describe the KV caches, ``num_blocks`` bounds their block ids (pass it whenever it
-    is known: a block id out of bounds is then a ``TransferError`` instead of a wild write). A
-    failed submission, also of one whose batches are malformed, fails through its ticket.
+    ``groups`` describe the KV caches, ``num_blocks`` bounds their block ids (pass it whenever it is
+    known: a block id out of range is then a ``TransferError`` instead of a wild write). A failed
+    submission, even one with malformed batches, fails through its ticket.
 
-    The caller must leave the arrays of a submitted batch, the slots and the blocks alone until
-    the ticket is done. Raises ``ValueError`` when a chunk does not fit a slot.
+    The caller must not change the arrays of a submitted batch, the slots or the blocks until the
+    ticket is done. Raises ``ValueError`` when a chunk does not fit a slot.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The two lanes of a copy engine that works with threads, and the tickets they hand out.
+"""The two lanes of a copy engine that works with threads, and their tickets.
 
-Ownership: a lane's queue is written by the submitting thread and read by the lane's one worker
-thread; a ticket's future is completed by the worker and awaited on any loop. Nothing else is
-shared, so there is no lock of ours.
+Ownership: the submitting thread writes a lane's queue and the lane's one worker thread reads it.
+The worker completes a ticket's future; any loop may await it. Nothing else is shared, so there is
+no lock of ours.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class FutureTicket(Ticket):
 
 
 class Lane:
-    """Runs submitted work one after the other on one thread.
+    """Runs submitted work on one thread, in order.
 
-    Work that raises fails its ticket with ``TransferError``; the lane goes on. After ``close``
-    every submission fails at once.
+    Work that raises fails its ticket with ``TransferError``, and the lane continues. After
+    ``close`` every submission fails at once.
     """
 
     def __init__(self, name: str) -> None:

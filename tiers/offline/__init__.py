@@ -1,1 +1,1 @@
-"""Stores without a server: reading, exporting, importing, removing."""
+"""The folders of tiers without a server: reading, exporting, importing and removing records."""

@@ -1,4 +1,4 @@
-"""Records in one file, to carry them to another disk or machine.
+"""Records in one file, to move them to another disk or machine.
 
     offset  bytes  a file
     0       8      magic ``KVTEXP01``
@@ -13,9 +13,9 @@
     40             body: JSON (M, S, E), or for a record: length of the key (2 bytes), time of last
                    use in ns (8), key, payload
 
-Payloads are as the model made them: neither compressed nor encrypted. A frame whose body is damaged
-costs that frame; after a damaged head nothing can be found again, and the rest is lost. A file
-without its end is one whose export was cut short.
+Payloads are as the model made them, neither compressed nor encrypted. A damaged body costs its
+frame. After a damaged frame header the next frame cannot be found, so the rest is lost. A file
+without an end frame belongs to an export that was interrupted.
 
 This module knows nothing of tiers.
 """
@@ -35,7 +35,7 @@ from tiers.base import Buffer, Key
 MAGIC = b"KVTEXP01"
 BODY_BYTES_MAX = (1 << 30) + (1 << 16)
 ABOUT_BYTES_MAX = 1 << 20
-"""More than any JSON of ours has."""
+"""Larger than any JSON that we write."""
 _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands in the file: ``about`` for JSON, ``record`` for a record, neither if the body is
+    """A frame of the file: ``about`` for JSON, ``record`` for a record, neither if the body is
     damaged. ``at`` is the offset of the frame, ``size_bytes`` its whole length."""
 
     kind: str
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether its body does not fit its checksum, or says nothing readable."""
+        """True if the body does not match its checksum, or cannot be decoded."""
         return self.about is None and self.record is None
 
 
@@ -77,12 +77,12 @@ def write_magic(file: IO[bytes]) -> None:
 
 
 def write_about(file: IO[bytes], kind: str, about: dict[str, Any]) -> None:
-    """A frame of JSON."""
+    """Write a frame of JSON."""
     _write(file, kind, json.dumps(about, sort_keys=True).encode(), None)
 
 
 def write_record(file: IO[bytes], record: Record) -> int:
-    """A record; the bytes it took."""
+    """Write a record and return its size in bytes."""
     front = _RECORD.pack(len(record.key), record.use_ns) + record.key
     return _write(file, "R", front, record.payload)
 
@@ -101,9 +101,10 @@ def _write(file: IO[bytes], kind: str, front: bytes, payload: Buffer | None) -> 
 
 
 def read_frames(file: IO[bytes]) -> Iterator[Frame]:
-    """Every frame; the last one is the end. Raises ``PortableError`` where it cannot go on."""
+    """Iterate over all frames up to the end frame. Raises ``PortableError`` where it cannot
+    continue."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise PortableError("it is no export of kvtiers: its first bytes are others")
+        raise PortableError("it is not an export of kvtiers: it begins with other bytes")
     at = len(MAGIC)
     while True:
         head = file.read(HEAD_BYTES)
@@ -137,8 +138,8 @@ def _fill(file: IO[bytes], body: Buffer) -> int:
 
 
 def _with_content(frame: Frame, body: Buffer) -> Frame:
-    """The frame with what its body says. Checksums fit what somebody made by hand, too: a body that
-    cannot be what it says is as damaged as any other."""
+    """Return the frame with its decoded body. A hand-made file can have correct checksums too, so a
+    body that cannot be decoded counts as damaged."""
     if frame.kind == "R":
         if body.nbytes < _RECORD.size:
             return frame

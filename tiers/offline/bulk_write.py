@@ -1,5 +1,5 @@
-"""Many records into a tier that nobody else has open: for the command line, which does not wait in
-an event loop of its own."""
+"""Writes many records to a tier that no process has open, for the command line, which has no event
+loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BATCH_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Written:
-    """What became of the records. Those that were ``present`` stay as they are; the first that is
-    ``full`` ends the writing."""
+    """The result: records that were ``present`` stay as they are; the first one that is ``full``
+    ends the writing."""
 
     written: int = 0
     written_bytes: int = 0
@@ -26,9 +26,9 @@ class Written:
 
 
 def write_all(tier: Tier, records: Iterable[Record]) -> Written:
-    """Open the tier, write every record in the order given, close it. Blocks.
+    """Open the tier, write every record in the given order, close it. Blocks.
 
-    Raises ``TierError``, and whatever ``records`` raises; the tier is closed then.
+    Raises ``TierError``, and any exception of ``records``; the tier is closed then.
     """
     return asyncio.run(_write_all(tier, records))
 

@@ -1,7 +1,7 @@
-"""A file tier seen from another process. See ``outside`` for what may be relied on.
+"""Reads the folder of a file tier from another process. See ``offline.inspect`` for the guarantees.
 
-Every record is a file that appears whole and under its final name, so what is found by a walk over
-the folder is either whole, damaged, or gone by the time it is read.
+Every record is a file that appears complete and under its final name, so a file found by listing
+the folder is intact, damaged, or gone by the time it is read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
 
 
 def is_file_folder(folder: Path) -> bool:
-    """Whether a file tier has worked in this folder."""
+    """Return True if a file tier has used this folder."""
     names = [path.name for path in folder.glob("epoch*")]
     return EPOCH_NAME in names or any(map(_EPOCH.fullmatch, names))
 
 
 class FileReader:
-    """See the module. An ``OfflineStore``. A record whose header is damaged has no key: its file's
-    name stands for it."""
+    """An ``OfflineStore`` over a file tier. If the header of a record is damaged, its key is
+    unknown, and the name of its file is used instead."""
 
     kind = "file"
 
@@ -43,7 +43,9 @@ class FileReader:
         self.folder = folder
         self.is_shared = (folder / SHARED_NAME).exists()
         self.epoch = self._judged_epoch()
-        self.capacity_bytes = self._number(CAPACITY_NAME)  # 0 of tiers before it was noted
+        self.capacity_bytes = self._number(
+            CAPACITY_NAME
+        )  # 0 for tiers of versions that did not store it
         self.owner: Identity | None = None
         for batch in self.batches():
             said = Counter(filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch)))
@@ -55,9 +57,10 @@ class FileReader:
                 self.file_bytes += path.lstat().st_blocks * 512
 
     def _judged_epoch(self) -> int:
-        """The epoch, as the tier itself would find it. Raises ``FolderUnusableError``."""
+        """Return the epoch, as the tier itself would determine it. Raises
+        ``FolderUnusableError``."""
         if self.is_shared:
-            return self._stored_epoch()  # that of all who share it; nobody writes it down
+            return self._stored_epoch()  # the common epoch, which is not stored
         while True:
             text = self._text(EPOCH_NAME)
             numbers = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*")]
@@ -65,7 +68,7 @@ class FileReader:
             epoch, trouble = judge_epoch(text, folders, self._holds_files)
             if not trouble:
                 return epoch
-            if self._text(EPOCH_NAME) == text:  # else its owner has begun another one meanwhile
+            if self._text(EPOCH_NAME) == text:  # else the owner has begun another one meanwhile
                 raise FolderUnusableError(trouble)
 
     def _holds_files(self, epoch: int) -> bool:
@@ -81,7 +84,7 @@ class FileReader:
             return None
 
     def _number(self, name: str) -> int:
-        """What stands in a file; 0 if it is not there, or that is no number."""
+        """Return the number in a file; 0 if there is none."""
         try:
             return max(0, int((self.folder / name).read_text(encoding="ascii")))
         except (FileNotFoundError, ValueError):
@@ -117,7 +120,7 @@ class FileReader:
         return _read_head(self.path_of(key))
 
     def path_of(self, key: Key) -> Path:
-        """The file of a record, or of one that is known by the name of its file."""
+        """Return the file of a record, or of one that is known only by its file name."""
         name = key.decode("ascii") if _is_name(key) else record_name(key)
         return self.folder / f"epoch-{self.epoch}" / name
 
@@ -143,7 +146,7 @@ class FileReader:
         return not is_longer and verify(header, self.owner, found.key, self.epoch, into)
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing: no file stays open between calls."""
 
 
 def _is_name(key: Key) -> bool:
@@ -159,7 +162,7 @@ def _identity(header: bytes) -> Identity | None:
 
 
 def _read_head(path: Path) -> Found | None:
-    """What a file says it holds; ``None`` if it is gone."""
+    """Read the header of a file; ``None`` if the file is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,10 +1,10 @@
-"""A look at a tier's records from outside, while its owner reads and writes them or not.
+"""Reading a tier's records from outside, also while its owner reads and writes them.
 
-What is looked at may change at any moment: a record may be removed and its place be written anew
-between finding and reading it. So a payload that does not fit its record means nothing by itself.
-``check`` looks the key up again: only a record that the tier names in the same words after its
-payload was read, and that fails again then, is damaged. The owners make that sound: they free a
-place only after the transaction that forgot its record.
+Everything may change at any moment: between finding and reading a record, it may be removed and its
+space written again. So a payload that does not match its record proves nothing yet. ``check`` looks
+the key up again: a record is damaged only if the tier still has the same entry for it after the
+payload was read, and it fails again. This is sound because owners free space only after the
+transaction that deletes its record.
 
 Nothing here writes, claims or locks anything.
 """
@@ -21,18 +21,19 @@ from tiers.io.direct_io import Scratch
 from tiers.record import Identity
 
 PAYLOAD_BYTES_MAX = 1 << 30
-"""More than any chunk has; a record that claims more is damaged, and no memory is taken for it."""
+"""Larger than any chunk. A record that claims more is damaged, and no memory is allocated for
+it."""
 ATTEMPTS = 4
-"""How often a record that changes under the eyes is looked up again."""
+"""Lookups of a record that changes while it is read."""
 
 
 class StoreChangedError(Exception):
-    """The store was replaced or began an epoch: what was read before is no part of it any more."""
+    """The store was replaced or began another epoch, so earlier results no longer belong to it."""
 
 
 class Found(NamedTuple):
-    """A record as its tier names it. ``use_ns`` is the time of its last use in ns since 1970, 0 if
-    it is not known; ``mark`` compares equal while it is the same record at the same place."""
+    """A record as its tier lists it. ``use_ns`` is the time of its last use in ns since 1970, 0 if
+    unknown. ``mark`` compares equal while it is the same record at the same location."""
 
     key: Key
     use_ns: int
@@ -43,8 +44,8 @@ class Found(NamedTuple):
 
 
 class Health(enum.Enum):
-    """What became of one record. ``GONE``: removed meanwhile. ``SEALED``: encrypted, and its key
-    is not at hand."""
+    """The state of one record. ``GONE``: removed meanwhile. ``SEALED``: encrypted, and its key is
+    not at hand."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -53,58 +54,60 @@ class Health(enum.Enum):
 
 
 class OfflineStore(Protocol):
-    """What can be done with a tier's folder from outside. Belongs to one thread; blocks."""
+    """A tier's folder, read from outside. Belongs to one thread; blocks."""
 
     kind: str
     folder: Path
     epoch: int
     is_shared: bool
-    """Whether its tier is one that engines share, with epochs of their own."""
+    """True if engines share the tier and may use separate epochs."""
     capacity_bytes: int
-    """What the tier was last opened with; 0 if that is not known."""
+    """The capacity that the tier was last opened with; 0 if unknown."""
 
     @property
     def owner(self) -> Identity | None:
-        """Whose records these are, as far as the store says so itself."""
+        """The owner of the records, if the store names one."""
         ...
 
     @property
     def file_bytes(self) -> int:
-        """What its files take on the disk."""
+        """Disk space of the files."""
         ...
 
     def count(self) -> int:
-        """About how many records there are."""
+        """The approximate number of records."""
         ...
 
     def batches(self) -> Iterator[list[Found]]:
-        """Every record, some thousand at a time. Raises ``StoreChangedError``."""
+        """Iterate over every record, some thousand at a time. Raises ``StoreChangedError``."""
         ...
 
     def find(self, key: Key) -> Found | None:
-        """One record as it is now. Raises ``StoreChangedError``."""
+        """Return one record as it is now. Raises ``StoreChangedError``."""
         ...
 
     def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
-        """Fill ``into[i]`` with the payload of ``found[i]``; whether it is whole and theirs."""
+        """Fill ``into[i]`` with the payload of ``found[i]``; True for each that is intact and
+        theirs."""
         ...
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release everything."""
         ...
 
 
 class Checker:
-    """Reads and verifies records of one store, with memory of its own."""
+    """Reads and verifies records of one store in memory that it reuses."""
 
     def __init__(self, store: OfflineStore, *, has_key: bool) -> None:
-        """``has_key``: whether encrypted records can be read."""
+        """``has_key`` is True if encrypted records can be read."""
         self._store = store
         self._has_key = has_key
         self._scratch = Scratch()
 
     def check(self, found: Found) -> tuple[Health, Buffer]:
-        """Whether a record is good, and its payload if so; valid until the next call.
+        """Return the health of a record, and its payload if that is good, valid until the next
+        call.
 
         Raises ``StoreChangedError``.
         """
@@ -123,4 +126,4 @@ class Checker:
             if now.mark == found.mark == failed:
                 return Health.DAMAGED, nothing
             found, failed = now, found.mark
-        return Health.GONE, nothing  # another one each time: its owner is writing it over and over
+        return Health.GONE, nothing  # it differs each time: its owner keeps rewriting it

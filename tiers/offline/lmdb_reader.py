@@ -1,15 +1,16 @@
-"""An LMDB tier seen from another process. See ``outside`` for what may be relied on.
+"""Reads the folder of an LMDB tier from another process. See ``offline.inspect`` for the
+guarantees.
 
-LMDB is made for several processes: this one opens the environment read-only, with a place in the
-table of readers, so that no page it looks at is reused meanwhile. Pages are kept for every reader,
-so a transaction lasts for one batch of keys (some milliseconds), never for the whole walk, and no
+LMDB supports several processes: this one opens the environment read-only, with a slot in the reader
+table, so that no page it reads is reused meanwhile. LMDB keeps pages for every reader, so a
+transaction lasts for one batch of keys (some milliseconds), never for the whole listing, and no
 payload is read inside one.
 
-The payload file is opened apart, for reading, past the page cache where that is possible. Files
-that the owner moves aside stay open here; every look then says ``StoreChangedError``.
+The payload file is opened separately, for reading, without the page cache where possible. Files
+that the owner moves aside stay open here; every lookup then raises ``StoreChangedError``.
 
-An index that nobody owns is checked as its tier would check it, because LMDB does not survive
-every damage (seconds for tens of millions of records).
+An index without a live owner is checked as its tier would check it, because LMDB does not survive
+every damage (this takes seconds for tens of millions of records).
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from tiers.offline.inspect import Found, StoreChangedError
 from tiers.record import ENCRYPTED, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
-"""Time of use, and of the header (``record``): flags, payload and stored length."""
+"""Time of last use, and fields of the header (``record``): flags, payload and stored length."""
 _NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
 BATCH = 2048
-"""Keys of one transaction: about 2 ms."""
+"""Keys per transaction: about 2 ms."""
 
 
 class LmdbReader:
-    """See the module. An ``OfflineStore``."""
+    """An ``OfflineStore`` over an LMDB tier. See the module."""
 
     kind = "lmdb"
 
@@ -79,7 +80,7 @@ class LmdbReader:
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
-        except lmdb.ReadonlyError as error:  # what LMDB makes of EACCES
+        except lmdb.ReadonlyError as error:  # the error that LMDB raises for EACCES
             raise PermissionError(
                 f"{folder} may be read, but not be entered in LMDB's table of readers: "
                 f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
@@ -111,7 +112,7 @@ class LmdbReader:
 
     @contextlib.contextmanager
     def _begin(self, database: Any) -> Iterator[Any]:
-        """A short read transaction on the store as it is now."""
+        """Begin a short read transaction on the current store."""
         if _inode(self._path) != self._inode:
             raise StoreChangedError(f"{self.folder} was replaced by its owner")
         try:
@@ -136,7 +137,7 @@ class LmdbReader:
             if not items:
                 return
             last = items[-1][0]
-            # In the order of their places: a walk that reads payloads goes through the file.
+            # In the order of their extents: reading all payloads then goes through the file once.
             count = len(items)
             items = sorted((item for item in items if self._exists(item[1])), key=_place)
             yield [_found(key, value) for key, value in items]
@@ -150,8 +151,8 @@ class LmdbReader:
         return _found(key, value) if value is not None and self._exists(value) else None
 
     def _exists(self, value: bytes) -> bool:
-        """Whether a record is one of this epoch. A store that processes share may hold others, of
-        those that were given other weights: they are theirs alone, and not looked at here."""
+        """Return True if a record is of this epoch. A shared store may hold records of engines with
+        other weights; they belong to those engines alone and are not listed here."""
         return not self.is_shared or epoch_of(value) == self.epoch
 
     def _see_epoch(self, txn: Any) -> None:
@@ -175,7 +176,7 @@ class LmdbReader:
 
 
 def _found(key: bytes, value: bytes) -> Found:
-    """What one entry of the index says; zeros where it is no value of ours."""
+    """Decode one entry of the index; the fields are zero if it is not one of ours."""
     if len(value) < EXTENTS_AT or (len(value) - EXTENTS_AT) % EXTENT_BYTES:
         return Found(key, 0, 0, 0, False, value[USE_BYTES:])
     use, flags, payload_bytes, stored_bytes = _FIELDS.unpack_from(value)
@@ -191,7 +192,7 @@ def _found(key: bytes, value: bytes) -> Found:
 
 
 def _place(item: tuple[bytes, bytes]) -> bytes:
-    """The page where a record begins, as bytes that sort like it."""
+    """Return the first page of a record as bytes that sort like it."""
     return item[1][EXTENTS_AT + 7 : EXTENTS_AT - 1 : -1]
 
 
@@ -200,7 +201,7 @@ def _runs(found: Found) -> Any:
 
 
 def _tell_nobody() -> None:
-    """Nobody waits for the job elsewhere."""
+    """Do nothing: only the caller waits for the job."""
 
 
 def _inode(path: Path) -> tuple[int, int]:
@@ -212,7 +213,7 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 def _check_user(folder: Path) -> None:
-    """Refuse to make LMDB's lock file for somebody else, who could not open it then."""
+    """Refuse to create LMDB's lock file for another user, who could not open it then."""
     user = os.stat(folder).st_uid
     if user != os.geteuid() and not (folder / LOCK_NAME).exists():
         raise PermissionError(f"{folder} belongs to user {user}: run this as that user")
@@ -228,12 +229,13 @@ def _open(folder: Path) -> Any:
         readahead=False,
         mode=0o600,
     )
-    env.reader_check()  # the places of readers that were killed
+    env.reader_check()  # free the slots of killed readers
     return env
 
 
 def _check_length(path: Path, env: Any) -> None:
-    """A file shorter than its own last page would end this process at the first look."""
+    """Check the length: a file shorter than its last page would end this process at the first
+    access."""
     needed = (env.info()["last_pgno"] + 1) * ALIGNMENT
     if os.stat(path).st_size < needed:
         raise IndexUnusableError(f"it has {os.stat(path).st_size} bytes of {needed}")

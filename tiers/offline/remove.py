@@ -1,4 +1,4 @@
-"""Removing records of a store that no tier has open. The caller holds its folder's owner lock."""
+"""Removes records of a store that no tier has open. The caller holds the folder's owner lock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiers.offline.file_reader import FileReader
 from tiers.record import Identity
 
 BATCH = 4096
-"""Keys of one transaction."""
+"""Keys per transaction."""
 
 
 def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
-    """Remove records from an LMDB tier's index, durably. Their places are free at the next open.
+    """Remove records from an LMDB tier's index, durably. Their extents are free at the next open.
 
     Raises ``IndexUnusableError`` or ``OSError``. No reader may be open in this process.
     """

@@ -1,7 +1,7 @@
 """Pins host memory through the CUDA driver.
 
-A module by itself, so that a slab without CUDA does not import the driver. It registers exactly the
-memory that was configured; torch's pinned allocator rounds up to powers of two.
+This is a separate module so that a slab without CUDA does not import the driver. It registers
+exactly the memory that was configured; torch's pinned allocator rounds up to powers of two.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tiers.slab.pinning import PinningError
 class CudaRegistrar:
     """Registers memory for every CUDA context of this process, through that of ``device``.
 
-    ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU
-    opens none on another one. Callable from any thread. Raises ``PinningError`` where there is
-    no CUDA. A context that it opened itself is let go by ``close``.
+    ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU opens
+    no context on another one. Any thread may call. Raises ``PinningError`` where there is no CUDA.
+    ``close`` releases a context that it opened itself.
     """
 
     def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:

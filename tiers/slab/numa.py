@@ -27,8 +27,9 @@ _libc.syscall.restype = ctypes.c_long
 def available_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Memory that this process can still take without swapping: the machine's ``MemAvailable``
-    or what its control groups leave, whichever is less. ``None`` when neither is known."""
+    """Return the memory that this process can still take without swapping: the machine's
+    ``MemAvailable`` or the rest of its control groups, whichever is less. ``None`` if both are
+    unknown."""
     limits = [_meminfo_available(proc / "meminfo"), *_cgroup_free(proc / "self/cgroup", cgroups)]
     known = [limit for limit in limits if limit is not None]
     return min(known, default=None)
@@ -48,8 +49,8 @@ def _meminfo_available(meminfo: Path) -> int | None:
 
 
 def _cgroup_free(membership: Path, cgroups: Path) -> list[int | None]:
-    """What each version-2 control group above this process leaves: ``memory.max`` less
-    ``memory.current``, with reclaimable file pages counted as free."""
+    """Return the free memory of each version-2 control group above this process: ``memory.max``
+    less ``memory.current``, with reclaimable file pages counted as free."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -76,7 +77,7 @@ def _group_free(group: Path) -> int | None:
 
 
 def node_count(nodes: Path = NODES) -> int:
-    """How many NUMA nodes have memory; 1 when the machine does not say."""
+    """Return the number of NUMA nodes that have memory; 1 if the machine does not report it."""
     try:
         return max(1, len(parse_id_list((nodes / "has_memory").read_text())))
     except (OSError, ValueError):
@@ -84,8 +85,8 @@ def node_count(nodes: Path = NODES) -> int:
 
 
 def pci_node(bus_id: str, devices: Path = PCI_DEVICES) -> int | None:
-    """The NUMA node that a PCI device hangs on (``0000:65:00.0``); ``None`` when unknown, which
-    the kernel writes as -1."""
+    """Return the NUMA node of a PCI device (``0000:65:00.0``); ``None`` if unknown, which the
+    kernel reports as -1."""
     try:
         node = int((devices / bus_id.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -103,9 +104,9 @@ def parse_id_list(text: str) -> list[int]:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Ask that pages of ``[address, address + nbytes)`` that are not there yet come from ``node``
-    (mbind(2), MPOL_PREFERRED: another node when that one is full). Returns whether it was done;
-    a machine that cannot is slower, not broken, so that is a warning."""
+    """Ask that missing pages of ``[address, address + nbytes)`` come from ``node`` (mbind(2),
+    MPOL_PREFERRED: another node when that one is full). Returns True if that worked. A machine that
+    cannot do it is slower, not broken, so a failure is only a warning."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
         logger.warning("NUMA placement is not known for %s", platform.machine())

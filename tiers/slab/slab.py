@@ -1,11 +1,11 @@
-"""The host arena that holds the chunks of the CPU tier: one mapping, cut into equal slots.
+"""The host memory that holds the chunks of the CPU tier: one mapping, cut into equal slots.
 
-Owns the memory: size, alignment, faulting it in, keeping it out of core dumps and forked
-children, its NUMA node, and its registration with CUDA. Knows nothing of keys, of which slot is
-in use, or of copies.
+It owns the memory: size, alignment, faulting it in, excluding it from core dumps and forked
+children, its NUMA node, and its registration with CUDA. It knows nothing of keys, of copies, or of
+which slot is in use.
 
-The memory is anonymous and private: nothing is created in /dev/shm or on disk, nothing outlives
-the process, and exactly ``slot_count * slot_stride`` bytes are taken.
+The memory is anonymous and private: nothing is created in /dev/shm or on disk, nothing outlives the
+process, and it takes exactly ``slot_count * slot_stride`` bytes.
 
 Ownership: the preparing thread alone writes ``_ready_slots``, ``_pinned_slots``, ``_failure``,
 ``_registering`` and ``_registered`` until it ends; ``close`` joins it before it reads the last.
@@ -44,7 +44,7 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class SlabError(Exception):
-    """The memory cannot be had, or cannot be prepared as asked."""
+    """The memory is not available, or cannot be prepared as configured."""
 
 
 class HostSlab:
@@ -100,8 +100,7 @@ class HostSlab:
         if numa_node is not None:
             prefer_node(self.address, self.size_bytes, numa_node)
         self._registrar = (registrar or _cuda_registrar()) if pin else None
-        # A thread also when the caller waits for it: a failed CUDA call leaves an error behind
-        # in its thread, which must not be the caller's.
+        # In a thread even if the caller waits: a failed CUDA call leaves an error in its thread.
         self._thread = threading.Thread(target=self._prepare, name="kvtiers-slab", daemon=True)
         try:
             self._thread.start()
@@ -137,12 +136,12 @@ class HostSlab:
 
     @property
     def pinned(self) -> bool:
-        """Whether registration with CUDA was asked for and has not failed so far."""
+        """True if CUDA registration was requested and has not failed so far."""
         return self._registering
 
     @property
     def ready_slots(self) -> int:
-        """Slots ``[0, ready_slots)`` are faulted in (and registered, if asked for)."""
+        """Slots ``[0, ready_slots)`` are faulted in (and registered, if requested)."""
         with self._condition:
             return self._ready_slots
 
@@ -154,7 +153,7 @@ class HostSlab:
 
     @property
     def failure(self) -> SlabError | None:
-        """Why no slot from ``ready_slots`` on can be had as asked for, if so."""
+        """The reason why slots from ``ready_slots`` on are not available as requested, if so."""
         with self._condition:
             return self._failure
 
@@ -176,17 +175,17 @@ class HostSlab:
             raise self._failure or SlabError("the slab was closed while it was being prepared")
 
     def stop_preparing(self) -> None:
-        """Prepare no further piece; does not wait for the present one. What is prepared stays
-        usable, ``wait_ready`` for the rest raises."""
+        """Prepare no further piece, without waiting for the current one. Prepared slots stay
+        usable; ``wait_ready`` for the others raises."""
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Unregister and release the memory. Idempotent. Nothing may be copying any more.
+        """Unregister and release the memory. Idempotent. No copy may be in progress.
 
-        The mapping itself goes when the last view of a slot goes, so that a forgotten view
-        reads old bytes rather than killing the process.
+        The mapping itself is released with the last view of a slot, so that a forgotten view reads
+        old bytes and does not crash the process.
         """
         if self._closed:
             return
@@ -202,15 +201,17 @@ class HostSlab:
         try:
             self._map.close()
         except BufferError:
-            logger.debug("%r: views of slots are still held; the memory goes with the last", self)
+            logger.debug(
+                "%r: views of slots are still held; the last one releases the memory", self
+            )
 
     def _close_registrar(self) -> None:
         if self._registrar is None:
             return
         try:
             self._registrar.close()
-        except PinningError as error:  # a context too many until the process ends
-            logger.warning("the CUDA device could not be let go: %s", error)
+        except PinningError as error:  # the context stays until the process ends
+            logger.warning("the CUDA device could not be released: %s", error)
 
     def _wait_or_close(self) -> None:
         try:
@@ -220,7 +221,7 @@ class HostSlab:
             raise
 
     def _prepare(self) -> None:
-        """Fault in and register piece after piece. Runs on the preparing thread."""
+        """Fault in and register the pieces one by one, on the preparing thread."""
         try:
             for first in range(0, self.slot_count, self._piece_slots):
                 with self._condition:
@@ -236,7 +237,7 @@ class HostSlab:
         except SlabError as failure:
             logger.error("%s", failure)
             self._fail(failure)
-        except Exception as failure:  # a thread must not die unseen: the waiters get the cause
+        except Exception as failure:  # the thread must not die silently: the waiters get the cause
             logger.exception("preparing the slab failed")
             self._fail(SlabError(f"preparing the slab failed: {failure}"))
 
@@ -275,7 +276,8 @@ def _cuda_registrar() -> Registrar:
 
 
 def _unregister(registrar: Registrar, address: int) -> None:
-    """A failure here leaves memory pinned until the process ends: worth a line, not an error."""
+    """Unregister memory. A failure leaves it pinned until the process ends: a log line, not an
+    error."""
     try:
         registrar.unregister(address)
     except PinningError as error:
@@ -283,10 +285,10 @@ def _unregister(registrar: Registrar, address: int) -> None:
 
 
 def _map_memory(nbytes: int) -> mmap.mmap:
-    """``nbytes`` of zeroed private memory, starting on a page boundary.
+    """Map ``nbytes`` of zeroed private memory that starts on a page boundary.
 
-    The check against free memory comes first because Linux promises more than it has: without
-    it the process would be killed later, while the pages are faulted in.
+    It checks the free memory first because Linux promises more than it has: otherwise the process
+    would be killed later, while the pages are faulted in.
     """
     free = available_bytes()
     if free is not None and nbytes > free:
@@ -306,15 +308,15 @@ def _map_memory(nbytes: int) -> mmap.mmap:
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):
         try:
             memory.madvise(advice)
-        except OSError as error:  # a kernel built without it (huge pages): works all the same
+        except OSError as error:  # a kernel without huge pages: everything still works
             logger.debug("madvise(%d): %s", advice, error)
     return memory
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Fault in pages for writing, keeping what is in them (a slot may be in use already).
+    """Fault in pages for writing and keep their contents (a slot may already be in use).
 
-    Raises ``SlabError`` when there is no memory for them. A kernel before 5.14 cannot do it; the
+    Raises ``SlabError`` if there is no memory for them. A kernel before 5.14 cannot do it; the
     pages are then faulted in one by one at first use.
     """
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:

@@ -1,11 +1,11 @@
-"""The contract of a tier as a test class. Inherit it and say how to make your tier:
+"""The contract of a tier as a test class. Inherit from it and define how to make your tier:
 
     class TestMyTier(TierContract):
         def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
             return MyTier(folder, capacity_bytes)
 
-Needs pytest and pytest-asyncio in ``auto`` mode. Every test opens its own tier in a fresh folder.
-A tier is persistent if ``open`` says so; a reopened tier is made by ``make_tier`` once more.
+It needs pytest and pytest-asyncio in ``auto`` mode. Every test opens a tier in a fresh folder. A
+tier is persistent if ``open`` says so; the tests then reopen it by calling ``make_tier`` again.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ __all__ = [
 
 
 class TierContract:
-    """What every tier must do. Override ``make_tier``; shrink the sizes for a slow medium."""
+    """The contract of every tier. Override ``make_tier``; reduce the sizes for a slow medium."""
 
     payload_bytes = 16 * KIB
     capacity_bytes = 16 * MIB
     is_listed = True
-    """Whether ``keys`` reports records, and ``FULL`` and recency are the tier's: not of a store
-    that keeps house by itself."""
+    """True if ``keys`` reports all records, and capacity and recency are the tier's business. False
+    for a store that evicts by itself."""
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
-        """A closed tier over ``folder`` that can hold about ``capacity_bytes``."""
+        """Return a closed tier over ``folder`` that can hold about ``capacity_bytes``."""
         raise NotImplementedError
 
     @asynccontextmanager
@@ -76,17 +76,17 @@ class TierContract:
             await tier.aclose()
 
     async def listed(self, tier: Tier) -> list[StoredKey] | None:
-        """What the tier reports; ``None`` for one that does not."""
+        """Return the records that the tier lists; ``None`` if it does not list them."""
         found = await all_keys(tier)
         return found if self.is_listed else None
 
     def skip_unless_listed(self) -> None:
-        """For tests of what only a tier can do that knows all of its records."""
+        """Skip tests that need a tier which knows all of its records."""
         if not self.is_listed:
             pytest.skip("the store keeps its capacity itself")
 
     async def assert_listed(self, tier: Tier, *numbers: int) -> None:
-        """The tier reports the keys with these numbers, oldest first."""
+        """Assert that the tier lists the keys with these numbers, oldest first."""
         found = await self.listed(tier)
         assert found is None or [stored.key for stored in found] == list(map(key_of, numbers))
 

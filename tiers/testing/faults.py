@@ -1,11 +1,11 @@
-"""Wrappers of any tier that count, delay, hold, fail or damage, for tests and rehearsals.
+"""Wrappers for tiers that count, delay, hold, fail or damage, for tests and rehearsals.
 
 They stack: ``FailingTier(CountingTier(MemoryTier(...)), ...)``. Each one that injects a fault
-counts in ``met`` how often it really did, so that a test can show that its fault was there.
+counts in ``met`` how often it did, so that a test can show that its fault occurred.
 
 A verifying tier turns damage into ``CORRUPT``; so does ``DamagingTier`` by default. With
-``detected=False`` it returns damaged bytes as ``OK``: no tier may do that, and a test above which
-does not notice has no teeth.
+``detected=False`` it returns damaged bytes as ``OK``, which no tier may do: a test of the layers
+above that does not notice is useless.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CountingTier(TierWrapper):
 
 
 class FaultTier(TierWrapper):
-    """Base of the wrappers that inject something. ``when`` sees the number of the call (from 1,
-    counted over ``methods``) and says whether this one is hit."""
+    """The base of wrappers that inject a fault. ``when`` gets the number of the call (from 1,
+    counted over ``methods``) and returns True if the fault hits it."""
 
     def __init__(
         self, inner: Tier, when: Callable[[int], bool], methods: Collection[str] = DATA_METHODS
@@ -58,7 +58,7 @@ class FaultTier(TierWrapper):
         self._calls = 0
 
     def is_hit(self, method: str) -> bool:
-        """Count this call; whether the fault meets it."""
+        """Count this call and return True if the fault hits it."""
         if method not in self._methods:
             return False
         self._calls += 1
@@ -100,7 +100,8 @@ class FailingTier(FaultTier):
 
 
 class HoldingTier(FaultTier):
-    """Holds calls until ``release``: a disk that hangs. ``waiting`` says when one is held."""
+    """Holds calls until ``release``, like a disk that hangs. ``waiting`` returns when one is
+    held."""
 
     def __init__(
         self,
@@ -119,11 +120,11 @@ class HoldingTier(FaultTier):
             await self._released.wait()
 
     async def waiting(self) -> None:
-        """Return as soon as some call is held."""
+        """Return as soon as a call is held."""
         await self._held.wait()
 
     def release(self) -> None:
-        """Let everything through, now and from now on."""
+        """Let all calls through, now and from now on."""
         self._released.set()
 
 
@@ -178,7 +179,7 @@ class FullTier(FaultTier):
 
 
 class Damage(enum.Enum):
-    """What happens to the bytes of records that are read."""
+    """The kind of damage to the bytes of records that are read."""
 
     FLIP = "one bit flipped"
     TRUNCATE = "second half zero"
@@ -186,7 +187,7 @@ class Damage(enum.Enum):
 
 
 class DamagingTier(FaultTier):
-    """Damages every record that a hit ``read`` found. ``met`` counts records."""
+    """Damages every record that a ``read`` hit by the fault has found. ``met`` counts records."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class DamagingTier(FaultTier):
         return outcomes
 
     def _apply(self, records: list[Buffer]) -> list[int]:
-        """Damage the records; the positions of those that were."""
+        """Damage the records and return the positions of the damaged ones."""
         if self._damage is Damage.SWAP:
             return self._swap(records)
         for data in records:

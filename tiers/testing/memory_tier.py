@@ -1,12 +1,9 @@
-"""A shared tier in ordinary memory: for tests, and as the shortest example of a shared tier.
+"""Tiers in ordinary memory: for tests and simulations, and as the shortest examples of a tier.
 
-Tiers that are given the same ``SharedMemory`` share it, as engines share a store. It makes room by
-itself: the record that was written first goes first.
-
-A tier in ordinary memory: for tests, simulations and as the shortest example of a tier.
-
-It keeps sealed copies and verifies them as a disk tier would, so that wrappers which damage
-records meet the same checks.
+``MemoryTier`` keeps sealed copies and verifies them as a disk tier would, so that wrappers which
+damage records meet the same checks. ``SharedMemoryTier`` is the shared form: tiers that get the
+same ``SharedMemory`` share it as engines share a store. It evicts the record that was written
+first.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ Record = tuple[bytes, Buffer]
 def copied(
     record: Record | None, identity: Identity, key: Key, epoch: int, into: Buffer
 ) -> ReadOutcome:
-    """Fill ``into`` from a record, if it is the one that is meant, and whole."""
+    """Fill ``into`` from a record, if it is the requested one and intact."""
     if record is None:
         return ReadOutcome.MISS
     header, payload = record
@@ -56,7 +53,7 @@ def copied(
 
 
 class MemoryTier(Tier):
-    """Records in a dict, oldest first. Loses everything on ``aclose``."""
+    """Records in a dict, oldest first. ``aclose`` discards everything."""
 
     def __init__(
         self, capacity_bytes: int, *, namespace: bytes = NO_NAMESPACE, rank: int = 0, epoch: int = 0
@@ -141,7 +138,8 @@ class MemoryTier(Tier):
 
 
 class Address(NamedTuple):
-    """Where a record lies. With the epoch in it nobody meets the records of other weights."""
+    """The location of a record. It includes the epoch, so no engine meets records of other
+    weights."""
 
     identity: Identity
     epoch: int
@@ -149,7 +147,7 @@ class Address(NamedTuple):
 
 
 class SharedMemory:
-    """Records of many engines: header and payload by address, in the order of writing."""
+    """The records of many engines: header and payload by address, in the order of writing."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -161,7 +159,7 @@ class SharedMemory:
         return sum(data.nbytes for _, data in self.records.values())
 
     def put(self, address: Address, header: bytes, data: Buffer) -> bool:
-        """Keep a copy, if there is room at all."""
+        """Keep a copy. Returns False if the record is larger than the whole memory."""
         if data.nbytes > self.capacity_bytes:
             return False
         while self.used_bytes + data.nbytes > self.capacity_bytes:

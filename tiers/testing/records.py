@@ -1,4 +1,4 @@
-"""Records for tests of tiers: keys, the bytes that belong to them, and what a tier makes of it."""
+"""Records for tests of tiers: keys, payloads that belong to them, and assertions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MIB = 1024 * KIB
 
 
 def aligned(payload_bytes: int) -> Buffer:
-    """An uninitialised buffer whose address is a multiple of ``ALIGNMENT``."""
+    """Return an uninitialised buffer whose address is a multiple of ``ALIGNMENT``."""
     raw = np.empty(payload_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + payload_bytes]
 
 
 def payload_of(key: Key, payload_bytes: int, version: int = 0) -> Buffer:
-    """Bytes that belong to this key and version and to no other, in an aligned buffer."""
+    """Return bytes that belong to this key and version and to no other, in an aligned buffer."""
     seed = int.from_bytes(key, "big") * 1000 + version
     data = aligned(payload_bytes)
     data[:] = np.random.default_rng(seed).integers(0, 256, payload_bytes, np.uint8)
@@ -34,12 +34,12 @@ def payload_of(key: Key, payload_bytes: int, version: int = 0) -> Buffer:
 
 
 def key_of(number: int) -> Key:
-    """A key of the length that vLLM uses: 32 bytes of hash and 4 of group."""
+    """Return a key of the length that vLLM uses: 32 bytes of hash and 4 of group."""
     return number.to_bytes(32, "big") + bytes(4)
 
 
 async def all_keys(tier: Tier) -> list[StoredKey]:
-    """Everything that ``tier.keys`` reports, oldest first."""
+    """Return everything that ``tier.keys`` reports, oldest first."""
     batches = tier.keys()
     return [stored async for batch in batches for stored in batch.pairs()]
 
@@ -52,7 +52,7 @@ async def fetch(tier: Tier, key: Key, payload_bytes: int) -> tuple[ReadOutcome, 
 
 
 async def assert_holds(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> None:
-    """Every key reads as ``OK`` with its own bytes."""
+    """Assert that every key reads as ``OK`` with the bytes of ``payload_of``."""
     into = [aligned(payload_bytes) for _ in keys]
     outcomes = await tier.read(keys, into)
     assert outcomes == [ReadOutcome.OK] * len(keys)
@@ -61,11 +61,11 @@ async def assert_holds(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> N
 
 
 async def assert_misses(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> None:
-    """Every key reads as ``MISS``."""
+    """Assert that every key reads as ``MISS``."""
     into = [aligned(payload_bytes) for _ in keys]
     assert await tier.read(keys, into) == [ReadOutcome.MISS] * len(keys)
 
 
 async def put(tier: Tier, keys: Sequence[Key], payload_bytes: int) -> list[WriteOutcome]:
-    """Write each key with its own bytes."""
+    """Write the bytes of ``payload_of`` for each key."""
     return await tier.write(keys, [payload_of(key, payload_bytes) for key in keys])

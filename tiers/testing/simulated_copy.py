@@ -1,13 +1,12 @@
 """A copy engine whose streams run late and out of order under a seed, to find races without a GPU.
 
-It behaves as a GPU does at its worst: what is submitted runs some time later; the compute, store
-and load streams advance independently; a copy reads and writes its memory piece by piece in any
-order while it runs; an event is over only when everything recorded before it has run. What a
-program forgets to wait for therefore shows as wrong bytes, under some seed, in
-milliseconds. In addition it notes ``hazards``: two jobs in flight that share a slot or a block, one
-of them writing.
+It behaves like a GPU at its worst: submitted work runs some time later; the compute, store and load
+streams advance independently; a copy reads and writes its memory piece by piece in any order; an
+event is over only when everything recorded before it has run. So a missing wait shows as wrong
+bytes, under some seed, in milliseconds. The engine also records ``hazards``: two jobs in flight
+that share a slot or a block, one of them writing.
 
-For tests of everything above the copy engine. It moves real bytes of real memory.
+It is for tests of everything above the copy engine, and moves real bytes of real memory.
 
 Ownership: one lock guards the streams, because kernels are launched by the model-runner thread
 while copies are submitted and advanced by the offload loop. Nothing waits while holding it.
@@ -31,7 +30,7 @@ from tiers.copy.lanes import FutureTicket
 from tiers.slab.slab import HostSlab
 
 POISON = 0xDB
-"""What freed memory is filled with on request."""
+"""The value that fills freed memory on request."""
 
 Part = Callable[[], None]
 
@@ -75,7 +74,7 @@ class SimulatedStream:
 
     @property
     def runnable(self) -> bool:
-        """Whether the oldest operation may run a part now."""
+        """True if the oldest operation may run a part now."""
         if not self.queue:
             return False
         after = self.queue[0].after
@@ -115,7 +114,7 @@ class SimulatedCompute:
 
     @property
     def idle(self) -> bool:
-        """Whether every launched kernel has run."""
+        """True if every launched kernel has run."""
         return not self._stream.queue
 
 
@@ -194,7 +193,7 @@ class SimulatedCopyEngine(CopyEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether every stream is empty."""
+        """True if every stream is empty."""
         return not (self._compute.queue or self._store.queue or self._load.queue)
 
     def poison_slots(self, slots: Sequence[int]) -> None:
@@ -242,8 +241,8 @@ class SimulatedCopyEngine(CopyEngine):
         ticket.finish(None)
 
     def _enlist(self, kind: str, batches: Sequence[CopyBatch]) -> int:
-        """Note a job as in flight, and what it must not share with the others in flight.
-        Returns its number."""
+        """Note a job in flight and the memory that it must not share with other jobs. Returns its
+        number."""
         self._job_count += 1
         job = _Job(
             number=self._job_count,
@@ -288,8 +287,8 @@ class SimulatedCopyEngine(CopyEngine):
 
 
 def _hazards(first: _Job, second: _Job) -> Iterator[str]:
-    """What two jobs in flight share although one of them writes to it: stores write slots and
-    read blocks, loads write blocks and read slots."""
+    """Return what two jobs in flight share although one of them writes to it: stores write slots
+    and read blocks, loads write blocks and read slots."""
     names = f"{first.kind} job {first.number} and {second.kind} job {second.number}"
     if "store" in (first.kind, second.kind) and first.slots & second.slots:
         yield f"{names} share slots {sorted(first.slots & second.slots)}"

@@ -348,7 +348,7 @@ def test_bad_input(tmp_path: Path) -> None:
     file.write_bytes(b"something else altogether")
     result = kvtiers("import", file, tmp_path / "b", "--capacity", "1GiB")
     assert result.code == 1
-    assert "no export of kvtiers" in result.err
+    assert "not an export of kvtiers" in result.err
     result = kvtiers("import", tmp_path / "no", tmp_path / ("a" * 32), "--type", "x")
     assert result.code == 2
     for words in (

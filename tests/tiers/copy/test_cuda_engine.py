@@ -229,8 +229,8 @@ async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
         await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition("cuM")[0] for line in lines[:2]] == [
-        "a copy failed in an unforeseen way (",
-        "10 copies have failed like this by now: ",
+        "a copy failed unexpectedly (",
+        "10 copies have failed like this so far: ",
     ]
     assert len([line for line in lines if "cuMemcpyBatchAsync" in line]) == 2
     assert world.engine.failures() == {

@@ -207,7 +207,7 @@ async def test_an_unforeseen_error_fails_one_ticket_only(
         with pytest.raises(TransferError, match="RuntimeError: boom"):
             await bad.completed()
         await good.completed()
-        assert "a copy failed in an unforeseen way" in caplog.text
+        assert "a copy failed unexpectedly" in caplog.text
     finally:
         engine.close()
 
