@@ -236,9 +236,7 @@ class CudaCopyEngine(CopyEngine):
             return None
         try:
             return load(device)
-        except (
-            Exception
-        ) as error:  # no Triton, no compiler, an unsupported GPU: continue without it
+        except Exception as error:  # no Triton, no compiler, an unsupported GPU
             logger.warning(
                 "the gather/scatter kernel cannot be used (%s: %s); small pages are copied by "
                 "the copy engine, which is slower",

@@ -110,7 +110,7 @@ class FakeCuda:
 
     @staticmethod
     def move_all(to: Any, source: Any, sizes: Any) -> None:
-        """What a kernel does with a list of copies."""
+        """Do what a kernel does with a list of copies."""
         for target, start, nbytes in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, start, nbytes)
 
@@ -122,7 +122,7 @@ class FakeCuda:
         self._thread.join()
 
     def make_current(self) -> None:
-        """What torch does to the thread that runs the model."""
+        """Do what torch does to the thread that runs the model."""
         self._local.stack = [CONTEXT]
 
     # -- plumbing ----------------------------------------------------------------------------

@@ -158,7 +158,7 @@ async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_mo
         slot[:] = 0xEE
     ticket = world.engine.submit_store([batch([0, 1, 2], [[0, 1], [2, 3], [4, 5]])])
     behind = world.engine.submit_store([])
-    # Whoever does not wait for the first job waits for the one behind it.
+    # If nothing waits for the first job, something waits for the next one.
     await asyncio.to_thread(world.cuda.await_call, "cuEventSynchronize")
     assert not ticket.done()
     world.cuda.release()

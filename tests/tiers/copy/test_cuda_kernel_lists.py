@@ -89,7 +89,7 @@ async def launched(world: KernelWorld, times: int) -> None:
 
 
 async def forgotten(world: KernelWorld) -> None:
-    """Wait until each lane has let go of its last job, as it has when the next one has ended."""
+    """Wait until each lane has released its last job: it has when the next one has ended."""
     for submit in (world.engine.submit_store, world.engine.submit_load):
         await submit([]).completed()
 

@@ -1,7 +1,8 @@
 """Four processes share one folder of files, and two of them are killed.
 
-The cap is held within the bound that ``shared_folder`` states, no record is lost or wrong, and what
-the dead had begun goes away. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite.
+The capacity is kept within the bound that ``shared_folder`` states, no record is lost or wrong, and
+unfinished files of the dead are removed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the
+suite.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ SMALL_FILES_BYTES = 64 << 10
 
 @pytest.fixture(autouse=True)
 def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``plant`` changes in this process is as it was after the test."""
+    """Undo after the test what ``plant`` changes in this process."""
     for name in ("no-cap", "no-sweep"):
         owner, attribute, _instead = shared_world.FAULTS[name]
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
 
 
 def most_bytes(capacity: int) -> int:
-    """The stated bound: two grants for each engine that joins while the others write."""
+    """Return the stated bound: two grants for each engine that joins while the others write."""
     return capacity + 2 * (ENGINES - 1) * capacity // GRANT_SHARE + SMALL_FILES_BYTES
 
 

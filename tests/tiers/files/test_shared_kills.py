@@ -1,6 +1,5 @@
 """A process that shares a folder of files is killed before each of its steps on the file system.
-The others find whole records or none, and nothing of the dead stays.
-"""
+The others find complete records or none, and nothing of the dead process stays."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ LARGE = 60_000
 KEPT = [key_of(n) for n in range(4)]
 NEW = [key_of(n) for n in range(100, 104)]
 MANY = [key_of(n) for n in range(200, 220)]
-"""More large records than there is room for."""
+"""More large records than fit."""
 OWN = key_of(300)
 STEPS = ("open", "write", "replace", "rename", "link", "unlink", "mkdir", "rmdir", "fsync", "utime")
-"""Calls of ``os`` that change something, and ``open``, which may create."""
+"""Functions of ``os`` that change something, and ``open``, which may create."""
 
 Life = Callable[[SharedFolder, Callable[[str], None]], None]
 
@@ -44,7 +43,7 @@ def store(shared: SharedFolder, keys: list[Key], size: int = SIZE) -> list[Write
 
 
 def fetch(shared: SharedFolder, key: Key, size: int = SIZE) -> ReadOutcome:
-    """Raises ``AssertionError`` for other bytes than those of the key."""
+    """Raise ``AssertionError`` for other bytes than those of the key."""
     into = aligned(size)
     outcome = shared.fetch(key, shared.epoch, into)
     assert outcome is not ReadOutcome.OK or np.array_equal(into, payload_of(key, size))
@@ -71,8 +70,8 @@ def gets_other_weights(shared: SharedFolder, say: Callable[[str], None]) -> None
 
 
 def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tuple[bool, str]:
-    """Run this in a separate process, killed before its step of this number; whether it was, and
-    what it had said by then."""
+    """Run this in a separate process, killed before its step of this number. Returns True if it was
+    killed, and its output by then."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -106,8 +105,8 @@ def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tu
 
 
 def nothing_of_the_dead_is_left(folder: Path, shared: SharedFolder) -> None:
-    """Two things are kept for an hour: an epoch that nobody claims any more, and the file of an
-    engine that had not said anything yet."""
+    """Two things are kept for an hour: an epoch that no engine claims any more, and the file of an
+    engine that had not announced anything yet."""
     for path in folder.glob("epoch-[1-9]*"):
         os.utime(path, (1, 1))
     shared.scan()

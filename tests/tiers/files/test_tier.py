@@ -91,7 +91,7 @@ async def test_what_is_no_whole_record_is_removed_at_open(tmp_path: Path) -> Non
 
 
 async def test_a_lost_epoch_file_forgets_everything(tmp_path: Path) -> None:
-    """Which epoch it was cannot be known, so nothing may be served."""
+    """The epoch is unknown, so nothing may be served."""
     await filled(tmp_path / "tier")
     for damage in (lambda path: path.write_text("x"), lambda path: path.unlink()):
         damage(tmp_path / "tier" / "epoch")

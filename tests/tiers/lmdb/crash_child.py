@@ -1,11 +1,11 @@
-"""Writes to an LMDB tier until it is killed, saying on standard output what it may rely on.
+"""Writes to an LMDB tier until it is killed, and prints which records it may rely on.
 
-    +<n>   key n is stored: it must be there after a restart, whole
+    +<n>   key n is stored: it must be there after a restart, intact
     -<n>   key n is about to be deleted: it may or may not be there
     !<e>   everything is about to be forgotten
     =<e>   that is durable
 
-Not a test itself; test_lmdb_crash.py runs ``crash_child.py <folder> <capacity> <size> <first>``.
+Not a test itself; test_crash.py runs ``crash_child.py <folder> <capacity> <size> <first>``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Uses an LMDB tier while system calls fail under it; not a test itself.
 
-``strace_child.py <folder>``: opens, writes, reads, deletes, resets, closes, twice. Ends with 0 if
-every outcome was an allowed one and every byte served was right, whatever the system calls did.
+``strace_child.py <folder>`` opens, writes, reads, deletes, resets and closes, twice. It exits with
+0 if every outcome was allowed and every byte served was right, whatever the system calls did.
 """
 
 from __future__ import annotations

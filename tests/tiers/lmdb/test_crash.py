@@ -1,4 +1,4 @@
-"""Killed processes and pulled plugs: nothing stored is lost, nothing is invented, nothing wrong.
+"""Killed processes and power cuts: no stored record is lost, none is invented, none is wrong.
 
 The suite runs a few of each. ``KVTIERS_KILLS=50 KVTIERS_POWER_CUTS=40`` runs the full numbers.
 """
@@ -44,7 +44,7 @@ CHILD = Path(__file__).with_name("crash_child.py")
 
 @dataclass
 class Expected:
-    """What the child's log promises."""
+    """The records that the child's log promises."""
 
     stored: set[int] = field(default_factory=set)
     allowed: set[int] = field(default_factory=set)
@@ -67,18 +67,18 @@ class Expected:
                 self.allowed.clear()
 
     def restart(self, first: int, present: set[int]) -> None:
-        """The next run begins with what was found."""
+        """Begin the next run with the records found."""
         self.stored, self.allowed, self.next_number = set(present), set(present), first
 
     @property
     def in_flight(self) -> set[int]:
-        """What may be stored although nobody said so yet."""
+        """Records that may be stored although the child has not said so."""
         return set(range(self.next_number, self.next_number + BATCH))
 
 
 @contextmanager
 def running_child(folder: Path, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that has opened its tier; killed at the end."""
+    """Start a child that has opened its tier; it is killed at the end."""
     command = [sys.executable, str(CHILD), str(folder), str(CAPACITY), str(SIZE), str(first)]
     environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
@@ -93,7 +93,7 @@ def running_child(folder: Path, first: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 def collect(child: subprocess.Popen[bytes], stored: int) -> bytes:
-    """What the child says until it has stored this many records, and perhaps a few more."""
+    """Read the child's output until it has stored this many records, and perhaps a few more."""
     assert child.stdout is not None
     said = b""
     while said.count(b"+") < stored:
@@ -105,7 +105,7 @@ def collect(child: subprocess.Popen[bytes], stored: int) -> bytes:
 
 
 def check_after_crash(folder: Path, expected: Expected) -> set[int]:
-    """Look at the files, reopen, compare with what was promised; the numbers present."""
+    """Check the files, reopen, and compare with the promises. Returns the numbers present."""
     assert {path.name for path in folder.iterdir()} <= KNOWN_FILES, "stray files"
     assert sum(path.stat().st_size for path in folder.iterdir()) <= CAPACITY + (64 << 10)
     return asyncio.run(compare(folder, expected))
@@ -172,7 +172,7 @@ def loop_mount(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def test_power_cuts(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
-    """Copies of the image of a stopped writer are what a pulled plug leaves on the disk."""
+    """A copy of the image under a stopped writer has the state after a power cut."""
     image, point = loop_mount
     rng = random.Random(SEED)
     expected = Expected()
@@ -198,7 +198,7 @@ def test_power_cuts(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_a_reset_is_durable_at_once(tmp_path: Path) -> None:
-    """Killed right after ``reset`` returned: nothing of before comes back."""
+    """Killed right after ``reset`` returned: no earlier record comes back."""
     code = (
         "import asyncio, os, signal, sys\n"
         "from tiers.lmdb.tier import LmdbTier\n"
@@ -228,7 +228,7 @@ def test_a_reset_is_durable_at_once(tmp_path: Path) -> None:
 async def test_a_start_that_was_killed_before_there_was_an_index_is_no_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first one, or one that had moved a damaged index aside."""
+    """Either the first start, or one that had moved a damaged index aside."""
     keys, folder = [key_of(number) for number in range(4)], tmp_path / "tier"
     strict = {"recovery": Recovery.STRICT, "reserve_bytes": 0}
     tier = LmdbTier(folder, CAPACITY, **strict)

@@ -69,7 +69,8 @@ class FailingIo(DiskIo):
 
 
 async def workload(tier: LmdbTier) -> tuple[int, int]:
-    """Writes, reads, deletes; every byte served is checked. (records stored, outcomes not OK)."""
+    """Write, read, delete, and check every byte served. Returns (records stored, outcomes not
+    OK)."""
     stored = bad = 0
     for round_ in range(17):
         keys = [key_of(100 * round_ + n) for n in range(4)]
@@ -114,7 +115,7 @@ async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
 def test_eio_on_the_nth_system_call_of_the_index_too(
     tmp_path: Path, call: str, number: int
 ) -> None:
-    """Below Python, so that LMDB's own calls fail as well. strace counts per thread."""
+    """Injected below Python, so that LMDB's own calls fail as well. strace counts per thread."""
     if not shutil.which("strace"):
         pytest.skip("needs strace")
     command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}"]
@@ -173,8 +174,8 @@ class GatedIo(DiskIo):
 
 
 class CountingIo(DiskIo):
-    """Lets nobody read on before ``expected`` threads read at once, and counts the most. They
-    linger, for one more to show itself."""
+    """Blocks readers until ``expected`` threads read at once, and records the maximum. They wait a
+    little longer, in case one more appears."""
 
     def __init__(self, expected: int) -> None:
         self.most = self._now = 0
@@ -209,7 +210,7 @@ async def test_the_device_has_as_many_requests_as_configured_and_no_more(tmp_pat
 
 
 class NotedIo(DiskIo):
-    """Notes writes and flushes of the payload file, in their order."""
+    """Records writes and flushes of the payload file, in order."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -227,7 +228,7 @@ class NotedIo(DiskIo):
 async def test_payloads_are_flushed_before_the_index_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a power cut leaves records whose bytes were never there."""
+    """Otherwise a power cut would leave records whose bytes were never there."""
     io = NotedIo()
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()
@@ -252,7 +253,8 @@ async def test_payloads_are_flushed_before_the_index_names_them(
 async def test_an_index_that_could_not_be_written_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows what of the failed transaction is on the disk, before it is opened again."""
+    """The effect of the failed transaction on the disk is unknown until the index is opened
+    again."""
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
     await tier.open()
     assert await put(tier, KEYS[:1], SIZE) == [WriteOutcome.OK]
@@ -274,7 +276,7 @@ async def test_an_index_that_could_not_be_written_is_not_written_again(
 
 
 async def test_a_read_that_a_reset_has_overtaken_finds_nothing(tmp_path: Path) -> None:
-    """What it has read is of the old weights."""
+    """The bytes that it has read are of the old weights."""
     io = GatedIo()
     tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, io=io)
     await tier.open()
@@ -291,7 +293,7 @@ async def test_a_read_that_a_reset_has_overtaken_finds_nothing(tmp_path: Path) -
 
 
 def await_commit(tier: LmdbTier, before: int) -> None:
-    """Until something was committed; the event loop does not turn meanwhile."""
+    """Wait for a commit while the event loop does not run."""
     give_up = time.monotonic() + PATIENCE_S
     while tier.stats()["commits"] == before:
         assert time.monotonic() < give_up, "nothing was committed"
@@ -415,7 +417,7 @@ async def test_the_reserve_of_the_file_system_is_respected(tmp_path: Path) -> No
 
 
 class Quota(DiskIo):
-    """A quota that is used up: nothing can be allocated, and then nothing be written either."""
+    """A used-up quota: nothing can be allocated, and after that nothing can be written."""
 
     def __init__(self) -> None:
         self.used_up: set[str] = set()

@@ -1,4 +1,4 @@
-"""The LMDB tier on small file systems of its own: full, read-only, gone. Needs root to mount."""
+"""The LMDB tier on small, separate file systems: full, read-only, gone. Needs root to mount."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk_is_an_outcome_and_passes(small_disk: Path) -> None:
-    """Others fill the disk: writes are FULL, reads go on, space freed is used again."""
+    """Others fill the disk: writes are FULL, reads continue, and freed space is used again."""
     tier = LmdbTier(small_disk / "tier", 32 << 20, reserve_bytes=0, grow_bytes=1 << 20)
     await tier.open()
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
@@ -67,7 +67,7 @@ async def test_a_disk_too_small_to_open(small_disk: Path) -> None:
 
 @pytest.fixture
 def own_disk(tmp_path: Path) -> Iterator[Path]:
-    """A small ext4 of its own on a loop device."""
+    """A small, separate ext4 on a loop device."""
     if not shutil.which("mkfs.ext4"):
         pytest.skip("needs mkfs.ext4")
     image = tmp_path / "image"
@@ -99,7 +99,7 @@ async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
 
 
 async def test_a_disk_that_turns_read_only_while_open(own_disk: Path) -> None:
-    """What ext4 does by default after an error of its own: reads go on, writes fail."""
+    """By default ext4 turns read-only after an internal error: reads continue, writes fail."""
     remount(own_disk, "errors=remount-ro")
     tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
     await tier.open()
@@ -117,7 +117,7 @@ async def test_a_disk_that_turns_read_only_while_open(own_disk: Path) -> None:
 
 
 def turn_read_only(point: Path) -> None:
-    """Make ext4 report an error of its own; from then on it takes no writes."""
+    """Make ext4 report an internal error; from then on it rejects writes."""
     number = point.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve().name
     try:
@@ -132,7 +132,7 @@ EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
 async def test_a_file_system_that_shuts_down_under_the_tier(own_disk: Path) -> None:
-    """What ext4 does after an error: every write fails from now on."""
+    """ext4 may shut down after an error: then every write fails."""
     tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
     await tier.open()
     await put(tier, KEYS, SIZE)

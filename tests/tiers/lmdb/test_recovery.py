@@ -1,4 +1,4 @@
-"""What an LMDB tier makes of the files it finds: whole, old, foreign, cut off, overwritten."""
+"""How an LMDB tier handles the files it finds: intact, old, foreign, truncated, overwritten."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tier_at(folder: Path, capacity: int = CAPACITY, **options: object) -> LmdbTi
 
 
 async def filled(folder: Path, **options: object) -> Path:
-    """A closed tier that holds ``KEYS``; its folder."""
+    """Fill a tier with ``KEYS`` and close it. Returns its folder."""
     tier = tier_at(folder, **options)
     await tier.open()
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
@@ -42,7 +42,7 @@ async def filled(folder: Path, **options: object) -> Path:
 
 
 async def assert_starts_empty(folder: Path, **options: object) -> None:
-    """The tier opens with nothing, says that it moved files aside, and works."""
+    """The tier opens empty, says that it moved files aside, and works."""
     tier = tier_at(folder, **options)
     info = await tier.open()
     assert info.record_count == 0
@@ -101,7 +101,7 @@ async def test_random_bytes_as_index(tmp_path: Path) -> None:
 
 
 async def test_the_walk_is_what_protects_an_index_of_the_right_length(tmp_path: Path) -> None:
-    """Both meta pages are whole, a page behind them is not: only the walk can tell."""
+    """Both meta pages are intact, a later page is not: only the walk can tell."""
     folder = await filled(tmp_path)
     for page in range(2, 12):
         scribble(folder / "data.mdb", page * 4096, 4096)
@@ -110,7 +110,7 @@ async def test_the_walk_is_what_protects_an_index_of_the_right_length(tmp_path: 
 
 @pytest.mark.parametrize("is_empty", [False, True])
 async def test_an_index_that_is_gone_is_damage(tmp_path: Path, is_empty: bool) -> None:
-    """Beside a payload file that was written to it cannot be a new tier."""
+    """The payload file was written to, so this cannot be a new tier."""
     folder = await filled(tmp_path)
     (folder / "data.mdb").unlink()
     if is_empty:
@@ -263,7 +263,7 @@ async def test_every_damaged_record_is_caught(
 async def test_without_the_check_damage_would_be_served(
     tmp_path: Path, damage: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above has teeth: with the verification taken out nothing is caught."""
+    """Without the verification nothing is caught, so the test above can fail."""
     monkeypatch.setattr(codec, "verify", lambda *_: True)
     outcomes = await damaged_outcomes(tmp_path, damage, 20)
     assert outcomes == [ReadOutcome.OK] * 20

@@ -1,4 +1,4 @@
-"""Records that nobody asks for are verified, each in its turn; what is damaged goes."""
+"""Records that no request asks for are verified in turn; damaged ones are deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEEK = 604_800.0
 
 
 class SickIo(DiskIo):
-    """Reads fail at these pages; ``everywhere`` at all."""
+    """Reads of these pages fail; with ``everywhere`` all reads fail."""
 
     def __init__(self) -> None:
         self.pages: set[int] = set()
@@ -64,7 +64,7 @@ def damage(tier: LmdbTier, folder: Path, number: int) -> None:
 
 
 async def scrubbed(tier: LmdbTier, most_bytes: int = 5 * SIZE) -> list[Scrubbed]:
-    """A pass, to its end."""
+    """Run a pass to its end."""
     found = []
     while (one := await tier.scrub(most_bytes, WEEK)) is not None:
         assert one.trouble == ""
@@ -113,7 +113,7 @@ async def test_damage_is_gone_for_the_next_start_too(tmp_path: Path) -> None:
 
 
 async def test_a_pass_goes_on_where_the_last_server_ended(tmp_path: Path) -> None:
-    """And the next one begins when its time has come."""
+    """The next pass begins when its time has come."""
     now = [1e9]
     read = 0
     tier = await filled(tmp_path)
@@ -196,7 +196,7 @@ async def test_a_medium_that_cannot_be_read_costs_no_record(tmp_path: Path) -> N
 async def test_a_bit_that_is_wrong_in_memory_once_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read right the second time is kept."""
+    """A record that reads correctly the second time is kept."""
     tier = await filled(tmp_path)
     real, lies = tier._files.codec.decode, [True]
 
@@ -210,7 +210,7 @@ async def test_a_bit_that_is_wrong_in_memory_once_is_no_damage(
 
 
 class SlowIo(DiskIo):
-    """Lets the loop do something while the first read of a scrub is under way."""
+    """Lets the loop run while the first read of a scrub is in progress."""
 
     def __init__(self) -> None:
         self.meanwhile: Any = None
@@ -224,7 +224,7 @@ class SlowIo(DiskIo):
 
 @pytest.mark.parametrize("happens", ["deleted", "reset", "deleted and written", "cancelled"])
 async def test_what_changes_while_it_is_read_is_no_damage(tmp_path: Path, happens: str) -> None:
-    """A place that is being read is not written to, and what was removed is not told."""
+    """Extents that are being read are not written to, and removed records are not reported."""
     io = SlowIo()
     tier = await filled(tmp_path, io)
     damage(tier, tmp_path, 0)

@@ -1,4 +1,4 @@
-"""An LMDB tier, shared or not, that is opened with a smaller capacity than it was made with."""
+"""An LMDB tier, shared or not, that is opened with a smaller capacity than before."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def test_a_smaller_capacity_keeps_what_lies_inside(tmp_path: Path, kind: K
 async def test_a_smaller_capacity_of_an_index_that_is_full(
     tmp_path: Path, kind: Kind, share: float
 ) -> None:
-    """Each page of the index has records to forget, and the map has no room for copies of all;
-    the index keeps its size, and the cap holds nevertheless."""
+    """Each page of the index has records to delete, and the map cannot hold copies of all pages.
+    The index keeps its size, and the capacity is kept all the same."""
     options = LmdbOptions(reserve_bytes=0, record_bytes=4096, grow_bytes=8 << 20)
     tier = kind(tmp_path / "tier", 40 << 20, options=options)
     info = await tier.open()
@@ -101,7 +101,8 @@ def test_a_capacity_too_small_for_anything() -> None:
 async def test_what_does_not_fit_the_map_at_once_is_committed_in_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transaction needs copies of all pages that it touches: one record is always too much."""
+    """A transaction needs copies of all pages that it touches; here one record is always too
+    many."""
     apply = LmdbIndex.apply
     keys = [key_of(number) for number in range(1200)]
 

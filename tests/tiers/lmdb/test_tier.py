@@ -1,4 +1,4 @@
-"""The LMDB tier keeps the contract, and the promises of its own."""
+"""The LMDB tier keeps the contract, and its additional guarantees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestLmdbTier(TierContract):
 async def test_a_deletion_shares_the_commit_of_the_next_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And does not keep those waiting who need its place."""
+    """It does not delay writes that need its space."""
     monkeypatch.setattr(commit_thread, "LAZY_S", 60.0)
     tier = LmdbTier(tmp_path / "tier", (2 << 20) + (1 << 20), reserve_bytes=0)
     await tier.open()
@@ -42,8 +42,8 @@ async def test_a_deletion_shares_the_commit_of_the_next_write(
 
 
 async def test_deletions_from_an_index_without_room(tmp_path: Path) -> None:
-    """Keys that take twice the room set aside for them: a full index takes no more records, but
-    forgets some however many pages that touches."""
+    """Keys that take twice the space reserved for them: a full index takes no more records, but
+    deletes some however many pages that touches."""
     rng = random.Random(20261122)
     tier = LmdbTier(tmp_path / "tier", 24 << 20, record_bytes=4096, reserve_bytes=0)
     await tier.open()

@@ -138,7 +138,7 @@ async def test_a_reset_parts_one_from_the_others(master: Master, tmp_path: Path)
 async def test_the_slab_is_used_where_it_lies(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written is not copied: beside the slab and the headers only a room for reads is
+    """Writes do not copy payloads: only the slab, the headers and one bounce buffer for reads are
     registered, once."""
     slab = np.zeros(32 * SIZE, np.uint8)
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
@@ -351,8 +351,8 @@ class Transfers:
 
 
 BROKEN_TRANSFER = "Batch finalization RPC failed"
-"""Mooncake's word for a write whose bytes were under way: the master had given it its place, and
-was gone when it was to be told of the end."""
+"""Mooncake's code for a write whose bytes were in transfer: the master had allocated its memory, and
+was gone when the write ended."""
 
 
 @dataclass

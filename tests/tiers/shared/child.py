@@ -1,14 +1,14 @@
-"""One of several processes that share a tier, saying on standard output what it may rely on.
+"""One of several processes that share a tier. It prints which records it may rely on.
 
     @<n>   the tier is open, or half of the records have been tried; this process is number n, and
            waits for a byte on its standard input
-    +<n>   key n is stored: it must be there, whole, until it is evicted
+    +<n>   key n is stored: it must be there, intact, until it is evicted
     W<n>   key n was read with other bytes than its own
-    .0     it has stored all that it was told to, and waits for its standard input to close
+    .0     it has stored all its records, and waits for its standard input to close
 
-Not a test itself; run as ``shared_child.py <kind> <folder> <capacity> <size> <number> <count>
-<fault>``. ``kind`` is ``lmdb`` or ``file``; with ``half-`` before it the disk hangs in the middle
-of a write after ``count`` records. ``fault`` names a fault of ``shared_world`` to plant, or none.
+Not a test itself; run as ``child.py <kind> <folder> <capacity> <size> <number> <count> <fault>``.
+``kind`` is ``lmdb`` or ``file``; with ``half-`` before it the disk hangs in the middle of a write
+after ``count`` records. ``fault`` names a fault of ``processes`` to plant, or none.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def say(sign: str, numbers: Sequence[int]) -> None:
 
 
 class HangingIo(DiskIo):
-    """Writes one page of a record and then never comes back, once it ``hangs``; meanwhile somebody
-    is in the middle of a look at the index, if there is one."""
+    """Writes one page of a record and then never returns once it ``hangs``; meanwhile another
+    thread is in the middle of a lookup in the index, if there is one."""
 
     hangs = False
     look: Callable[[], object] = staticmethod(lambda: None)
@@ -56,7 +56,7 @@ class HangingIo(DiskIo):
         return super().pwritev(fd, views, offset)
 
     def write_all(self, fd: int, data: Buffer) -> None:
-        """The same, in the place of a file tier's function."""
+        """Do the same in place of a file tier's function."""
         if self.hangs:
             os.write(fd, data[:4096].data)
             say(".", [0])
@@ -79,9 +79,11 @@ async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
 
 async def main(kind: str, folder: str, *arguments: str) -> None:
     capacity_bytes, size, number, count = map(int, arguments[:4])
-    shared_changes.READER_CHECK_EVERY = 4  # so that the living look for the dead before they end
+    shared_changes.READER_CHECK_EVERY = (
+        4  # so that live processes look for dead ones before they end
+    )
     plant(arguments[4])
-    shared_lmdb_tier.READ_USE_S = 1e6  # what is evicted is then the oldest of what was written
+    shared_lmdb_tier.READ_USE_S = 1e6  # the oldest written records are then evicted first
     rng = random.Random(number)
     io = HangingIo()
     record_files._write_all = io.write_all
@@ -111,7 +113,7 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
 
 
 async def read_byte() -> None:
-    """Wait for one, or for the end, on standard input."""
+    """Wait for a byte, or for the end, on standard input."""
     await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)
 
 

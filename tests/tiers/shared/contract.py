@@ -1,4 +1,5 @@
-"""The contract of tiers that processes share: they evict by themselves, and a reset parts them."""
+"""The contract of tiers that processes share: they evict by themselves, and a reset separates
+them."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ OK = WriteOutcome.OK
 
 
 class SharedTierContract(TierContract):
-    """Inherit it as ``TierContract``. ``usable`` is the share of its capacity that a tier is sure
-    to hold."""
+    """Inherit from it as from ``TierContract``. ``usable`` is the share of its capacity that a tier
+    is guaranteed to hold."""
 
     usable = 1.0
     kept = 0.8
 
     async def test_capacity_is_hard_and_full_is_an_outcome(self, tmp_path: Path) -> None:
-        """Here it is never full, but for a record larger than all of it: the oldest go."""
+        """A shared tier evicts the oldest records; only a record larger than all of it is
+        ``FULL``."""
         async with self.opened(tmp_path, self.capacity_bytes) as (tier, info):
             fits = info.capacity_bytes // tier.footprint_bytes(self.payload_bytes)
             keys = [key_of(n) for n in range(fits + 5)]
@@ -49,7 +51,7 @@ class SharedTierContract(TierContract):
             await assert_misses(tier, keys[:1], self.payload_bytes)
 
     async def test_a_reset_survives_a_restart(self, tmp_path: Path) -> None:
-        """What was stored since belongs to weights that the next start does not have."""
+        """Records stored since the reset belong to weights that the next start does not have."""
         keys = [key_of(n) for n in range(4)]
         async with self.opened(tmp_path) as (tier, _):
             await put(tier, keys, self.payload_bytes)

@@ -1,7 +1,7 @@
-"""Processes that are killed at random moments, one after the other, while others go on.
+"""Processes that are killed at random moments, one after the other, while others continue.
 
-They are forked by a helper process that has opened nothing, so that each takes milliseconds to
-begin: a database that is open must not be used behind a fork.
+They are forked by a helper process that has opened nothing, so that each starts in milliseconds: an
+open database must not be used after a fork.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ for turn in range(int(count)):
 @contextmanager
 def killed(live: str, count: int, seed: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Call ``live``, a ``module:function``, with its turn, ``begun`` and ``arguments`` in ``count``
-    processes, one after the other. Each calls ``begun`` when it has begun, goes on forever and is
-    killed. The helper ends then; sooner, with 1, if one ends by itself."""
+    processes, one after the other. Each calls ``begun`` when it has begun, continues without end
+    and is killed. Then the helper ends; it ends early, with 1, if a process ends by itself."""
     command = [sys.executable, "-c", HELPER, *live.split(":"), str(count), str(seed)]
     command += [str(argument) for argument in arguments]
     helper = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

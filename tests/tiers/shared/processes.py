@@ -1,4 +1,4 @@
-"""Several processes over one tier's folder, watched from outside, and faults to plant in them."""
+"""Several processes over one tier's folder, observed from outside, and faults to plant in them."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "no-cap": (shared_folder.SharedFolder, "_make_room", lambda *_: True),
     "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
 }
-"""Where it is in the product, and what is there instead."""
+"""The attribute of the product code that each fault replaces, and its replacement."""
 
 
 def plant(fault: str) -> None:
-    """Put a fault into the product code of this process; it stays there."""
+    """Plant a fault in the product code of this process, for as long as it lives."""
     if fault != "none":
         owner, name, instead = FAULTS[fault]
         setattr(owner, name, instead)
 
 
 class Child:
-    """A running ``shared_child``; ``log`` is what it has said."""
+    """A running ``child``; ``log`` is its output so far."""
 
     def __init__(self, kind: str, folder: Path, number: int, *arguments: object) -> None:
         command = [sys.executable, str(CHILD), kind, str(folder)]
@@ -77,7 +77,7 @@ class Child:
         self.log = ""
 
     def listen(self) -> None:
-        """Take in what it has said by now."""
+        """Read its output so far."""
         assert self.process.stdout is not None
         self.log += (self.process.stdout.read() or b"").decode()
 
@@ -86,23 +86,23 @@ class Child:
         return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
 
     def go_on(self) -> None:
-        """Let it begin; the second time, let it begin the second half."""
+        """Let it begin; on the second call, let it begin the second half."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"b")
         self.process.stdin.flush()
 
     def has_stored(self, count: int) -> bool:
-        """True if it has stored so many, or has come to its middle without."""
+        """Return True if it has stored this many records, or has reached its middle without."""
         return len(self.said("+")) >= count or len(self.said("@")) > 1
 
     def kill(self) -> None:
-        """End it at once, wherever it is."""
+        """Kill it at once, at any point."""
         self.process.kill()
         self.process.wait()
         self.listen()
 
     def leave(self) -> None:
-        """Have it close its tier and end."""
+        """Let it close its tier and end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(PATIENCE_S) == 0
@@ -111,7 +111,7 @@ class Child:
 
 @contextmanager
 def children(*wanted: Child) -> Iterator[list[Child]]:
-    """These, which begin together, killed at the end at the latest."""
+    """Start these children together; they are killed at the latest at the end."""
     try:
         watch(list(wanted), lambda: all(child.said("@") for child in wanted), lambda: None)
         for child in wanted:
@@ -126,8 +126,8 @@ def children(*wanted: Child) -> Iterator[list[Child]]:
 
 
 def watch(group: list[Child], until: Callable[[], bool], sample: Callable[[], None]) -> None:
-    """Call ``sample`` again and again until something is so. Raises ``TimeoutError``, and
-    ``ChildProcessError`` as soon as a child has ended by an error of its own."""
+    """Call ``sample`` repeatedly until a condition holds. Raises ``TimeoutError``, and
+    ``ChildProcessError`` as soon as a child has ended with an error."""
     deadline = time.monotonic() + PATIENCE_S
     while not until():
         for child in group:
@@ -141,7 +141,7 @@ def watch(group: list[Child], until: Callable[[], bool], sample: Callable[[], No
 
 
 def bytes_of(folder: Path) -> int:
-    """Lengths and blocks of all files, whichever is more of each."""
+    """Return the larger of length and blocks of all files, summed up."""
     total = 0
     for parent, _folders, files in os.walk(folder):
         for name in files:

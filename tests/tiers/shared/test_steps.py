@@ -1,4 +1,5 @@
-"""Single steps of tiers that processes share, with what another does between two of them."""
+"""Single steps of tiers that processes share, with the action of another process between two of
+them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def folders(tmp_path: Path) -> Iterator[tuple[SharedFolder, SharedFolder]]:
 
 
 def meanwhile(patch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[[], Any]) -> None:
-    """The next call of a method does this as well, after its own work."""
+    """Make the next call of a method do this as well, after its own work."""
     usual, raw = getattr(owner, name), vars(owner)[name]
 
     def call(*arguments: Any) -> Any:
@@ -62,7 +63,7 @@ def meanwhile(patch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[[]
 def test_a_record_that_was_stored_anew_outlives_the_damaged_one(
     folders: tuple[SharedFolder, SharedFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine reads damage; before it removes the file, another has put a good one there."""
+    """One engine reads damage; before it removes the file, another has stored an intact one."""
     one, two = folders
     assert one.store(KEY, COMMON, DATA, 1, 1) is OK
     path = tmp_path / "kv" / f"epoch-0/{record_name(KEY)}"
@@ -97,7 +98,7 @@ def test_a_record_of_old_weights_is_not_published_in_a_folder_made_anew(
 async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has read is of the old weights."""
+    """The bytes that it has read are of the old weights."""
     tier = SharedFileTier(tmp_path / "kv", CAPACITY)
     await tier.open()
     assert await put(tier, [KEY], SIZE) == [OK]
@@ -122,7 +123,7 @@ async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
 def test_engines_that_write_at_the_same_time_stay_below_the_cap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has looked at what there is before the others write what they may."""
+    """Each has scanned the folder before the others write their grants."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power fails here
     engines = [SharedFolder(tmp_path / "kv", Identity(), CAPACITY, False) for _ in range(5)]
     page = payload_of(KEY, 4096)
@@ -143,7 +144,7 @@ Step = tuple[str, int]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Flushes and renamings, each with the inode of what it is about."""
+    """Record flushes and renames, each with the inode that it concerns."""
     done: list[Step] = []
     fsync = os.fsync
 
@@ -168,7 +169,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 def test_a_reset_is_durable(
     folders: tuple[SharedFolder, SharedFolder], tmp_path: Path, steps: list[Step]
 ) -> None:
-    """The old name is gone for good, so that no power cut brings the old records back."""
+    """The old name is durably gone, so that no power cut restores the old records."""
     one, _ = folders
     assert one.store(KEY, COMMON, DATA, 1, 1) is OK
     old, root = (tmp_path / "kv" / name for name in ("epoch-0", "."))
@@ -209,7 +210,7 @@ def store_of(tier: SharedLmdbTier) -> SharedLmdbFiles:
 
 
 def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | None = None) -> Put:
-    """A record with a place, as if its payload had been written."""
+    """Return a record with extents, as if its payload had been written."""
     reserved = changes.reserve([(KEY, 3)], own_epoch, 100, files.grow)
     (extents,), (use,) = reserved.allocations, reserved.uses
     assert extents is not None
@@ -220,7 +221,7 @@ def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | N
 
 
 async def test_a_place_that_was_given_to_another_is_not_published(tier: SharedLmdbTier) -> None:
-    """Others took this process for dead, and gave its place away."""
+    """Other processes considered this one dead and reused its extents."""
     files = store_of(tier)
     number = files.sharer.number
     with changing(files.index, number) as changes:

@@ -1,4 +1,4 @@
-"""What the machine says about its memory, read from files like its own, and NUMA placement."""
+"""Facts about the machine's memory, read from files like those of Linux, and NUMA placement."""
 
 from __future__ import annotations
 

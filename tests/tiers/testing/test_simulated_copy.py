@@ -164,8 +164,8 @@ async def one_job_per_slot(world: World, faulty: bool) -> bool:
 
 
 async def two_stores_on_a_slot(world: World, faulty: bool) -> bool:
-    """The same lane keeps two stores in order; what the first one's owner reads once it is told
-    so may be the second's all the same."""
+    """The same lane keeps two stores in order; but when the first one's owner reads the slot, it
+    may already hold the bytes of the second."""
     world.cache.storage[:] = 7
     first = world.engine.submit_store([batch([1], [[3, 4]])])
     if faulty:

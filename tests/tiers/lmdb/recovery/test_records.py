@@ -1,4 +1,4 @@
-"""The records in memory against a dict, and the hash table below them against its definition."""
+"""The records in memory against a dict, and their hash table against its definition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def some_key(rng: random.Random) -> bytes:
 
 
 def begun(rng: random.Random, count: int) -> tuple[Records, dict[bytes, bytes]]:
-    """Records as they were found in an index, some of them bad."""
+    """Records as found in an index, some of them bad."""
     found = {}
     for use in rng.sample(range(1, 10 * count + 1), count):
         key = some_key(rng)
@@ -101,7 +101,7 @@ def test_remainders_are_those_of_python(key_bytes: int) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2, 61, 1 << 40])
 def test_keys_that_crowd_are_found(step: int) -> None:
-    """All at one home, or at the last ones, whose entries lie behind the end."""
+    """All have one home, or the last homes, whose entries lie behind the end."""
     count = 200
     homes = 2 * count | 1
     first = homes - 3
@@ -132,7 +132,7 @@ def test_rising_is_an_argsort(bits: int, count: int) -> None:
 
 
 def test_tables_of_several_parts_lose_no_key() -> None:
-    """Entries that crowd go on from one part of the making to the next."""
+    """Colliding entries continue from one part of the construction to the next."""
     rng = random.Random(SEED)
     keys = [rng.randbytes(36) for _ in range(10 * AT_ONCE)]
     rows = Rows(36)

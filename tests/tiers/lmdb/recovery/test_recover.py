@@ -1,4 +1,4 @@
-"""What is believed of an index at open, against the same rules said one record at a time."""
+"""Recovery of an index, against the same rules applied to one record at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = Expected(Identity(), 3, PAGES)
 
 
 def record(rng: random.Random) -> tuple[bytes, int, list[Extent], int]:
-    """Key, use, runs and epoch, most of them good and some of them over others."""
+    """Make key, use, extents and epoch, most of them good and some overlapping others."""
     extents = [
         Extent(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))
     ]
@@ -76,7 +76,8 @@ KEY_ID, OTHER_KEY_ID = b"mine", b"lost"
 def test_only_our_own_records_are_believed(
     changed: dict[str, Any], is_good: bool, key_ids: frozenset[bytes]
 ) -> None:
-    """Where records must be encrypted, only those by a key at hand, and nowhere others."""
+    """If records must be encrypted, only those by a key at hand are good; otherwise only plain
+    ones."""
     told = {"identity": Identity(), "epoch": 3, "payload_bytes": 4096, **changed}
     if key_ids:
         told |= {"flags": ENCRYPTED, "key_id": KEY_ID}
@@ -97,7 +98,7 @@ def test_records_that_no_key_at_hand_opens_are_not_believed(told: dict[str, Any]
 @pytest.mark.parametrize("flags", [0, COMPRESSED, ENCRYPTED, COMPRESSED | ENCRYPTED])
 @pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 4097, 1 << 62, (1 << 64) - 1])
 def test_a_length_that_the_stored_one_contradicts(flags: int, payload_bytes: int) -> None:
-    """Else one flipped bit would be the whole capacity for whoever counts the lengths."""
+    """Otherwise one flipped bit could use up the whole capacity in the sum of lengths."""
     key_ids = frozenset([bytes(4)] if flags & ENCRYPTED else [])
     header = prefix(Identity(), b"key", 3, payload_bytes, stored_bytes=4096, flags=flags)
     value = pack_value(1, header + bytes(16), (Extent(1, 1),))

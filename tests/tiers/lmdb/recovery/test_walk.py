@@ -1,5 +1,5 @@
-"""The walk over an index's file: it reads what LMDB reads, and accepts nothing that LMDB's own
-verifier refuses."""
+"""The walk over an index's file reads what LMDB reads, and accepts nothing that LMDB's own verifier
+rejects."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def swap_pages(raw: bytearray, rng: random.Random, at: int) -> None:
 
 
 def copy_words(raw: bytearray, rng: random.Random, at: int) -> None:
-    """Numbers of one place in another: page numbers and lengths that are plausible."""
+    """Copy one number over another: plausible page numbers and lengths."""
     at = at // 8 * 8
     source = rng.randrange(len(raw) // 8) * 8
     raw[at : at + 8] = raw[source : source + 8]
@@ -124,8 +124,8 @@ def accepted_garbage(
     tries: int,
     damage: Callable[[bytearray, random.Random, int], None],
 ) -> tuple[int, int]:
-    """The number of damaged files that the walk accepts and the verifier does not, and how many
-    both refuse."""
+    """Count damaged files that the walk accepts although the verifier does not, and files that both
+    reject."""
     grown(folder, random.Random(SEED), "hashes", 12)
     with lmdb.open(str(folder), max_dbs=2) as env:
         used = (env.info()["last_pgno"] + 1) * PAGE
@@ -163,13 +163,13 @@ def test_it_accepts_nothing_that_the_verifier_refuses(
 
 
 def another_number(raw: bytearray, page: int) -> None:
-    """A page that says it were its neighbour."""
+    """A page with the number of its neighbour."""
     if page >= lmdb_pages.META_PAGES * PAGE:
         raw[page] ^= 1
 
 
 def keys_swapped(raw: bytearray, page: int) -> None:
-    """Two nodes of a leaf in each other's place."""
+    """Two nodes of a leaf, exchanged."""
     (flags,) = struct.unpack_from("=H", raw, page + 10)
     if flags == lmdb_pages.LEAF:
         at = page + lmdb_pages.HEAD_BYTES
@@ -201,7 +201,7 @@ SEEN_BY = {
 def test_without_the_check_that_sees_it_garbage_would_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytearray, int], None]
 ) -> None:
-    """The test above has teeth: damage that one check alone sees, and without it nobody."""
+    """Each damage is detected by one check alone, so the test above can fail."""
     grown(tmp_path, random.Random(SEED), "hashes", 4)
     path = tmp_path / "data.mdb"
     healthy = path.read_bytes()
@@ -232,7 +232,7 @@ def test_without_the_check_that_sees_it_garbage_would_pass(
 
 
 async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> None:
-    """Healthy, but not of the shape that our own walk knows: LMDB's verifier decides."""
+    """Intact, but not of the shape that our walk knows: LMDB's verifier decides."""
     keys = [number_key(n) for n in range(30)]
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
     await tier.open()

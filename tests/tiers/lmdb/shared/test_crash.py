@@ -1,7 +1,8 @@
-"""Four processes share one LMDB folder under one cap, and two of them are killed.
+"""Four processes share one LMDB folder and one capacity, and two of them are killed.
 
-The cap is held at every sample, no record is lost or wrong, and what the dead had reserved comes
-back. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite, and all planted faults.
+The capacity is kept at every sample, no record is lost or wrong, and space that the dead had
+reserved is reclaimed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite, and all planted
+faults.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["loop_mount"]
 SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
 SIZE = 40_000
 ROOMY = 32 << 20
-"""For everything that the children store; so nothing may be lost."""
+"""Enough for everything that the children store, so nothing may be lost."""
 TIGHT = 6 << 20
 
 
@@ -86,8 +87,8 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
 
 
 def check_what_the_living_did(folder: Path, dead: set[int]) -> None:
-    """They needed every place there is since the others were killed: what those had reserved is
-    free again, and their rows in LMDB's table of readers too, without anybody opening the tier."""
+    """They needed all extents since the others were killed: what those had reserved is free again,
+    and so are their rows in LMDB's reader table, although no process opened the tier."""
     with lmdb.open(str(folder), readonly=True, max_dbs=5) as env:
         with env.begin(db=env.open_db(b"meta", create=False)) as txn:
             state = State.load(txn.get(b"state"))
@@ -125,7 +126,7 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
 
 
 def check_accounts(state: State, stored: int) -> None:
-    """Every record that was ever published is there or was evicted; nothing is reserved."""
+    """Every record that was ever published is present or was evicted; nothing is reserved."""
     assert state.reserved == 0, "places of the dead are not free again"
     assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
     ever = state.records + state.evicted
@@ -133,7 +134,7 @@ def check_accounts(state: State, stored: int) -> None:
 
 
 def check_readers(env: lmdb.Environment, dead: set[int]) -> None:
-    """Nobody who was killed keeps a place in the table of readers."""
+    """No killed process keeps a slot in the reader table."""
     rows = [line.split() for line in env.readers().splitlines()[1:]]
     assert not dead & {int(row[0]) for row in rows if row}, "readers that are dead"
 
@@ -149,7 +150,7 @@ def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_pulled_plug(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
-    """A copy of the image under stopped writers is what it leaves on the disk."""
+    """A copy of the image under stopped writers has the state after a power cut."""
     image, point = loop_mount
     copy, second = tmp_path / "copy", tmp_path / "mnt2"
     second.mkdir()
@@ -196,7 +197,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", list(PLANTED)[: None if len(SEEDS) > 1 else 2])
 def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
-    """By some seed: what is left when all have ended is a matter of luck, also with a fault."""
+    """At least one seed must detect it: the final state depends on luck, also with a fault."""
     for seed in range(1, 30):
         try:
             run_world(tmp_path / str(seed), TIGHT, 240, seed, fault)

@@ -1,4 +1,4 @@
-"""Failing system calls under a shared LMDB tier: outcomes, and no place is lost."""
+"""Failing system calls under a shared LMDB tier: outcomes, and no extent is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = [key_of(n) for n in range(6)]
 
 
 class FailingIo(DiskIo):
-    """Fails the calls of one name with an error number, while there is one."""
+    """Fails the calls of one name with an error number, while one is set."""
 
     def __init__(self, name: str, error: int) -> None:
         self._name, self.error = name, error
@@ -79,7 +79,7 @@ async def test_a_write_that_fails_leaves_nothing(
     tier = await opened(tmp_path / "tier", io)
     assert await put(tier, KEYS, SIZE) == [outcome] * 6
     await assert_misses(tier, KEYS, SIZE)
-    await tier.delete([])  # behind the places that are given back
+    await tier.delete([])  # after the allocations that are freed
     assert tier._files is not None
     assert tier._files.index.state().reserved == 0
     tier.check()
@@ -93,7 +93,7 @@ async def test_a_write_that_fails_leaves_nothing(
 async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is full just then; they would be nobody's until the process ends."""
+    """The index is full at that moment; without this they would be lost until the process ends."""
 
     def full(_changes: object, allocations: object) -> None:
         raise lmdb.MapFullError(f"planted for {allocations}")
@@ -183,7 +183,7 @@ async def test_a_reset_that_failed_can_be_repeated(
 
 
 async def test_a_reset_overtakes_writes_that_hang(tmp_path: Path) -> None:
-    """They were computed with the old weights: nobody ever sees them."""
+    """They were computed with the old weights: no process ever sees them."""
     io = HangingIo()
     tier = await opened(tmp_path / "tier", io)
     writing = asyncio.create_task(put(tier, KEYS, SIZE))
@@ -233,7 +233,7 @@ async def test_a_process_of_the_same_number_in_another_container(tmp_path: Path)
 async def test_a_cancelled_close_ends_when_the_folder_is_free(
     tmp_path: Path, kind: type[LmdbTier] | type[SharedLmdbTier]
 ) -> None:
-    """Closing is bounded: who gives it up finds the tier closed nevertheless."""
+    """Closing is bounded: a cancelled caller still finds the tier closed."""
     io = HangingIo()
     tier = kind(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()

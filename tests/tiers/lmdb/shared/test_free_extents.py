@@ -1,4 +1,4 @@
-"""Free runs in LMDB against the map in memory that they replace, and against a set of pages."""
+"""Free extents in LMDB, against the map in memory and against a set of pages."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Extent) -> Non
 
 
 def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path) -> None:
-    """LMDB does not use the page of a table again that was empty in between."""
+    """LMDB does not reuse a table's page that was empty in between."""
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=64 * 4096) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:

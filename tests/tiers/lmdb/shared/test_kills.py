@@ -1,6 +1,6 @@
 """Processes that share an LMDB folder are killed at random moments: while they open it, inside
-transactions, while LMDB commits, between the steps of a record. The others go on, nothing they read
-is wrong, and what the dead had reserved comes back.
+transactions, while LMDB commits, between the steps of a record. The others continue, never read
+wrong bytes, and reclaim what the dead had reserved.
 
     KVTIERS_LMDB_KILLS=1000 python -m pytest tests/tiers/lmdb/shared/test_kills.py
 """
@@ -28,7 +28,7 @@ OK = WriteOutcome.OK
 
 
 def live(turn: int, begun: Callable[[], object], folder: str) -> None:
-    """Do everything that a tier can be asked for, one after the other, forever."""
+    """Use every operation of a tier, one after the other, without end."""
     asyncio.run(_live(random.Random(turn), begun, folder))
 
 

@@ -1,4 +1,4 @@
-"""What one process does under the hands of another that shares its tier."""
+"""A process uses a shared tier while another process changes it between two of its steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GatedIo(DiskIo):
 
 
 def elsewhere(folder: Path, code: str) -> str:
-    """Run the body of an async function over ``tier`` in another process; what it prints."""
+    """Run the body of an async function over ``tier`` in another process and return its output."""
     program = (
         "import asyncio, sys\n"
         "from tests.tiers.shared.processes import make_tier\n"
@@ -70,7 +70,7 @@ async def opened(folder: Path, io: DiskIo | None = None) -> SharedLmdbTier:
 
 
 async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buffer]:
-    """A read that found its record, but comes to the disk when other bytes lie there."""
+    """A read that found its record, but reaches the disk when other bytes lie there."""
     io = GatedIo()
     tier = await opened(folder, io)
     try:
@@ -119,7 +119,7 @@ async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
 
 
 async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
-    """The one that has other weights goes its own way; the others go on together."""
+    """The process with other weights continues alone; the others continue together."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     old, new = [key_of(1), key_of(2)], [key_of(3)]
@@ -139,7 +139,7 @@ async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> 
 
 
 async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
-    """A tier that is opened again after its disk was away, by a server that was reset before."""
+    """A tier is reopened after its disk was away, by a server that was reset before."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     await put(tier, [key_of(1)], SIZE)
@@ -158,7 +158,7 @@ async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
 async def test_a_repeated_reset_takes_the_old_records_from_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Its transaction fails, and the tier with it, which is opened again for the next attempt."""
+    """Its transaction fails, and the tier with it, which is reopened for the next attempt."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
     folder = tmp_path / "tier"
 
@@ -230,7 +230,7 @@ async def test_records_of_changed_weights_of_one_that_did_not_share_are_not_comm
 
 @pytest.mark.parametrize("at", ["reserve", "publish"])
 async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) -> None:
-    """It has changed tables and holds LMDB's lock; the others go on as if it had not begun."""
+    """It has changed tables and holds LMDB's lock; the others continue as if it had not begun."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     await put(tier, [key_of(1)], SIZE)
@@ -249,7 +249,7 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
     assert error.value.returncode == -signal.SIGKILL
     tier.check()
     assert await tier.present([key_of(n) for n in range(9)]) == [n == 1 for n in range(9)]
-    many = [key_of(n) for n in range(100, 160)]  # needs the place that was reserved, if any
+    many = [key_of(n) for n in range(100, 160)]  # needs the reserved extents, if any
     assert await put(tier, many, SIZE) == [OK] * 60
     await assert_holds(tier, many[-10:], SIZE)
     tier.check()
