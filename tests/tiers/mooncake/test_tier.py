@@ -351,8 +351,8 @@ class Transfers:
 
 
 BROKEN_TRANSFER = "Batch finalization RPC failed"
-"""Mooncake's code for a write whose bytes were in transfer: the master had allocated its memory, and
-was gone when the write ended."""
+"""Mooncake's code for a write whose bytes were in transfer: the master had allocated its memory,
+and was gone when the write ended."""
 
 
 @dataclass
