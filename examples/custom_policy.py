@@ -1,4 +1,4 @@
-"""One eviction policy of your own: judged in the simulator, then at work in a real vLLM server.
+"""A custom eviction policy: judged in the simulator, then at work in a real vLLM server.
 
 Run from a checkout with vLLM: ``python examples/custom_policy.py``. It simulates the policy, starts
 a server with a tiny model whose CPU and LMDB tiers both use it, holds several conversations, and
@@ -20,16 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demo.server import VllmServer
 from demo.sources import read_sources, wait_until_on_disk
 from demo.tiny_model import make_llama
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
-from policies.eviction.lru import LruPolicy
-from policies.simulation.simulator import bound, simulate
+from policies import EntryInfo, EvictionPolicy, Key, RemoveCause, bound, make_policy, simulate
 from policies.testing import synthetic_trace
 
 logger = logging.getLogger("offload.example")
 
 
 class HeadsLastPolicy(EvictionPolicy):
-    """LRU, but the first ``head_tokens`` tokens of prompts go last: system prompts stay."""
+    """LRU that evicts the first ``head_tokens`` tokens of prompts last: system prompts stay."""
 
     def __init__(self, head_tokens: int = 64) -> None:
         self._head_tokens = head_tokens
@@ -68,19 +66,19 @@ class HeadsLastPolicy(EvictionPolicy):
 
 
 def in_the_simulator() -> None:
-    """Compare it with LRU and with what nobody can beat."""
+    """Compare it with LRU and with Belady's optimum."""
     trace = synthetic_trace(1, requests=1000)
     capacity = trace.unique_blocks() // 20
     for result in (
         bound(trace, capacity),
-        simulate(trace, LruPolicy(), capacity),
+        simulate(trace, make_policy("lru"), capacity),
         simulate(trace, HeadsLastPolicy(), capacity),
     ):
         print(f"simulated {result.policy}: {result.token_hit_ratio:.1%} of the prompt tokens hit")
 
 
 def in_a_server(folder: Path) -> bool:
-    """Serve with it; returns whether prompts came back from the CPU tier and from the disk."""
+    """Serve with it; return True if it chose victims and prompts came back from the disk."""
     policy = {"name": "examples.custom_policy:HeadsLastPolicy", "head_tokens": 64}
     connector = {
         "kv_connector": "OffloadConnector",

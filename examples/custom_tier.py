@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
+from offload import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
 from tiers.authoring import (
     Buffer,
     DaemonThreads,

@@ -11,8 +11,8 @@ import tempfile
 
 import torch
 
-from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
-from tiers.lmdb.tier import LmdbTier
+from offload import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
+from tiers import LmdbTier
 
 BLOCKS, BLOCK_TOKENS, PAGE_BYTES = 32, 16, 8192
 

@@ -21,7 +21,7 @@ from policies.registry import (
 )
 
 if TYPE_CHECKING:
-    from policies.simulation.simulator import Result, simulate
+    from policies.simulation.simulator import Result, bound, simulate
     from policies.simulation.trace import Request, Trace, TraceError, TraceWriter
     from policies.simulation.trace_formats import read_trace
 
@@ -39,6 +39,7 @@ __all__ = [
     "TraceError",
     "TraceWriter",
     "admission_names",
+    "bound",
     "make_admission",
     "make_policy",
     "policy_names",
@@ -52,6 +53,7 @@ _LAZY = {
     "Trace": "policies.simulation.trace",
     "TraceError": "policies.simulation.trace",
     "TraceWriter": "policies.simulation.trace",
+    "bound": "policies.simulation.simulator",
     "read_trace": "policies.simulation.trace_formats",
     "simulate": "policies.simulation.simulator",
 }

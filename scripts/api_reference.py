@@ -51,7 +51,7 @@ MODULES = (
     "tiers.testing",
 )
 """The public modules in the order of the page."""
-CONTRACTS = {"policies.testing": ("PolicyContract",), "policies.hints": ()}
+CONTRACTS = {"policies.testing": ("PolicyContract", "synthetic_trace"), "policies.hints": ()}
 """The public names of modules that have no ``__all__``."""
 
 

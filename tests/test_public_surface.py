@@ -3,6 +3,7 @@ that follows the guides passes ``mypy --strict``."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -62,6 +63,24 @@ def test_the_reference_is_up_to_date() -> None:
     if os.environ.get("KVTIERS_REWRITE"):
         REFERENCE.PAGE.write_text(REFERENCE.page())
     assert REFERENCE.PAGE.read_text() == REFERENCE.page()
+
+
+def test_the_examples_and_guides_import_only_public_names() -> None:
+    texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    for guide in ("write-a-policy", "write-a-tier"):
+        page = (ROOT / f"docs/guides/{guide}.md").read_text()
+        texts += re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    imported = [
+        (node.module or "", alias.name)
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (node.module or "").partition(".")[0] in PACKAGES
+    ]
+    public = {(m, name) for m in REFERENCE.MODULES for name in REFERENCE.public_names(m)}
+    assert len(imported) > 20
+    assert set(imported) - public == set()
 
 
 def test_importing_the_packages_imports_neither_torch_nor_vllm() -> None:

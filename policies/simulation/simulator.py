@@ -243,9 +243,9 @@ def simulate(
     hit_log: list[int] | None = None,
     ns_log: list[int] | None = None,
 ) -> Result:
-    """Run one policy at one capacity (blocks).
+    """Run one policy on a trace, with a capacity in blocks.
 
-    ``hit_log`` gets each request's hit in blocks, ``ns_log`` its time in the policy.
+    ``hit_log`` gets each request's hit in blocks, ``ns_log`` its nanoseconds in the policy.
     """
     model = model or FlopModel()
     result = Result(trace.name, name or type(policy).__name__, capacity, trace.block_tokens)
@@ -285,7 +285,8 @@ def simulate(
 def bound(
     trace: Trace, capacity: int | None, *, model: FlopModel | None = None, uses: Any = None
 ) -> Result:
-    """The optimum at ``capacity`` blocks, or the infinite cache for None."""
+    """Compute the upper bound for every policy: Belady's optimum at ``capacity`` blocks, or for
+    ``None`` the hits of an infinite cache."""
     model = model or FlopModel()
     blocks = trace.unique_blocks() if capacity is None else capacity
     name = "infinite" if capacity is None else "optimum"
