@@ -26,8 +26,8 @@ def problems_with(
     now: Geometry,
     how: str,
 ) -> list[Incompatibility]:
-    """Why an engine that has ``now`` and is told ``how`` must not read the namespace ``other``, of
-    whose replicas, by the places in which they lie, each rank says how its records are ordered."""
+    """Why an engine with geometry ``now`` and the setting ``how`` must not read the namespace
+    ``other``, whose ranks describe the order of their records, by replica."""
     problems = _field_obstacles(other.fields, namespace.fields)
     for place, ranks in replicas.items():
         problems += _rank_obstacles(place, ranks, now)
@@ -39,8 +39,8 @@ def problems_with(
 def refusal(
     where: str, place: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
 ) -> NamespaceError:
-    """What is said of ``refused`` namespaces that ``place`` holds; ``another`` is what the user may
-    choose instead of it."""
+    """The message about ``refused`` namespaces in ``place``; ``another`` is the alternative that
+    the user may choose."""
     lines = "\n".join(_lines(name, problems) for name, problems in refused.items())
     return NamespaceError(
         f"kvtiers: {where}: {place} holds blocks of this model that this engine must not read:\n"
@@ -106,7 +106,7 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Inco
 
 
 def _lines(name: str, problems: Sequence[Incompatibility]) -> str:
-    """What is wrong with one namespace."""
+    """The lines about one namespace."""
     unique = list(dict.fromkeys(problems))
     lines = [f"  namespace {name}:", *(f"    {problem}" for problem in unique)]
     flags = sorted({problem.flags for problem in unique if problem.flags})

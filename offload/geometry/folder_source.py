@@ -88,8 +88,8 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
 def find_foreign(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
 ) -> list[ForeignStore]:
-    """What of other geometry below ``root`` can be translated to ``now``. With ``how`` "own"
-    nothing is looked for; with "refuse" nothing may be there.
+    """Finds stores of other geometry below ``root`` that can be translated to ``now``. With ``how``
+    "own" nothing is searched for; with "refuse" nothing may be there.
 
     Raises ``NamespaceError`` that names every field in the way, both values, and the choice, for
     what is there and cannot be translated, or may not.
@@ -133,7 +133,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
         try:
             other = read_manifest(root / name)
         except NamespaceError:
-            continue  # whoever opens it says so
+            continue  # the process that opens it reports that
         if other is not None and content_fields(other.fields) == content:
             yield name, other
 
@@ -165,7 +165,7 @@ def _stores(home: Path) -> Iterator[ForeignStore]:
 
 
 def _geometries(folder: Path) -> Iterator[Geometry]:
-    """What the ranks say of their records; what is damaged is left out."""
+    """Reads the ranks' descriptions of their records; damaged ones are left out."""
     for name in entries(folder):
         if not _GEOMETRY.fullmatch(name):
             continue
@@ -292,7 +292,7 @@ class TranslatedSource:
         return ReadOutcome.OK, payload
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Which chunks every rank has, now, whose part is needed."""
+        """Says which chunks all needed ranks hold now."""
         found = [key[-GROUP_BYTES:] in self._plans for key in keys]
         try:
             for at, key in enumerate(keys):

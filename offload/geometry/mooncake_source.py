@@ -3,7 +3,7 @@
 Each rank of an engine says in the store how its records are ordered
 (``offload.geometry.mooncake_source``). At the start somebody of the same model whose records cannot
 be translated is a refusal, as with folders, unless nobody has looked after the description for a
-day; whoever comes later is translated, or told of once in the log.
+day; engines that come later are translated, or named once in the log.
 
 Ownership: ``MooncakeSource`` is called by several threads; what it knows of others is one value
 that ``look`` replaces, and everything else is made for one call.
@@ -64,7 +64,7 @@ def board_of(fields: Mapping[str, Any], rank: int) -> str:
 
 
 def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
-    """What this rank posts. With ``how`` "own" the log names the others that are there."""
+    """The document that this rank posts. With ``how`` "own" the log names the other ones."""
     content = dump(namespace, geometry)
     heard = partial(_tell, namespace) if how == "own" and geometry.rank == 0 else _ignore
     return Notice(board_of(namespace.fields, geometry.rank), content, heard)
@@ -82,7 +82,7 @@ def dump(namespace: Namespace, geometry: Geometry) -> bytes:
 
 
 def load(content: bytes, where: str) -> Described:
-    """What ``dump`` made. Raises ``NamespaceError`` that begins with ``where``."""
+    """Parses the output of ``dump``. Raises ``NamespaceError`` that begins with ``where``."""
     try:
         if len(content) > MANIFEST_BYTES_MAX + GEOMETRY_BYTES_MAX:
             raise ValueError(f"{len(content)} bytes")
@@ -100,7 +100,7 @@ def load(content: bytes, where: str) -> Described:
 
 
 def load_all(posted: Sequence[Posted], tell: Callable[[str], object]) -> list[Described]:
-    """What documents say, as far as they can be read; ``tell`` is told of the others."""
+    """Parses the readable documents; ``tell`` gets the others."""
     found = []
     for each in posted:
         try:
@@ -131,7 +131,7 @@ def _tell(namespace: Namespace, posted: Sequence[Posted]) -> None:
 
 
 def _ignore(_posted: Sequence[Posted]) -> None:
-    """Whoever translates looks for the others himself."""
+    """A rank that translates looks for the others itself."""
 
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class MooncakeView:
-    """What this rank looks for: engines of the model of ``namespace`` beside it, whose records are
+    """The search of this rank: engines of the model of ``namespace`` beside it, whose records are
     to be read with the geometry ``now``; ``how`` is the tier's ``geometry``."""
 
     settings: MooncakeSettings
@@ -188,8 +188,8 @@ class MooncakeView:
     def look(
         self, client: MooncakeClient, tell: Callable[[str], object]
     ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
-        """Who is there and can be read, and, by namespace, why others cannot. Raises
-        ``TierIoError``; ``tell`` is told of what makes no sense."""
+        """The engines that can be read, and, by namespace, why others cannot. Raises
+        ``TierIoError``; ``tell`` gets invalid documents."""
         found: list[Neighbour] = []
         refused: dict[str, list[Incompatibility]] = {}
         for (name, _), described in self._others(client, tell).items():
@@ -263,7 +263,7 @@ class MooncakeSource:
         return []
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Which chunks somebody has whole."""
+        """Says which chunks some engine holds completely."""
         return self._called(partial(self._have, keys))
 
     def _have(self, keys: Sequence[Key]) -> list[bool]:
@@ -344,8 +344,8 @@ class MooncakeSource:
 
 
 def _by_rank(described: Sequence[Described], tell: Callable[[str], object]) -> list[Geometry]:
-    """What the ranks of an engine say, in their order. Nothing if two say different things of the
-    same records: one of them must not be believed."""
+    """The descriptions of an engine's ranks, in order. Empty if two contradict each other about the
+    same records."""
     by_rank: dict[int, Geometry] = {}
     for each in described:
         found = each.geometry

@@ -22,7 +22,7 @@ UNALIGNED = "states that are not kept at block boundaries"
 
 @dataclass(frozen=True, slots=True)
 class GroupInput:
-    """What is known of one KV cache group before the checks.
+    """The facts about one KV cache group before the checks.
 
     ``spec`` is the name of its kind; ``kind`` its restore rule, empty if it has none.
     ``refused`` says why it cannot be offloaded; ``skipped`` why it need not be.

@@ -1,4 +1,4 @@
-"""Which prefix can be restored, and which chunks that takes. Pure; changes nothing.
+"""Finds the longest restorable prefix, and the chunks that it needs. Pure; changes nothing.
 
 A boundary is a hit if every group can go on there: its chunks from ``tail_start`` to the
 boundary are present or lie before ``start_tokens``, which the GPU's own cache holds already. A
@@ -125,8 +125,8 @@ class PrefixMatcher:
         start_tokens: int,
         hit_tokens: int,
     ) -> tuple[int, int] | None:
-        """What the boundary after a longest hit lacks: a group by its place in the layout, and the
-        chunk; ``None`` if it is a chunk without a key yet (a draft group's proof)."""
+        """The first gap at the boundary after a longest hit: a group's index in the layout, and
+        the chunk; ``None`` if it is a chunk without a key yet (a draft group's proof)."""
         boundary = self.next_boundary(hit_tokens)
         for at in self._full_first:
             group = self.layout.groups[at]
@@ -171,7 +171,7 @@ class PrefixMatcher:
         return found
 
     def reachable(self, group: GroupLayout, chunk: int) -> bool:
-        """Whether this chunk can ever serve a hit. Chunks far from any aligned boundary cannot:
+        """True if this chunk can ever serve a hit. Chunks far from any aligned boundary cannot:
         states between boundaries, and what lies before the window of the next boundary."""
         if group.kind == FULL:
             return True

@@ -2,7 +2,7 @@
 
 A long prompt's load has thousands of chunks. They are planned and pickled on vLLM's scheduler
 thread, and unpickled on its model runner's: flat lists cost a fraction there of what an object per
-chunk does. Rows are made by whoever carries the load out, on a thread of ours.
+chunk does. The rank that carries the load out builds rows, on our thread.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ class Packed(NamedTuple):
     tiers: Sequence[int]
 
     def unpack(self) -> Columns:
-        """What was packed."""
+        """The columns that were packed."""
         return Columns(unpack_keys(self.keys, self.key_bytes), *self[2:])

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the workers in a step, and what they answer.
+"""Plans: what the scheduler side sends to the workers in a step. Reports come back.
 
 Plain frozen values, cheap to pickle. A job has one id and ends exactly once on every rank. The
 jobs of one plan are posted in this order: deletes, stores, write-throughs, loads.
@@ -107,7 +107,7 @@ class LoadItem(NamedTuple):
 class LoadJob:
     """Restore chunks for one request. Good only if every item is.
 
-    A long load is told part by part, in later plans: ``part`` counts from 0, and the load is over
+    A long load is sent part by part, in later plans: ``part`` counts from 0, and the load is over
     only after the one that ``is_last``. All parts are one job, which is answered once.
 
     A probe is a load without a request, whose items name no blocks: it only reads. The items are
@@ -137,7 +137,7 @@ class LoadJob:
 
     @property
     def items(self) -> tuple[LoadItem, ...]:
-        """What to restore."""
+        """The chunks to restore."""
         if self._items is None:
             chunks = self._chunks
             columns = chunks if isinstance(chunks, Columns) else _thawed(chunks)
@@ -163,8 +163,8 @@ _load_item = partial(tuple.__new__, LoadItem)  # without the Python function tha
 
 
 class Keys(Sequence[bytes]):
-    """Keys of a plan. In one piece as long as they travel, and on vLLM's threads: they are told
-    apart by whoever first looks at them."""
+    """Keys of a plan. They are one piece while they travel, and on vLLM's threads; the first access
+    separates them."""
 
     __slots__ = ("_keys", "_lengths")
 
@@ -286,7 +286,7 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do for a worker."""
+        """True if a worker has nothing to do."""
         return not (
             self.stores
             or self.loads

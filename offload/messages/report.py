@@ -1,5 +1,5 @@
-"""What a rank tells the scheduler: its state after it has started, and then, step by step, how its
-jobs ended and how its tiers are."""
+"""Reports of a rank to the scheduler: its state after the start, and then, step by step, the ends
+of its jobs and the health of its tiers."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class PresenceReply:
-    """What a shared tier holds of a question's keys, as far as ``ranks`` have answered: one byte
-    per key, 1 if each of them has its part. ``None``: one could not say."""
+    """The presence of a query's keys in a shared tier, on the ``ranks`` that replied: one byte per
+    key, 1 if each of them has its part. ``None``: one rank could not say."""
 
     present: bytes | None
     ranks: int = 1
@@ -88,8 +88,8 @@ class PresenceReply:
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened since the last report: the jobs that ended, by job id, how the lower
-    tiers were, by their number and the rank that saw it, and answers by the question's number."""
+    """The events since the last report: ended jobs by job id, the health of lower tiers by number
+    and rank, and replies by the query's number."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
     tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class StepReport:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if it contains nothing."""
         return not self.results and not self.tiers and not self.answers
 
     def see(self, tier: int, rank: int, seen: Observed) -> None:
@@ -142,7 +142,7 @@ class RankTier:
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """What a rank has opened, once, before the first step: its part of the CPU tier, ``slots``
+    """Everything that a rank has opened before the first step: its part of the CPU tier, ``slots``
     slots of ``slot_bytes`` each from ``first_slot`` on, and its lower tiers."""
 
     rank: int

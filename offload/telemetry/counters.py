@@ -1,4 +1,4 @@
-"""Counters of the scheduler side. Plain numbers, read and reset by whoever publishes them."""
+"""Counters of the scheduler side. Plain numbers; the publisher reads and resets them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
 
 
 class ChunkListener(Protocol):
-    """Who wants to know which chunks a tier can give (``CPU`` or a lower tier's number)."""
+    """Listens to changes of the chunks that a tier can load (``CPU`` or a lower tier's number)."""
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
         """A tier can give these chunks now."""
@@ -28,7 +28,7 @@ class ChunkListener(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in one tier, in chunks or tokens."""
+    """Counts the events of one tier, in chunks or tokens."""
 
     stored_chunks: int = 0
     store_failures: int = 0
@@ -113,7 +113,7 @@ class PlannerStats:
         self._gone(tier, keys, cause)
 
     def planned(self, tokens_by_tier: Mapping[int, int]) -> None:
-        """A load of so many tokens from each tier was planned: the tiers above lack them."""
+        """A load of these numbers of tokens per tier was planned: the tiers above lack them."""
         for tier, tokens in tokens_by_tier.items():
             self.tier(tier).hit_tokens += tokens
             for above in range(CPU, tier):

@@ -1,12 +1,9 @@
-"""What became of chunks that are not there any more: the most recent ones, with the cause.
+"""The chunks that left the tiers most recently: in order, and by key with the cause.
 
-Part of the planner, on its thread. A dict per batch that has left, of which the oldest are
-forgotten: making one is C speed, and there is none so large that it takes long to grow.
-
-What has left the tiers lately, for whoever remembers what he has found there.
-
-Part of the planner, on its thread. One log of all tiers, bounded: who comes too late to it must
-look again.
+Owned by the planner and used on its thread. ``RemovalLog`` is one bounded log of all tiers, for
+lookups that remember their results: a lookup that reads it too late queries everything again.
+``RemovalCauses`` keeps a dict per batch of removed chunks and forgets the oldest: building one runs
+at the speed of C, and none is large enough to grow slowly.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ class RemovalLog:
         self._forgotten = self.count
 
     def since(self, mark: int) -> list[Sequence[bytes]] | None:
-        """What has left since ``count`` was ``mark``, perhaps with some that had left before;
-        ``None`` if that is not known any more."""
+        """The chunks that left since ``count`` was ``mark``, perhaps with some that left before;
+        ``None`` if that is no longer known."""
         if mark < self._forgotten:
             return None
         left, found = self.count - mark, []

@@ -1,1 +1,1 @@
-"""What vLLM says of a model: layout, identity, geometry. Knows no request."""
+"""Describes vLLM's model: layout, identity, geometry. Knows no request."""

@@ -1,4 +1,4 @@
-"""What is in the LoRA adapters that vLLM has loaded; their content is part of the keys.
+"""Digests of the LoRA adapters that vLLM has loaded; their content is part of the keys.
 
 vLLM's hashes know an adapter by name and path only. What lies at the path when a request comes
 says nothing of what was loaded: adapters are replaced in place, kept, and loaded again. So each
@@ -75,18 +75,18 @@ class AdapterWatch:
         return found
 
     def take(self) -> Loaded:
-        """What was loaded since the last call."""
+        """Returns the adapters loaded since the last call."""
         news, self._news = self._news, {}
         return news
 
     def agrees(self, assumed: Mapping[AdapterName, bytes]) -> bool:
-        """Whether these adapters are what the scheduler takes them for."""
+        """True if these adapters have the content that the scheduler assumes."""
         return all(self._loaded.get(name) == digest for name, digest in assumed.items())
 
 
 class AdapterBook:
-    """What the workers, ``ranks`` of them, have loaded, as they have reported it. Belongs to the
-    scheduler's thread."""
+    """The adapters that ``ranks`` workers have reported as loaded. Owned by the scheduler's
+    thread."""
 
     def __init__(self) -> None:
         self.ranks = 1
@@ -96,8 +96,8 @@ class AdapterBook:
         self._users: dict[str, tuple[AdapterName, bytes]] = {}
 
     def identity_of(self, request: Request) -> bytes | None:
-        """What vLLM's block hashes do not know of a request: its adapter's content. ``None``: that
-        is not known."""
+        """The part of a request's identity that vLLM's block hashes lack: its adapter's content.
+        ``None`` if that is not known."""
         name = _name_of(request)
         if name is None:
             return b""
@@ -129,7 +129,7 @@ class AdapterBook:
 
     @property
     def assumed(self) -> Mapping[AdapterName, bytes]:
-        """What live requests take their adapters for."""
+        """The digests that live requests assume for their adapters."""
         return dict(self._users.values())
 
     def take(self, loaded: Loaded) -> list[str]:
@@ -166,7 +166,7 @@ _UNKNOWN = (
 
 
 def joined(one: Loaded, other: Loaded) -> Loaded:
-    """What two ranks have loaded."""
+    """Merges the adapters that two ranks have loaded."""
     return {name: one.get(name, ()) + other.get(name, ()) for name in {**one, **other}}
 
 

@@ -1,8 +1,8 @@
-"""What of vLLM cannot change the bytes of a KV block, and why; all else is in the namespace.
+"""vLLM's settings that cannot change the bytes of a KV block, and why; the namespace has the rest.
 
 The rule: a setting is harmless if nothing that the model computes can see it, or if it only decides
 which tokens are computed in one step (vLLM's own prefix cache shares blocks over that within one
-server, too). What nobody has looked at counts: a field of a newer vLLM makes a namespace of its own
+server, too). Anything unexamined counts: a field of a newer vLLM leads to a separate namespace
 where it is set, and `tests/offload/connector/model/test_identity_sweep.py` fails until somebody has
 decided (docs/decisions/0044).
 
@@ -17,7 +17,7 @@ from functools import cache
 
 ALL = "*"
 
-_NAMED = "has a field of its own in the namespace"
+_NAMED = "has its own field in the namespace"
 _MEMORY = "how much memory is used, and how many blocks there are"
 _STEPS = "which tokens are computed together in a step"
 _KEPT = "which blocks are kept and found"
@@ -271,7 +271,7 @@ FILES_UNLESS_READ: Mapping[str, str] = {
 of token ids, media are for models that take them, and generation is for the sampler."""
 
 TRAINING_WEIGHTS = "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt rng_state*"
-"""What vLLM leaves out among the files that end like weights."""
+"""Files with a suffix of weights that vLLM does not load."""
 
 
 @cache

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Kernels that index all four dimensions: ``kv_cache.transpose(1, 2).split(head_size, -1)``."""
 BY_HEAD = frozenset({"CPU_ATTN"})
-"""Kernels that index blocks and heads, and order K and V of a head's tokens in a way of their own:
+"""Kernels that index blocks and heads, and order K and V of a head's tokens in their own way:
 ``kv_cache.view(blocks, heads, 2 * tokens, -1).chunk(2, 2)``, with K packed for the processor."""
 
 

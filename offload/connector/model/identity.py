@@ -100,8 +100,8 @@ def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
 def weights_of(
     vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, place: Path | None
 ) -> dict[str, Any]:
-    """What tells the weights from others. Where they are not those of some files, or nobody can
-    say, the engine's id is part of it: the blocks are this engine's alone then."""
+    """Identifies the weights. If they do not come from files, or that is unknown, the engine's id
+    is part of it: the blocks then belong to this engine alone."""
     kind = _not_from_files(vllm_config, load)
     subfolders = names_in(model).may_read("secondary_weights", "subfolder")
     found = {"kind": kind} if kind else loaded_weights(
@@ -128,13 +128,13 @@ def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
 
 
 def seed_is_random(vllm_config: VllmConfig) -> bool:
-    """Whether block hashes differ from start to start."""
+    """True if block hashes differ from start to start."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
 
 
 def _not_from_files(vllm_config: VllmConfig, load: LoadConfig) -> str:
-    """What these weights are if they are not those of the model's files."""
+    """The origin of weights that do not come from the model's files."""
     if vllm_config.weight_transfer_config is not None:
         return "pushed"
     return "dummy" if str(load.load_format) == "dummy" else ""
@@ -202,7 +202,7 @@ def _if_read(
 
 
 def _loader(load: LoadConfig) -> Any:
-    """What the loader was given beside its format."""
+    """The loader's settings beside its format."""
     extra = load.model_loader_extra_config or {}
     given = dict(extra.get("tensorizer_config", extra))
     harmless = _LOADER_HARMLESS.split()
@@ -217,8 +217,8 @@ def _model_name(model: ModelConfig) -> str:
 
 
 def _instructions() -> list[str]:
-    """What decides the kernels, and with them the bytes of a page, where vLLM chooses by itself:
-    the CPU's vector and matrix extensions, or the GPU's compute capability."""
+    """The features that decide the kernels, and with them the bytes of a page, where vLLM chooses
+    them: the CPU's vector and matrix extensions, or the GPU's compute capability."""
     # vLLM asks the management library: the engine process must not make a context on a GPU.
     capability = current_platform.get_device_capability()
     if capability is not None:
@@ -326,7 +326,7 @@ def geometry_fields(
 
 def _spec(spec: KVCacheSpec) -> dict[str, Any]:
     """A group's spec. For layers of different sizes the first layer's, which is all that the
-    scheduler gets to see of them; their pages are told apart by the tensors."""
+    scheduler gets to see of them; the tensors distinguish their pages."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     fields = {

@@ -60,7 +60,7 @@ def model_layout(
 def layout_input(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_blocks: int
 ) -> LayoutInput:
-    """What vLLM says, unchecked."""
+    """Reads vLLM's layout, unchecked."""
     parallel = vllm_config.parallel_config
     dcp = parallel.decode_context_parallel_size
     specs = kv_cache_config.kv_cache_groups
@@ -220,7 +220,7 @@ def _say_kernel_blocks(
 
 def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -> None:
     """Every layer of a group has a tensor, and every tensor's layer a group. Layers that reuse
-    another layer's cache (KV sharing) have no group of their own."""
+    another layer's cache (KV sharing) have no separate group."""
     owners = {name: i for i, g in enumerate(config.kv_cache_groups) for name in g.layer_names}
     problems = [
         f"layer {name} of group {group} has no KV cache tensor ({len(kv_caches)} registered)"

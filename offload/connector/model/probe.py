@@ -1,4 +1,4 @@
-"""What vLLM would make of a model's KV caches, found without loading weights or allocating memory.
+"""Finds vLLM's layout of a model's KV caches without loading weights or allocating memory.
 
 The model is built on torch's meta device, exactly as a worker builds it, and vLLM's own functions
 derive block sizes, groups and placements from its attention layers. Process groups are

@@ -1,4 +1,4 @@
-"""What decides a KV block beside the model's files: vLLM's settings, environment and libraries.
+"""Settings, environment and libraries of vLLM that decide a KV block, beside the model's files.
 
 Everything counts but what `offload.connector.model.cannot_change_kv` names. Values that are vLLM's
 defaults are left out: its version is in the namespace.
@@ -164,7 +164,7 @@ def _object(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """What a field holds if nobody sets it; ``None`` if somebody must."""
+    """The default of a field; ``None`` if it has none."""
     default = field.default
     if isinstance(default, FieldInfo):  # pydantic keeps its own description there
         if default.is_required():

@@ -1,4 +1,4 @@
-"""What the code of a model can read: every name in its own source file and those it imports.
+"""Names that a model's code can read: those in its own source file and in those it imports.
 
 Some settings reach the forward pass of a few models only: Llama 4 scales its queries from position
 8,191 on, if ``max_model_len`` is above 32,768. Whether a model does such a thing is looked up in
@@ -57,7 +57,7 @@ UNKNOWN = CodeNames(whole=False)
 
 
 def names_in(model: ModelConfig) -> CodeNames:
-    """What the code of this model names. Reads source files; never raises."""
+    """The names in this model's code. Reads source files; never raises."""
     if model.multimodal_config is not None:
         return UNKNOWN  # a text model inside, which its configuration alone may name
     try:

@@ -37,7 +37,7 @@ _FILE_FORMATS = (
 def find_model(model: str, revision: str | None, cache: str | None) -> Path | None:
     """The folder or file that holds a model: a local path, or its snapshot in the Hub's cache.
 
-    ``cache`` is where vLLM was told to download to (``None``: the Hub's default). ``None`` if it
+    ``cache`` is vLLM's configured download folder (``None``: the Hub's default). ``None`` if it
     is neither, for example an object store's address, or not downloaded yet, or if vLLM loads from
     another hub.
     """
@@ -56,7 +56,7 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
 
 
 def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
-    """What tells these weights from others; ``kind`` is ``unknown`` where nothing can be said.
+    """Identifies these weights; ``kind`` is ``unknown`` where nothing can be said.
 
     ``subfolders``: the model's code may load from those, too.
     """
