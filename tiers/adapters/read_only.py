@@ -257,13 +257,13 @@ def _read_all(
 ) -> list[ReadOutcome]:
     """Read from the known source of each key, on the tier's thread."""
     outcomes: list[ReadOutcome] = []
-    for key, place, data in zip(keys, found, into, strict=True):
-        if place is None:
+    for key, known, data in zip(keys, found, into, strict=True):
+        if known is None:
             outcomes.append(ReadOutcome.MISS)
-        elif place[1] != data.nbytes:
+        elif known[1] != data.nbytes:
             outcomes.append(ReadOutcome.CORRUPT)
         else:
-            outcomes += sources[place[0]].read([key], [data])
+            outcomes += sources[known[0]].read([key], [data])
     return outcomes
 
 

@@ -92,7 +92,7 @@ def _check_parents(folder: Path) -> None:
 
 def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return the type of the file system (``ext4``, ``nfs4``, ...), or ``unknown``."""
-    place = str(folder.resolve())
+    path = str(folder.resolve())
     best, kind = "", "unknown"
     try:
         lines = mounts.read_text().splitlines()
@@ -101,7 +101,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
     for line in lines:
         left, _, right = line.partition(" - ")
         point = left.split()[4].replace("\\040", " ")
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best) and right:
             best, kind = point, right.split()[0]
     return kind

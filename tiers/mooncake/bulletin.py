@@ -55,7 +55,7 @@ class Notice(NamedTuple):
 
 def slots_of(board: str) -> list[str]:
     """Return the names of a board's slots."""
-    return [f"{board}/{place}" for place in range(SLOTS_PER_BOARD)]
+    return [f"{board}/{slot}" for slot in range(SLOTS_PER_BOARD)]
 
 
 def today() -> int:

@@ -134,12 +134,12 @@ class MooncakeClient:
             self._header_buffers.lend([HEADER_STEP] * len(fresh)) as headers,
             self._payload_buffers.lend([buffers[n].nbytes for n in outside]) as copies,
         ):
-            for place, n in zip(headers.parts, fresh, strict=True):
+            for part, n in zip(headers.parts, fresh, strict=True):
                 sealed = seal(self._identity, keys[n], epoch, data[n], data[n].nbytes)
-                place[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
-            for place, n in zip(copies.parts, outside, strict=True):
-                np.copyto(place, buffers[n])
-                buffers[n] = place
+                part[:HEADER_BYTES] = np.frombuffer(sealed, np.uint8)
+            for part, n in zip(copies.parts, outside, strict=True):
+                np.copyto(part, buffers[n])
+                buffers[n] = part
             codes = self._store.batch_put_from_multi_buffers(
                 [names[n] for n in fresh], *_parts(headers.parts, buffers)
             )

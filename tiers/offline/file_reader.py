@@ -173,12 +173,12 @@ def _read_head(path: Path) -> Found | None:
         page, stat = b"", os.fstat(fd)
     finally:
         os.close(fd)
-    place = stat.st_ino.to_bytes(8, "little") + stat.st_size.to_bytes(8, "little")
+    identity = stat.st_ino.to_bytes(8, "little") + stat.st_size.to_bytes(8, "little")
     header: Any = None
     with contextlib.suppress(RecordError):
         header = parse(page[:HEADER_BYTES])
     key = page[HEADER_BYTES : HEADER_BYTES + header.key_bytes] if header else b""
-    mark = page[:HEADER_BYTES] + place
+    mark = page[:HEADER_BYTES] + identity
     if header is None or record_name(key) != path.name:
         return Found(path.name.encode(), stat.st_mtime_ns, 0, stat.st_size, False, mark)
     size = header.payload_bytes

@@ -21,7 +21,7 @@ from tiers.lmdb.shared.commit_thread import Asking
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import Reservation, WriteTransaction
 
-ROOM_ATTEMPTS = 8
+SPACE_ATTEMPTS = 8
 """Evictions per write, if other processes take the space first."""
 
 Record = tuple[Put, Buffer]
@@ -103,7 +103,7 @@ class SharedWrites:
         pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
         left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
         self._settle([r for r in own if pages_for(r[1].nbytes) > pages_max], WriteOutcome.FULL)
-        for attempt in range(ROOM_ATTEMPTS):
+        for attempt in range(SPACE_ATTEMPTS):
             if not left:
                 break
             needed = [pages_for(data.nbytes) for _put, data in left]
