@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
-from offload.messages.plan import DigestJob, LoadItem, LoadJob, StepPlan
+from offload.messages.plan import IN_SLAB, DigestJob, LoadItem, LoadJob, StepPlan
+from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.device_digest import BLOCKS_MAX, DeviceDigest
 from offload.worker.verify import DIGESTS_MAX, DigestTable, Verifier
 from tests.offload.small_model import compute, keys
-from tests.offload.worker.test_executor import KEYS, rank_with, store
+from tests.offload.worker.test_executor import KEYS, Rank, rank_with, store
+from tests.patience import PATIENCE_S
 
 MASK = (1 << 64) - 1
 
@@ -85,6 +87,9 @@ def test_exchanged_words_and_runs_change_a_digest() -> None:
     plain[2] = plain[2].flip(0).clone()
     by_head[2] = by_head[2].roll(1, 0).clone()
     assert (digest.of(3, [2]) != before).all()
+    turned = digest.of(3, [2])
+    by_head[2] = by_head[2][[0, 2, 1, 3]].clone()
+    assert digest.of(3, [2])[0, 1] != turned[0, 1]
 
 
 def test_more_blocks_than_are_gathered_at_once() -> None:
@@ -167,7 +172,7 @@ async def test_a_request_keeps_its_blocks_until_all_of_them_were_compared() -> N
         held.append(HeldVerifier(registration))
         return held[0]
 
-    async with asyncio.timeout(60.0), rank_with(verifier=verifier) as rank:
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
         compute(rank.caches, keys(2), [1, 2])
         digests = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
         rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
@@ -187,3 +192,114 @@ async def test_a_request_keeps_its_blocks_until_all_of_them_were_compared() -> N
         assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
         stats = rank.executor.stats
         assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)
+
+
+async def load_all(rank: Rank, digests: tuple[DigestJob, ...]) -> JobResult:
+    """Compute two chunks, store them with these digests, and load them into other blocks."""
+    compute(rank.caches, keys(2), [1, 2])
+    plan = StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests)
+    rank.executor.before_step(plan)
+    rank.executor.post(plan)
+    while not (await rank.turn()).report.results:
+        pass
+    return await load_again(rank)
+
+
+async def load_again(rank: Rank) -> JobResult:
+    """Load the two chunks from their slots into other blocks."""
+    items = [LoadItem(KEYS[n], 0, (9 + n,), n, IN_SLAB) for n in range(2)]
+    rank.executor.post(StepPlan(loads=(LoadJob(2, "r2", items),)))
+    while True:
+        if 2 in (found := (await rank.turn()).report.results):
+            return found[2]
+
+
+def plain_verifier(registration: Registration) -> Verifier:
+    return Verifier(DeviceDigest(registration), WorkerStats(), None, "")
+
+
+def counts(rank: Rank) -> tuple[int, int, int]:
+    stats = rank.executor.stats
+    return stats.verified_chunks, stats.differing_chunks, stats.unverified_chunks
+
+
+BOTH = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
+
+
+@pytest.mark.parametrize("at", [0, 2999, 3000, 5999], ids=lambda at: f"byte {at} of two layers")
+async def test_a_chunk_that_differs_in_any_layer_fails_its_load(at: int) -> None:
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+        assert (await load_all(rank, BOTH)).bad == frozenset()
+        assert counts(rank) == (2, 0, 0)
+        rank.slab.slot(1)[at] ^= 1
+        answer = await load_again(rank)
+        assert answer.bad == answer.wrong == {KEYS[1]}
+        assert counts(rank) == (3, 1, 0)
+
+
+async def test_a_chunk_without_a_digest_is_counted_and_loaded() -> None:
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+        assert (await load_all(rank, (DigestJob(0, KEYS[:1], [1]),))).bad == frozenset()
+        assert counts(rank) == (1, 0, 1)
+
+
+async def test_digests_are_forgotten_with_the_weights() -> None:
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+        await load_all(rank, BOTH)
+        rank.executor.post(StepPlan(reset=True))
+        await rank.turn()
+        compute(rank.caches, keys(2, 5), [1, 2])  # what the same tokens give now
+        rank.executor.post(StepPlan(stores=(store(3, [1, 2], [0, 1]),), digests=BOTH))
+        while not (await rank.turn()).report.results:
+            pass
+        assert (await load_again(rank)).bad == frozenset()
+        compute(rank.caches, keys(2), [1, 2])  # a load that would put the old content there
+        rank.executor.post(StepPlan(stores=(store(4, [1, 2], [0, 1]),)))
+        while not (await rank.turn()).report.results:
+            pass
+        assert (await load_again(rank)).wrong == set(KEYS[:2])
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> None:
+    """Early ones before the step's forward pass writes, the others after it."""
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+        plan = StepPlan(digests=(DigestJob(0, KEYS[:1], [1], early),))
+        compute(rank.caches, keys(1) if early else keys(1, 7), [1])
+        rank.executor.before_step(plan)
+        compute(rank.caches, keys(1, 7) if early else keys(1), [1])  # the forward pass
+        rank.executor.post(plan)
+        await rank.turn()
+        compute(rank.caches, keys(1), [1])
+        rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
+        while not (await rank.turn()).report.results:
+            pass
+        load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])
+        rank.executor.post(StepPlan(loads=(load,)))
+        while 2 not in (found := (await rank.turn()).report.results):
+            pass
+        assert found[2].bad == frozenset()
+        assert counts(rank) == (1, 0, 0)
+        verifier = rank.executor._verifier
+        assert verifier is not None
+        assert len(verifier._table.known(KEYS[0])) == 1, "what the blocks held otherwise agrees too"
+
+
+@pytest.mark.parametrize("here", [(0, 1), (0,), (1,)])
+def test_only_the_blocks_that_were_loaded_are_compared(here: tuple[int, ...]) -> None:
+    """A load may skip blocks of a chunk, here of two; the chunks behind it are compared as well."""
+    torch.manual_seed(1)
+    cache = torch.randint(0, 256, (8, 64), dtype=torch.uint8)
+    registration = register_kv_caches(8, [GroupCaches(0, 2, {"layer": cache})])
+    verifier = plain_verifier(registration)
+    table, digest = verifier._table, verifier._device
+    table.enter(KEYS[:2], digest.of(0, [0, 1, 2, 3]).numpy().reshape(2, 2, 1))
+    cache[4:8] = cache[0:4]
+    blocks = tuple(4 + at if at in here else -1 for at in range(2))
+    items = [LoadItem(KEYS[0], 0, blocks, 0, IN_SLAB), LoadItem(KEYS[1], 0, (6, 7), 1, IN_SLAB)]
+    assert verifier._compare(items) == frozenset()
+    assert verifier.stats.verified_chunks == 2
+    cache[7, 63] ^= 1
+    assert verifier._compare(items) == {KEYS[1]}
+    cache[blocks[here[-1]], 0] ^= 1
+    assert verifier._compare(items) == {KEYS[0], KEYS[1]}
