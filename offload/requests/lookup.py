@@ -12,7 +12,7 @@ import logging
 import operator
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.prefix_match import PrefixMatcher, present_in
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+class Hit(NamedTuple):
+    """Where a prefix ends that can be restored: at the start of the lookup if nothing can, ``None``
+    if the step's allowance for lookups is used up (ask again in the next step). ``is_shortened``
+    means that a longer one is not worth loading."""
+
+    end_tokens: int | None
+    is_shortened: bool = False
+
+
 def tokens_to_load(
     matcher: PrefixMatcher,
     planner: Planner,
@@ -35,9 +44,8 @@ def tokens_to_load(
     limit: int,
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
-) -> int | None:
-    """Where the longest prefix ends that is worth restoring; ``start`` if nothing is. ``None`` if
-    the step's allowance for lookups is used up: ask again in the next step.
+) -> Hit:
+    """Find the longest prefix that is worth restoring.
 
     Arguments as of `PrefixMatcher.longest_match`; ``known`` is what earlier lookups of this request
     have found, ``origin`` says what it may read. The end of a prefix that only a farther tier holds
@@ -63,11 +71,7 @@ def tokens_to_load(
             break
         is_shorter = is_shorter or hit > shorter
         hit = shorter
-    if known.is_partial:
-        return None
-    if is_shorter:
-        planner.stats.shortened()
-    return hit
+    return Hit(None) if known.is_partial else Hit(hit, is_shorter)
 
 
 logger = logging.getLogger(__name__)
@@ -99,114 +103,127 @@ class Lookups:
         """Use what the step has left for unfinished lookups that vLLM did not repeat: it does not
         ask for waiting requests in steps that others fill."""
         asked, self._asked = self._asked, set()
-        for name, (tracker, request) in list(self._unfinished.items()):
+        for name, (state, request) in list(self._unfinished.items()):
             if self._planner.budget.lookups.left <= 0:
                 break
             if name not in asked:
-                self._go_on(tracker, request)
+                self._go_on(state, request)
 
-    def _go_on(self, tracker: RequestState, request: Request) -> None:
-        wait: PendingLookup | None = tracker.wait
+    def _go_on(self, state: RequestState, request: Request) -> None:
+        wait: PendingLookup | None = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
             return  # its next lookup asks again, before what is known is compared
-        if self._find(tracker, request, tracker.lookup_start) is not None:
-            self.given_up(tracker)
+        if self._find(state, request, state.lookup.start).end_tokens is not None:
+            self.given_up(state)
 
-    def given_up(self, tracker: RequestState) -> None:
+    def given_up(self, state: RequestState) -> None:
         """This request's lookup need not go on."""
-        self._unfinished.pop(tracker.request, None)
+        self._unfinished.pop(state.identity.request, None)
 
-    def ask(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
+    def ask(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in
         the next step, because a shared tier was asked and may answer soon, or because the prompt is
         so long that one step does not ask for all of it. No side effect on tiers."""
         started = time.perf_counter()
-        tracker.lookup_start = computed_tokens
-        tracker.refused = False
-        tracker.found = computed_tokens
+        lookup, identity = state.lookup, state.identity
+        lookup.start = lookup.hit_end_tokens = lookup.load_end_tokens = computed_tokens
+        lookup.load = ()
+        lookup.refused = False
         is_waiting = False
-        if not tracker.no_load:
-            tracker.extend(request.block_hashes)
-            is_waiting = self._is_waiting(tracker, request, computed_tokens)
+        if not identity.no_load:
+            identity.extend(request.block_hashes)
+            is_waiting = self._is_waiting(state, request, computed_tokens)
             if not is_waiting:
-                hit = self._hit(tracker, request, computed_tokens)
+                hit = self._hit(state, request, computed_tokens)
                 is_waiting = hit is None
-                tracker.found = computed_tokens if hit is None else hit
-                self._asked.add(tracker.request)
+                lookup.hit_end_tokens = computed_tokens if hit is None else hit
+                self._asked.add(identity.request)
                 if hit is None:
-                    self._unfinished[tracker.request] = (tracker, request)
+                    self._unfinished[identity.request] = (state, request)
                 else:
-                    self.given_up(tracker)
+                    self.given_up(state)
         self.seconds += time.perf_counter() - started
         self.count += 1
         if is_waiting:
             return None
-        return 0 if tracker.refused else tracker.found - computed_tokens
+        return 0 if lookup.refused else lookup.hit_end_tokens - computed_tokens
 
-    def _is_waiting(self, tracker: RequestState, request: Request, start: int) -> bool:
+    def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
         """Whether shared tiers may soon say more of this request's chunks; asks them first, and
         again when what they have said may be forgotten."""
         shared = self._planner.presence
         if not shared.tiers:
             return False
         now = time.monotonic()
-        wait: PendingLookup | None = tracker.wait
+        wait: PendingLookup | None = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
-            wanted = self._matcher.wanted(tracker.keys, start, _limits(tracker, request).start)
-            held = present_in(*self._planner.sources.holders(tracker.origin.controls.read))(wanted)
+            keys, read = state.identity.keys, state.identity.origin.controls.read
+            wanted = self._matcher.wanted(keys, start, _limits(state, request).start)
+            held = present_in(*self._planner.sources.holders(read))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
-            wait = tracker.wait = shared.ask(missing, tracker.origin.controls.read, now)
+            wait = state.lookup.wait = shared.ask(missing, read, now)
         return shared.is_waiting(wait, now)
 
-    def _hit(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
-        short_loads = self._planner.stats.short_loads
-        hit = self._find(tracker, request, computed_tokens)
-        tracker.shortened = self._planner.stats.short_loads > short_loads
-        if hit is not None and hit > computed_tokens:
-            ranges = self._matcher.load_ranges(computed_tokens, hit)
-            chunks = [len(part) for part in ranges]
+    def _hit(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
+        hit = self._find(state, request, computed_tokens)
+        end = hit.end_tokens
+        state.lookup.shortened = hit.is_shortened
+        if end is not None and end > computed_tokens:
+            chunks = [len(part) for part in self.load_ranges(state, end)]
             sizes = [group.chunk_blocks for group in self._matcher.layout.groups]
             blocks = sum(map(operator.mul, chunks, sizes))
-            if not self._planner.loads.can_load(sum(chunks), blocks, tracker.origin):
-                tracker.refused = True
-        return hit
+            if not self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin):
+                state.lookup.refused = True
+        return end
 
-    def _find(self, tracker: RequestState, request: Request, computed_tokens: int) -> int | None:
-        return tokens_to_load(
+    def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
+        """The chunks of each group to load after the last lookup, for a hit that ends there. They
+        are computed once per lookup."""
+        lookup = state.lookup
+        if lookup.load_end_tokens != end_tokens:
+            lookup.load = self._matcher.load_ranges(lookup.start, end_tokens)
+            lookup.load_end_tokens = end_tokens
+        return lookup.load
+
+    def _find(self, state: RequestState, request: Request, computed_tokens: int) -> Hit:
+        hit = tokens_to_load(
             self._matcher,
             self._planner,
-            tracker.keys,
+            state.identity.keys,
             computed_tokens,
-            _limits(tracker, request).stop,
-            tracker.known,
-            tracker.origin,
+            _limits(state, request).stop,
+            state.lookup.known,
+            state.identity.origin,
         )
+        if hit.is_shortened:
+            self._planner.stats.shortened()
+        return hit
 
-    def accepted(self, tracker: RequestState, request: Request) -> None:
-        """vLLM goes on with what the last lookup found: make the request's record, once."""
-        tracker.known.clear()
-        if tracker.record is not None:
+    def accepted(self, state: RequestState, request: Request) -> None:
+        """vLLM goes on with the hit of the last lookup: make the request's record, once."""
+        lookup, identity = state.lookup, state.identity
+        lookup.known.clear()
+        if lookup.record is not None:
             return
-        start = tracker.lookup_start
+        start, end = lookup.start, lookup.hit_end_tokens
         name = request.request_id[:NAME_MAX]  # which may come from a client
         record = RequestRecord(name, time.time(), request.num_prompt_tokens, start)
-        limits = _limits(tracker, request)
+        limits = _limits(state, request)
         alignment = self._matcher.layout.alignment_tokens
         record.wanted_tokens = max(0, limits.stop // alignment * alignment - start)
-        if tracker.no_load:
+        if identity.no_load:
             if record.wanted_tokens:
-                record.miss = Miss(Reason.FILTERED, note=tracker.filtered_by)
-        elif tracker.refused:
+                record.miss = Miss(Reason.FILTERED, note=identity.filtered_by)
+        elif lookup.refused:
             record.miss = Miss(Reason.BUDGET)
         else:
-            record.hit_tokens = tracker.found - start
-            if tracker.shortened:
+            record.hit_tokens = end - start
+            if lookup.shortened:
                 record.miss = Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
             else:
-                found = tracker.found
-                record.miss = self._explainer.why(self._planner, tracker, start, found, limits)
+                record.miss = self._explainer.why(self._planner, identity, start, end, limits)
         self._planner.stats.missed(record.wanted_tokens - record.hit_tokens)
-        tracker.record = record
+        lookup.record = record
         self.log.add(record)
         if not record.hit_tokens:
             self._known(record)
@@ -217,17 +234,18 @@ class Lookups:
         while self._planner.loads.failed:
             request, result = self._planner.loads.failed.popleft()
             results[request] = result
-        for tracker in failures:
-            if tracker.record is not None and not tracker.record.final:
-                self.log.failed(tracker.record, failed(results.get(tracker.request)))
-        for tracker in ended:
-            if tracker.record is not None and not tracker.record.final:
-                if not tracker.failures:
-                    tracker.record.loaded = self._loaded(tracker)
-                self._known(tracker.record)
+        for state in failures:
+            if state.lookup.record is not None and not state.lookup.record.final:
+                self.log.failed(state.lookup.record, failed(results.get(state.identity.request)))
+        for state in ended:
+            if state.lookup.record is not None and not state.lookup.record.final:
+                if not state.outcome.failures:
+                    state.lookup.record.loaded = self._loaded(state)
+                self._known(state.lookup.record)
 
-    def _loaded(self, tracker: RequestState) -> dict[str, int]:
-        return {self._names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}
+    def _loaded(self, state: RequestState) -> dict[str, int]:
+        sources = state.outcome.sources
+        return {self._names[tier]: tokens for tier, tokens in sources.items() if tokens}
 
     def _known(self, record: RequestRecord) -> None:
         self.log.known(record)
@@ -235,10 +253,10 @@ class Lookups:
             logger.debug("kvtiers: lookup of request %s: %s", record.request, record.as_json())
 
 
-def _limits(tracker: RequestState, request: Request) -> range:
+def _limits(state: RequestState, request: Request) -> range:
     """The most tokens that the request wants, and the most that there could be. The last token is
     always computed, so that there is something to sample from."""
     possible = request.num_tokens - 1
-    most = tracker.origin.controls.max_load_tokens
-    wanted = possible if most is None else min(possible, tracker.lookup_start + most)
+    most = state.identity.origin.controls.max_load_tokens
+    wanted = possible if most is None else min(possible, state.lookup.start + most)
     return range(wanted, possible)

@@ -18,7 +18,7 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestState
+from offload.requests.request_state import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
 FOREIGN_S = 3600.0
@@ -51,27 +51,27 @@ class Reason(enum.Enum):
 
 MEANINGS: dict[Reason, str] = {
     Reason.COMPLETE: "nothing was missing",
-    Reason.NEVER_STORED: "nobody has stored this prefix here, or so long ago that it is forgotten",
-    Reason.EVICTED: "it was stored and had to make room; the tier is too small for this traffic",
-    Reason.NO_SPACE: "it found no place when it was computed: everything was in use, or too much "
-    "was being stored at once",
+    Reason.NEVER_STORED: "this prefix was never stored here, or so long ago that the cause is "
+    "forgotten",
+    Reason.EVICTED: "it was stored and then evicted; the tier is too small for this traffic",
+    Reason.NO_SPACE: "there was no space when it was computed: everything was in use, or too"
+    " much was being stored at once",
     Reason.NOT_ADMITTED: "the tier's admission policy turned it away",
     Reason.STORING: "it is being stored at this moment",
     Reason.STORE_FAILED: "storing it failed, or its GPU blocks were reused before it was copied",
     Reason.CORRUPT: "its record was damaged and was dropped",
     Reason.LOST: "its record had disappeared from the tier",
-    Reason.NAMESPACE: "it may be among the records of another namespace, which are not used",
-    Reason.RESET: "everything was forgotten on request, as after a change of weights",
-    Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, though "
-    "the layers that keep every token may have it",
-    Reason.FILTERED: "the request did not want it, or may not take part",
+    Reason.NAMESPACE: "it may be in another namespace, whose records are not used",
+    Reason.RESET: "all tiers were cleared on request, for example after a change of weights",
+    Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, "
+    "though the layers that keep every token may have it",
+    Reason.FILTERED: "the request excluded it, or may not use the cache",
     Reason.BUDGET: "too many loads were under way",
-    Reason.BREAKER: "its tier is shut out for failures",
+    Reason.BREAKER: "the circuit breaker of its tier is open",
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",
     Reason.DEADLINE: "loading took longer than load_timeout_s",
     Reason.LOAD_FAILED: "loading failed",
-    Reason.UNANSWERED: "a shared tier did not say in time whether it has it "
-    "(lookup_timeout_s), or could not",
+    Reason.UNANSWERED: "a shared tier did not reply within lookup_timeout_s, or could not reply",
 }
 _OF_CAUSE = {
     Cause.EVICTED: Reason.EVICTED,
@@ -151,7 +151,7 @@ class Explainer:
         self._started_s: float | None = None
 
     def why(
-        self, planner: Planner, tracker: RequestState, start: int, hit: int, limits: range
+        self, planner: Planner, identity: RequestIdentity, start: int, hit: int, limits: range
     ) -> Miss:
         """Why the prefix ends at ``hit`` tokens after a lookup from ``start`` on; ``limits`` are
         the most that the request wanted and the most that its prompt could have had."""
@@ -162,27 +162,27 @@ class Explainer:
             return Miss(Reason.COMPLETE)
         if boundary > limits.start:
             return Miss(Reason.FILTERED, depth_tokens=boundary, note="max_load_tokens")
-        present = present_in(*planner.sources.holders(tracker.origin.controls.read))
-        found = self._matcher.first_missing(tracker.keys, present, start, hit)
+        present = present_in(*planner.sources.holders(identity.origin.controls.read))
+        found = self._matcher.first_missing(identity.keys, present, start, hit)
         if found is None:
             return Miss(Reason.COMPLETE)
         index, chunk = found
         group = self._matcher.layout.groups[index]
-        key = tracker.keys[index][chunk]
-        miss = self._absent(planner, tracker, key, group.kind, now)
+        key = identity.keys[index][chunk]
+        miss = self._absent(planner, identity, key, group.kind, now)
         miss.key, miss.group = key, group.group
         miss.depth_tokens = (chunk + 1) * group.chunk_tokens
         return miss
 
     def _absent(
-        self, planner: Planner, tracker: RequestState, key: bytes, kind: str, now: float
+        self, planner: Planner, identity: RequestIdentity, key: bytes, kind: str, now: float
     ) -> Miss:
-        held = self._held_back(planner, tracker.origin.controls.read, key)
+        held = self._held_back(planner, identity.origin.controls.read, key)
         if held is not None:
             return held
         if any(index.is_filling(key) for index in (planner.cpu, *planner.lower)):
             return Miss(Reason.STORING)
-        silent = self._not_said(planner, tracker.origin.controls.read, key)
+        silent = self._not_said(planner, identity.origin.controls.read, key)
         if silent is not None:
             return silent
         departure = planner.stats.departures.find(key)

@@ -1,7 +1,6 @@
-"""What the scheduler side remembers of a request: its keys, and how far they are stored.
+"""The state of a live request on the scheduler side, in four parts that each have one writer.
 
-Pure; knows no vLLM type. Keys grow with the request's block hashes and are made when they are
-first asked for.
+Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -15,93 +14,140 @@ from offload.layout.request_keys import RequestKeys
 from offload.requests.lookup_cache import PartialLookup
 
 
-class RequestState:
-    """One live request.
+class RequestIdentity:
+    """Identifies a request and says what it may do. Written when it arrives, by
+    `offload.connector.scheduler.new_requests`.
 
-    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; chunks before ``next_chunk[i]`` need no
-    more attention, and no other is complete before ``ready_at`` tokens are computed;
-    ``has_answered`` means that its first output token was seen. ``lookup_start`` is where the last
-    lookup began (tokens), ``found`` where its hit ends and ``known`` what all have found,
-    ``refused`` whether there was no room for the load and ``shortened`` whether it was cut to what
-    is worth loading; ``record`` is what is told of it; ``filtered_by`` is why ``no_load`` is set;
-    ``wait`` is what shared tiers were last asked for it; ``told`` means that the client sent an
-    object for us, ``wrong`` what was wrong in it, and ``pinned_tokens`` how many of its tokens were
-    pinned; ``failures`` counts loads that failed; ``stale`` means that blocks computed so far must
-    not be stored; ``sources`` are the tokens of the last load by tier and ``loaded`` its chunks by
-    group, in the layout's order; ``mark`` is what `offload.telemetry.removed_chunks.RemovalLog`
-    counted when the request came; ``origin`` is what policies may know of the request.
+    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; they grow with the request's block
+    hashes and are made when they are first asked for. ``origin`` is what policies may know of the
+    request. ``client_asked`` is set if the client sent an object for us, and ``rejected_options``
+    says what was wrong in it. ``filtered_by`` is why ``no_load`` is set.
     """
 
     __slots__ = (
-        "failures",
+        "client_asked",
         "filtered_by",
-        "found",
-        "has_answered",
         "keys",
-        "known",
-        "loaded",
-        "loading",
-        "lookup_start",
-        "mark",
-        "next_chunk",
         "no_load",
         "no_store",
         "origin",
-        "pinned_tokens",
-        "ready_at",
-        "record",
-        "refused",
+        "rejected_options",
         "request",
-        "shortened",
-        "sources",
-        "stale",
-        "told",
-        "wait",
-        "wrong",
     )
 
-    def __init__(self, request: str, layout: ModelLayout, identity: bytes = b"") -> None:
+    def __init__(self, request: str, layout: ModelLayout, adapter: bytes = b"") -> None:
         self.request = request
-        self.origin: RequestOrigin = UNKNOWN
         self.keys = [
-            RequestKeys(group.group, group.chunk_tokens // layout.hash_tokens, identity)
+            RequestKeys(group.group, group.chunk_tokens // layout.hash_tokens, adapter)
             for group in layout.groups
         ]
-        self.known = PartialLookup()
-        self.next_chunk = [0] * len(layout.groups)
-        self.ready_at = 0
-        self.has_answered = False
-        self.lookup_start = 0
-        self.found = 0
-        self.refused = False
-        self.shortened = False
-        self.record: Any = (
-            None  # offload.requests.miss_reasons.RequestRecord, which is made from this
-        )
-        self.filtered_by = ""
-        self.failures = 0
-        self.loading = False
-        self.loaded: Sequence[range] = ()
-        self.mark = 0
+        self.origin: RequestOrigin = UNKNOWN
+        self.client_asked = False
+        self.rejected_options: Sequence[str] = ()
         self.no_load = False
         self.no_store = False
-        self.stale = False
-        self.told = False
-        self.wrong: Sequence[str] = ()
-        self.pinned_tokens = 0
-        self.wait: Any = None  # offload.planner.presence.PendingLookup
-        self.sources: Mapping[int, int] = {}
+        self.filtered_by = ""
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """These are the request's block hashes now: chunks that were completed have keys."""
+        """Take in the request's block hashes of this moment: completed chunks get keys."""
         for keys in self.keys:
             keys.grow(block_hashes)
 
+
+class LookupState:
+    """The last lookup of a request. Written by `offload.requests.lookup`.
+
+    The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` remembers what
+    all lookups have found; ``wait`` is the last question to shared tiers. ``refused`` means that
+    too many loads were under way, ``shortened`` that the hit was cut to what is worth loading.
+    ``load`` are the chunks to load by group, of a hit that ends at ``load_end_tokens``. ``record``
+    is the request's record, once vLLM has accepted the hit.
+    """
+
+    __slots__ = (
+        "hit_end_tokens",
+        "known",
+        "load",
+        "load_end_tokens",
+        "record",
+        "refused",
+        "shortened",
+        "start",
+        "wait",
+    )
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.hit_end_tokens = 0
+        self.known = PartialLookup()
+        self.refused = False
+        self.shortened = False
+        self.load: tuple[range, ...] = ()
+        self.load_end_tokens = 0
+        self.wait: Any = None  # offload.planner.presence.PendingLookup
+        self.record: Any = None  # offload.requests.miss_reasons.RequestRecord, made from this
+
     def restart(self) -> None:
-        """The request was preempted: its blocks are gone, everything is looked at again."""
+        """Forget what was found, after a preemption."""
+        self.wait = None
+        self.known.clear()
+
+
+class StoreState:
+    """How far a request is stored. Written by `offload.connector.scheduler.store_progress`.
+
+    Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` need no more attention, and no other is
+    complete before ``ready_at`` tokens are computed. ``loaded`` are the chunks of the last load by
+    group, which need no store. ``stale`` means that blocks computed so far must not be stored.
+    ``removal_mark`` is the count of `offload.telemetry.removed_chunks.RemovalLog` when the request
+    came.
+    """
+
+    __slots__ = ("loaded", "next_chunk", "ready_at", "removal_mark", "stale")
+
+    def __init__(self, groups: int) -> None:
+        self.next_chunk = [0] * groups
+        self.ready_at = 0
+        self.loaded: Sequence[range] = ()
+        self.stale = False
+        self.removal_mark = 0
+
+    def restart(self) -> None:
+        """Start again after a preemption, which has freed all blocks."""
         self.next_chunk = [0] * len(self.next_chunk)
         self.ready_at = 0
         self.stale = False
-        self.wait = None
-        self.known.clear()
         self.loaded = ()
+
+
+class RequestOutcome:
+    """How the loads of a request went. Written by `offload.connector.scheduler.scheduler_side`.
+
+    ``loading`` means that one is under way, ``failures`` counts those that failed, ``sources`` are
+    the tokens of the last one by tier. ``has_answered`` means that the first output token was seen.
+    """
+
+    __slots__ = ("failures", "has_answered", "loading", "sources")
+
+    def __init__(self) -> None:
+        self.loading = False
+        self.failures = 0
+        self.sources: Mapping[int, int] = {}
+        self.has_answered = False
+
+
+class RequestState:
+    """One live request. Owned by the scheduler side."""
+
+    __slots__ = ("identity", "lookup", "outcome", "stores")
+
+    def __init__(self, identity: RequestIdentity) -> None:
+        self.identity = identity
+        self.lookup = LookupState()
+        self.stores = StoreState(len(identity.keys))
+        self.outcome = RequestOutcome()
+
+    def restart(self) -> None:
+        """The request was preempted: its blocks are gone, and everything is looked up again."""
+        self.stores.restart()
+        self.lookup.restart()

@@ -314,9 +314,9 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
 
 def lose(world: World, name: str) -> None:
     """What this request will load turns out to be missing on the disk."""
-    tracker = world.connector._scheduler._trackers[name]
-    tracker.extend(world.scheduler.requests[name].block_hashes)
-    world.planner.cpu.drop(list(tracker.keys[0]))
+    identity = world.connector._scheduler._states[name].identity
+    identity.extend(world.scheduler.requests[name].block_hashes)
+    world.planner.cpu.drop(list(identity.keys[0]))
 
     async def lost(keys: Any, into: Any) -> list[ReadOutcome]:
         return [ReadOutcome.MISS] * len(keys)

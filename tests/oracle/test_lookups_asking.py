@@ -28,11 +28,13 @@ def test_a_request_does_not_ask_for_ever(
     matcher: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
     log: Any = None
     lookups = Lookups(matcher, world.planner, log)
-    tracker: Any = SimpleNamespace(keys=[WANTED], wait=None, origin=UNKNOWN, lookup_start=0)
+    identity = SimpleNamespace(keys=[WANTED], origin=UNKNOWN)
+    lookup = SimpleNamespace(wait=None, start=0)
+    state: Any = SimpleNamespace(identity=identity, lookup=lookup)
     request: Any = SimpleNamespace(num_tokens=65)
     asked: list[Any] = []
     for _ in range(20):
-        if not lookups._is_waiting(tracker, request, 0):
+        if not lookups._is_waiting(state, request, 0):
             return
         asked.append(world.step())
         world.at(world.now + step_s)

@@ -70,13 +70,13 @@ def world(recorded: Path, tmp_path: Path) -> Iterator[World]:
 
 def stored(world: World) -> list[bytes]:
     """Serve the prompt; the keys of its chunks in prefix order. The GPU has forgotten it then."""
-    trackers = world.connector._scheduler._trackers
+    states = world.connector._scheduler._states
     request = _request(world, "first", PROMPT, None)
     world.scheduler.add_request(request)
-    tracker = trackers["first"]
+    state = states["first"]
     world.drain()
     world.forget_locally()
-    return list(tracker.keys[0][: len(PROMPT) // 4])
+    return list(state.identity.keys[0][: len(PROMPT) // 4])
 
 
 def test_never_stored_then_complete(world: World) -> None:
@@ -142,6 +142,23 @@ def test_being_stored(world: World) -> None:
     assert reason(world.connector._scheduler.log.last[-1]) is Reason.STORING
     world.planner.cpu.abort(keys[:1])
     world.drain()
+
+
+def test_the_chunks_of_a_load_are_computed_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(world)
+    load_ranges, made = PrefixMatcher.load_ranges, []
+
+    def counted(self: Any, start: int, end: int) -> Any:
+        made.append((start, end))
+        return load_ranges(self, start, end)
+
+    monkeypatch.setattr(PrefixMatcher, "load_ranges", counted)
+    world.scheduler.add_request(_request(world, "again", PROMPT, None))
+    world.drain()
+    assert world.planner.stats.tier(-1).loaded_tokens > 0
+    assert len(made) == 1
 
 
 def test_store_failed(world: World) -> None:
@@ -373,9 +390,9 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
-        self._tracker(request).record = None
+        self._state(request).lookup.record = None
         self._explain(request)
-        self._tracker(request).record = None
+        self._state(request).lookup.record = None
         return found
 
     patch.setattr(SchedulerSide, "lookup", twice)

@@ -17,12 +17,13 @@ import pytest
 
 from offload.connector.scheduler.block_tables import WantedChunks
 from offload.connector.scheduler.scheduler_side import SchedulerSide
+from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.startup import ServerSetup
 from offload.layout.groups import WINDOW, GroupLayout
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
 from offload.planner.stores import StorePlanner
-from offload.requests.request_state import RequestState
+from offload.requests.request_state import StoreState
 from offload.worker.executor import Executor
 from offload.worker.loads import LoadTask
 from tests.oracle.models import MODELS
@@ -118,39 +119,39 @@ def _no_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
-    store = SchedulerSide._store_ready
+    store = StoreProgress._store_ready
 
-    def early(self: Any, tracker: Any, request: Any, limit: int, table: Any, **more: Any) -> None:
-        store(self, tracker, request, limit + 1, table, **more)
+    def early(self: Any, state: Any, request: Any, limit: int, table: Any, **more: Any) -> None:
+        store(self, state, request, limit + 1, table, **more)
 
-    patch.setattr(SchedulerSide, "_store_ready", early)
-    patch.setattr(RequestState, "ready_at", property(lambda _: 0, lambda _, ready_at: None))
+    patch.setattr(StoreProgress, "_store_ready", early)
+    patch.setattr(StoreState, "ready_at", property(lambda _: 0, lambda _, ready_at: None))
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
     """Each state is stored, not loaded, under the boundary before its own."""
-    store, wanted = SchedulerSide._store_boundary_states, WantedChunks.chunks
+    store, wanted = StoreProgress.boundary_state, WantedChunks.chunks
 
-    def shifted(self: Any, tracker: Any, index: int, chunks: range, table: Any) -> Any:
+    def shifted(self: Any, state: Any, index: int, chunks: range, table: Any) -> Any:
         before = max(0, chunks.start - 1)
-        return wanted(self, tracker, index, range(before, before + 1), table)
+        return wanted(self, state, index, range(before, before + 1), table)
 
-    def by_position(self: Any, output: Any) -> None:
+    def by_position(self: Any, state: Any, request: Any, offers: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(WantedChunks, "chunks", shifted)
-            store(self, output)
+            store(self, state, request, offers)
 
-    patch.setattr(SchedulerSide, "_store_boundary_states", by_position)
+    patch.setattr(StoreProgress, "boundary_state", by_position)
 
 
 def _drafts_not_held_back(patch: pytest.MonkeyPatch) -> None:
     """The newest block of a draft group is stored while its last slots have seen guesses."""
-    store = SchedulerSide._store_ready
+    store = StoreProgress._store_ready
 
-    def at_once(self: Any, tracker: Any, request: Any, limit: int, table: Any, **_: Any) -> None:
-        store(self, tracker, request, limit, table, ended=True)
+    def at_once(self: Any, state: Any, request: Any, limit: int, table: Any, **_: Any) -> None:
+        store(self, state, request, limit, table, ended=True)
 
-    patch.setattr(SchedulerSide, "_store_ready", at_once)
+    patch.setattr(StoreProgress, "_store_ready", at_once)
 
 
 def _short_window(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
     lookup = SchedulerSide.lookup
 
     def forgetful(self: Any, request: Any, computed_tokens: int) -> Any:
-        self._tracker(request).failures = 0
+        self._state(request).outcome.failures = 0
         return lookup(self, request, computed_tokens)
 
     patch.setattr(SchedulerSide, "lookup", forgetful)

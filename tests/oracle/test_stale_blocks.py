@@ -119,7 +119,7 @@ def test_a_fault_that_may_have_hidden_a_fence_spoils_every_open_store(
         if hook == "build_connector_meta":
             monkeypatch.setattr(BlockTables, "rewritten", broken)
         else:
-            monkeypatch.setattr(WantedChunks, "of_range", broken)
+            monkeypatch.setattr(WantedChunks, "of_load", broken)
             ask(world, "loading", PROMPT)
         world.drain()
         assert world.connector.faults.by_hook == {hook: 1}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher
-from offload.requests.request_state import RequestState
+from offload.requests.request_state import RequestIdentity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,13 +67,16 @@ class WantedChunks:
         self._layout = layout
         self._matcher = matcher
 
-    def of_range(
-        self, tracker: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
+    def of_load(
+        self,
+        identity: RequestIdentity,
+        block_ids: Sequence[Sequence[int]],
+        chunk_ranges: Sequence[range],
+        tokens: range,
     ) -> list[ChunkBatch]:
-        """The chunks that hold ``[start, end)``, by group; blocks outside are skipped."""
+        """These chunks of each group, to load ``tokens``; blocks outside are skipped."""
         wanted: list[ChunkBatch] = []
-        chunk_ranges = self._matcher.load_ranges(start, end)
-        block_ranges = self._matcher.block_ranges(start, end)
+        block_ranges = self._matcher.block_ranges(tokens.start, tokens.stop)
         for index, group in enumerate(self._layout.groups):
             chunks, inside = chunk_ranges[index], block_ranges[index]
             size = group.chunk_blocks
@@ -86,36 +89,36 @@ class WantedChunks:
                     for at in range(first, last)
                 ]
                 flags = [max(row) >= 0 for row in zip(*[iter(table)] * size, strict=True)]
-                found = self.chunks(tracker, index, chunks, table).chosen(flags)
+                found = self.chunks(identity, index, chunks, table).chosen(flags)
             else:
-                found = self.chunks(tracker, index, chunks, table)
+                found = self.chunks(identity, index, chunks, table)
             if found:
                 wanted.append(found)
         return wanted
 
     def chunks(
-        self, tracker: RequestState, index: int, chunks: range, table: Sequence[int]
+        self, identity: RequestIdentity, index: int, chunks: range, table: Sequence[int]
     ) -> ChunkBatch:
         """Chunks of one group that lie in these blocks."""
         group = self._layout.groups[index]
         size = group.chunk_tokens
         return ChunkBatch(
-            tracker.keys[index][chunks.start : chunks.stop],
+            identity.keys[index][chunks.start : chunks.stop],
             group.group,
             table,
             range((chunks.start + 1) * size, (chunks.stop + 1) * size, size),
-            tracker.origin,
+            identity.origin,
         )
 
     def final(
-        self, tracker: RequestState, index: int, first: int, end: int, table: Sequence[int]
+        self, identity: RequestIdentity, index: int, first: int, end: int, table: Sequence[int]
     ) -> ChunkBatch:
         """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have gone."""
         group = self._layout.groups[index]
         size = group.chunk_blocks
         last = min(end, len(table) // size)
         part = table[first * size : last * size]
-        found = self.chunks(tracker, index, range(first, max(first, last)), part)
+        found = self.chunks(identity, index, range(first, max(first, last)), part)
         if group.kind == FULL and 0 not in part:
             return found
         reachable = self._matcher.reachable

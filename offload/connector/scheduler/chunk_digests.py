@@ -37,7 +37,7 @@ class ChunkDigests:
 
     def completed(
         self,
-        tracker: RequestState,
+        state: RequestState,
         request: Request,
         limit: int,
         tables: Sequence[Sequence[int]],
@@ -47,33 +47,33 @@ class ChunkDigests:
         """This step computes the request up to ``limit`` tokens; if it has ``ended``, an earlier
         one has. What it had before its first step came from vLLM's cache or from a tier, and was
         digested when it was computed."""
-        if tracker.stale:
-            self.restarted(tracker.request)
+        if state.stores.stale:
+            self.restarted(state.identity.request)
             return
-        tracker.extend(request.block_hashes)
-        first = self._next.pop(tracker.request, None)
+        state.identity.extend(request.block_hashes)
+        first = self._next.pop(state.identity.request, None)
         if first is None:
             if ended:
                 return
             computed = request.num_computed_tokens
             first = [computed // group.chunk_tokens for group in self._layout.groups]
         if not ended:
-            self._next[tracker.request] = first
+            self._next[state.identity.request] = first
         for index, group in enumerate(self._layout.groups):
             if group.kind == STATE:
                 continue  # states are handed over at their boundary
             settled = limit if ended or not group.draft else limit - group.block_tokens
-            end = min(max(0, settled) // group.chunk_tokens, len(tracker.keys[index]))
+            end = min(max(0, settled) // group.chunk_tokens, len(state.identity.keys[index]))
             if end > first[index]:
                 table = tables[group.group]
-                run = self._wanted.final(tracker, index, first[index], end, table)
+                run = self._wanted.final(state.identity, index, first[index], end, table)
                 self._add(run, early=ended)
                 first[index] = end
 
-    def state(self, tracker: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
+    def boundary_state(self, state: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
         """This step has handed over the recurrent state at the end of this chunk; the one that the
         request was given at its start may be among them, and was not computed."""
-        first = self._next.get(tracker.request)
+        first = self._next.get(state.identity.request)
         if first is not None and chunk >= first[index]:
             self._add(run, early=False)
             first[index] = chunk + 1

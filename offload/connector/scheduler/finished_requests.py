@@ -14,7 +14,7 @@ from offload.layout.groups import FULL, ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.request_keys import RequestKeys
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestState
+from offload.requests.request_state import RequestIdentity, RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -66,48 +66,49 @@ class FinishedRequests:
                 return
             self._planner.uses.ended(use.keys.first(use.count), use.hints)
 
-    def ended(self, tracker: RequestState, request: Request, tokens: int, now: float) -> None:
-        """A request has ended after ``tokens`` were computed and their chunks planned."""
-        self._note_use(tracker, tokens)
-        if tracker.origin.controls.pin_s:
-            self._pin(tracker, request, tokens, now)
+    def ended(self, state: RequestState, request: Request, tokens: int, now: float) -> int:
+        """A request has ended after ``tokens`` were computed and their chunks planned. Returns how
+        many of its tokens were pinned."""
+        identity = state.identity
+        self._note_use(identity, tokens)
+        return self._pin(identity, request, tokens, now) if identity.origin.controls.pin_s else 0
 
-    def _note_use(self, tracker: RequestState, tokens: int) -> None:
+    def _note_use(self, identity: RequestIdentity, tokens: int) -> None:
         """One use of the request's chunks, group by group in prefix order. Once per request, at
         its end, so that a policy that counts or times uses sees requests."""
-        hints = tracker.origin.hints.ended
-        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
+        hints = identity.origin.hints.ended
+        for keys, group in zip(identity.keys, self._layout.groups, strict=True):
             self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
         self.go_on()
 
-    def _pin(self, tracker: RequestState, request: Request, tokens: int, now: float) -> None:
+    def _pin(self, identity: RequestIdentity, request: Request, tokens: int, now: float) -> int:
         """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""
-        pinned = tracker.origin.hints.pinned_tokens
+        pinned = identity.origin.hints.pinned_tokens
         if pinned:
             tokens = int(min(tokens, request.num_prompt_tokens, pinned))
         kept_tokens = []
-        for keys, group in zip(tracker.keys, self._layout.groups, strict=True):
-            seconds = tracker.origin.controls.pin_s
+        for keys, group in zip(identity.keys, self._layout.groups, strict=True):
+            seconds = identity.origin.controls.pin_s
             kept = self.pins.keep(keys[: tokens // group.chunk_tokens], seconds, now)
             if group.kind == FULL:
                 kept_tokens.append(kept * group.chunk_tokens)
-        tracker.pinned_tokens = min(kept_tokens, default=0)
+        return min(kept_tokens, default=0)
 
-    def report(self, tracker: RequestState) -> dict[str, Any]:
-        """What the client is told, as ``kv_transfer_params`` of its answer."""
-        report: dict[str, Any] = {"loaded_tokens": self.loaded(tracker)}
-        if tracker.origin.controls.pin_s:
-            report["pinned_tokens"] = tracker.pinned_tokens
-        if tracker.wrong:
-            report["ignored"] = list(tracker.wrong)
-        if tracker.origin.controls.doubted:
+    def report(self, state: RequestState, pinned_tokens: int) -> dict[str, Any]:
+        """The report to the client, as ``kv_transfer_params`` of its answer."""
+        report: dict[str, Any] = {"loaded_tokens": self.loaded(state)}
+        if state.identity.origin.controls.pin_s:
+            report["pinned_tokens"] = pinned_tokens
+        if state.identity.rejected_options:
+            report["ignored"] = list(state.identity.rejected_options)
+        if state.identity.origin.controls.doubted:
             report["not_stored"] = NOT_STORED
         return {REPORT: report}
 
-    def loaded(self, tracker: RequestState) -> dict[str, int]:
+    def loaded(self, state: RequestState) -> dict[str, int]:
         """Tokens that were loaded for the request, by the name of the tier: none if its load has
         failed, or was under way when it was given up."""
-        if tracker.failures or tracker.loading:
+        if state.outcome.failures or state.outcome.loading:
             return {}
         names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
-        return {names[tier]: tokens for tier, tokens in tracker.sources.items() if tokens}
+        return {names[tier]: tokens for tier, tokens in state.outcome.sources.items() if tokens}

@@ -14,7 +14,7 @@ from offload.layout.prefix_match import PrefixMatcher
 from offload.planner.load_or_recompute import SAMPLES_MIN, STOP_BELOW
 from offload.planner.planner import Planner
 from offload.planner.tier_health import TierHealths
-from offload.requests.lookup import tokens_to_load
+from offload.requests.lookup import Hit, tokens_to_load
 from offload.requests.lookup_cache import PartialLookup
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -50,13 +50,16 @@ def slow(planner: Planner, tier: int) -> None:
         planner.health[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
-def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
+def hit(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> Hit:
     first, limit = start * CHUNK, CHUNKS * CHUNK
-    found = tokens_to_load(
-        PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, PartialLookup(), origin
-    )
-    assert found is not None
-    return found // CHUNK
+    known = PartialLookup()
+    return tokens_to_load(PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, known, origin)
+
+
+def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
+    found = hit(planner, start, origin)
+    assert found.end_tokens is not None
+    return found.end_tokens // CHUNK
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_a_slow_tier_is_not_asked_for_a_few_tokens(cpu: int, below: int, loaded:
     assert chunks_to_load(planner) == cpu + below, "nothing is known of the tier yet"
     slow(planner, 0)
     assert chunks_to_load(planner) == loaded
-    assert planner.stats.short_loads == (loaded < cpu + below)
+    assert hit(planner).is_shortened == (loaded < cpu + below)
 
 
 def test_what_the_gpu_holds_already_does_not_count() -> None:

@@ -70,7 +70,8 @@ class World:
 
     def ask(self, start: int = 0, known: PartialLookup | None = None) -> int | None:
         known = self.known if known is None else known
-        return tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, known)
+        found = tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, known)
+        return found.end_tokens
 
     def truth(self, start: int = 0) -> int | None:
         """What a lookup says that remembers nothing and may ask for everything."""

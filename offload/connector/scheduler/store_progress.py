@@ -1,0 +1,185 @@
+"""Plans the stores of live requests as their chunks are computed.
+
+Part of the scheduler side, on its thread. Owned by it; the only writer of `StoreState`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from offload.connector.scheduler.block_tables import WantedChunks
+from offload.connector.scheduler.chunk_digests import ChunkDigests
+from offload.layout.groups import FULL, STATE, ModelLayout
+from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
+from offload.planner.planner import Planner
+from offload.planner.step_budget import LOOK_AGAIN_MAX, LOOK_AT_END_MAX, STEP_CHUNKS
+from offload.requests.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class StoreProgress:
+    """Follows how far each request is computed and plans stores of its complete chunks.
+
+    ``planned_at`` is when it last planned one (monotonic seconds). ``digests`` are informed of the
+    recurrent states that are handed over, if there are any.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        matcher: PrefixMatcher,
+        wanted: WantedChunks,
+        planner: Planner,
+        digests: ChunkDigests | None = None,
+    ) -> None:
+        self.planned_at = time.monotonic()
+        self._layout = layout
+        self._matcher = matcher
+        self._wanted = wanted
+        self._planner = planner
+        self._digests = digests
+        self._index_of = {group.group: index for index, group in enumerate(layout.groups)}
+        paced = [(n, group) for n, group in enumerate(layout.groups) if group.kind != STATE]
+        self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
+
+    def begin(self, state: RequestState) -> None:
+        """Follow a request from now on."""
+        state.stores.ready_at = self._ready_at(state)
+        state.stores.removal_mark = self._planner.removals.count
+
+    def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
+        """These chunks of each group are being loaded: they need no store."""
+        state.stores.loaded = chunks
+
+    def load_failed(self, state: RequestState) -> None:
+        """The load has failed: vLLM computes its chunks."""
+        state.stores.loaded = ()
+
+    def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
+        """The tokens computed so far belong to the old weights, until the request restarts."""
+        state.stores.stale = computed_tokens > 0
+
+    def scheduled(
+        self, output: SchedulerOutput, state: RequestState, request: Request, scheduled: int
+    ) -> None:
+        """This step computes ``scheduled`` tokens of the request and may complete chunks."""
+        # Known tokens only: what is sampled or drafted in this step may still be rejected.
+        limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if limit >= state.stores.ready_at:
+            blocks = output.kv_connector_block_state
+            table = blocks.get_block_ids(request.request_id) if blocks is not None else None
+            if table is not None:
+                self._store_ready(state, request, limit, table)
+        state.stores.ready_at = self._ready_at(state)
+
+    def ended(
+        self,
+        state: RequestState,
+        request: Request,
+        limit: int,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """The request ends after ``limit`` tokens: store the chunks that are missing now."""
+        self._look_again(state)
+        self._store_ready(state, request, limit, block_ids, ended=True)
+
+    def boundary_state(
+        self, state: RequestState, request: Request, offers: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Store recurrent states that vLLM hands over exactly: (group, block, tokens)."""
+        if state.identity.no_store or state.stores.stale:
+            return
+        state.identity.extend(request.block_hashes)
+        for group_id, block, tokens in offers:
+            index = self._index_of.get(group_id)
+            if index is None or block == 0:
+                continue
+            group = self._layout.groups[index]
+            chunk, rest = divmod(tokens, group.chunk_tokens)
+            known = rest == 0 and 0 < chunk <= len(state.identity.keys[index])
+            if known and self._matcher.reachable(group, chunk - 1):
+                last = range(chunk - 1, chunk)
+                batch = self._wanted.chunks(state.identity, index, last, (block,))
+                if self._digests is not None:
+                    self._digests.boundary_state(state, index, chunk - 1, batch)
+                self._planner.stores.plan(batch)
+
+    def _ready_at(self, state: RequestState) -> int:
+        """Where the first chunk ends that is not stored. Recurrent states do not count: vLLM hands
+        them over at their boundary."""
+        next_chunk = state.stores.next_chunk
+        ends = [(next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
+        return min(ends) if ends else sys.maxsize
+
+    def _look_again(self, state: RequestState) -> None:
+        """Chunks may have been evicted while their request ran, because its use of them counts
+        only at its end. Store them again from the GPU: chunks behind a gap can never be hit."""
+        stores = state.stores
+        if self._planner.removals.count == stores.removal_mark:
+            return
+        present = present_in(*self._planner.sources.holders())
+        for index, group in enumerate(self._layout.groups):
+            done = state.identity.keys[index][: stores.next_chunk[index]]
+            gap = find_gap(present, done, LOOK_AGAIN_MAX) if group.kind == FULL else None
+            if gap is not None:
+                stores.next_chunk[index] = gap
+                stores.loaded = ()
+
+    def _store_ready(
+        self,
+        state: RequestState,
+        request: Request,
+        limit: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        ended: bool = False,
+    ) -> None:
+        """Plan to store the chunks whose content is final once ``limit`` tokens are computed.
+
+        A draft model may still rewrite the last slots of its newest block until the request ends.
+        """
+        if state.identity.no_store or state.stores.stale:
+            return
+        state.identity.extend(request.block_hashes)
+        for index, group in enumerate(self._layout.groups):
+            if group.kind == STATE:
+                continue
+            final_tokens = limit if ended or not group.draft else limit - group.block_tokens
+            keys = state.identity.keys[index]
+            end = min(max(0, final_tokens) // group.chunk_tokens, len(keys))
+            self._store_up_to(state, index, end, block_ids[group.group], ended=ended)
+
+    def _store_up_to(
+        self, state: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool
+    ) -> None:
+        """Plan as many chunks of one group as one step takes, without those that were loaded."""
+        stores = state.stores
+        most = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
+        size = self._layout.groups[index].chunk_tokens
+        loaded = stores.loaded[index] if stores.loaded else range(0)
+        if ended and end - stores.next_chunk[index] > most:  # computed chunks come first
+            cached = min(end, state.lookup.start // size)
+            stores.next_chunk[index] = max(stores.next_chunk[index], cached)
+        seen = 0
+        while (first := stores.next_chunk[index]) < end and seen < most:
+            if first in loaded:
+                stores.next_chunk[index] = loaded.stop
+                continue
+            last = min(end, first + (STEP_CHUNKS // 2 if ended else self._planner.stores.piece))
+            last = min(last, loaded.start) if first < loaded.start else last
+            seen += last - first
+            batch = self._wanted.final(state.identity, index, first, last, table)
+            stores.next_chunk[index] = last
+            if not batch:
+                continue
+            self.planned_at = time.monotonic()
+            refused = batch.depths[self._planner.stores.plan(batch, ended=ended) :]
+            if refused:
+                stores.next_chunk[index] = max(first, refused[0] // size - 1)
+                return
