@@ -115,6 +115,8 @@ def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> No
         Child(kind, folder, 0, *arguments, 30, "none"),
         Child(kind, folder, 1, *arguments, 30, "none"),
     ) as group:
+        for child in group:
+            child.go_on()  # nobody is killed here: the second half may begin at once
         watch(group, lambda: all(child.said(".") for child in group), lambda: None)
         [home] = find_namespaces(folder)
         [store] = home.stores
