@@ -47,7 +47,7 @@ CLASS_OF = {
     "device_config": "DeviceConfig",
     "speculative_config": "SpeculativeConfig",
 }
-NAMED = "has a field of its own in the namespace"
+NAMED = "has its own field in the namespace"
 DECIDE = (
     "look at what vLLM does with it, then name it in offload/connector/model/cannot_change_kv.py "
     "with the reason why it cannot change KV, or in "
