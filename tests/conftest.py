@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,24 @@ with contextlib.suppress(ImportError):
     hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("kvtiers")
 
+WRITTEN_BYTES = 8 << 30
+"""An upper bound of the space that the files of one run take at a time."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End the run before its first test if a disk tier would find no room."""
+    folder = session.config.getoption("basetemp") or tempfile.gettempdir()
+    place = Path(folder) if Path(folder).exists() else Path(folder).parent
+    disk = shutil.disk_usage(place)
+    wanted = max(2 << 30, disk.total // 20) + WRITTEN_BYTES
+    if disk.free < wanted:
+        pytest.exit(
+            f"{place} has {disk.free / 2**30:.1f} GiB free; tests need {wanted / 2**30:.1f} GiB,"
+            f" because disk tiers keep 5 % of a file system free, at least 2 GiB, and tests write"
+            f" up to {WRITTEN_BYTES >> 30} GiB. Free some space or set TMPDIR to another disk.",
+            returncode=2,
+        )
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,14 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays until the end: the collector need not walk torch and vLLM (some
+    """Freeze all imported objects, so that the garbage collector does not walk torch and vLLM (some
     0.5 s) again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """What is still frozen at the end is told as leaks by nanobind."""
+    """Unfreeze them: nanobind reports objects that are frozen at the end as leaks."""
     gc.unfreeze()
 
 

@@ -181,6 +181,54 @@ def test_imports_follow_the_order() -> None:
     assert wrong == []
 
 
+def defined_in(tree: ast.Module) -> set[str]:
+    """The names that a module binds at its top level, also below ``if`` and ``try``."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def test_imported_names_exist() -> None:
+    """Also in tests that only a GPU runs and in imports inside functions."""
+    modules = {module_of(path): path for path in python_files(*OURS)}
+    packages = {name.rpartition(".")[0] for name in modules}
+    defined: dict[str, set[str]] = {}
+    missing = []
+    for path in modules.values():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                wanted = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                wanted = [(node.module, alias.name) for alias in node.names]
+            else:
+                continue
+            for module, name in wanted:
+                if module.partition(".")[0] not in OURS:
+                    continue
+                if module not in modules and module not in packages:
+                    missing.append(f"{path}:{node.lineno}: no module {module}")
+                elif (
+                    name
+                    and f"{module}.{name}" not in modules
+                    and f"{module}.{name}" not in packages
+                ):
+                    if module not in defined:
+                        defined[module] = defined_in(tree_of(modules[module]))
+                    if name not in defined[module]:
+                        missing.append(f"{path}:{node.lineno}: no {name} in {module}")
+    assert not missing, missing
+
+
 def test_product_code_imports_no_tests() -> None:
     wrong = [
         f"{name_of(path)} imports {name}"

@@ -18,7 +18,7 @@ import pytest
 from tiers.copy.base import CopyBatch, GroupRegions, PageRegion, Ticket, TransferError
 from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, gpu_node
 from tiers.cuda_driver import load_driver
-from tiers.slab.pinning import CudaRegistrar
+from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab, SlabError
 
 torch: Any = pytest.importorskip("torch")
