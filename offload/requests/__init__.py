@@ -1,1 +1,1 @@
-"""What is known of one request: lookup, state, miss reason, records."""
+"""The state of one request: its lookup, progress, miss reason and record."""

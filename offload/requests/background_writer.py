@@ -1,9 +1,9 @@
-"""Writes one file in the background, by ``aiofiles``, for the request log and the trace recorder.
+"""Writes one file in the background, with ``aiofiles``, for the request log and the trace recorder.
 
 Speed does not matter here, but vLLM's scheduler thread must never wait for the disk. ``put`` and
-``close`` belong to that thread; the ``write`` coroutine runs on the event loop of a daemon thread,
-and its calls to the file system on another daemon thread. Nothing here joins a thread that hangs on
-a dead disk, so the process can always exit (docs/decisions/0019).
+``close`` belong to that thread. The ``write`` coroutine runs on the event loop of one daemon
+thread, and its file system calls run on another. Nothing here joins a thread that hangs on a dead
+disk, so the process can always exit (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiers.io.daemon_threads import DaemonExecutor
 T = TypeVar("T")
 
 Write = Callable[[AsyncIterator[list[T]], Executor], Awaitable[None]]
-"""Writes batches until there are no more, with this executor for ``aiofiles``."""
+"""Writes batches until there are none left; the executor is for ``aiofiles``."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,11 @@ WAITING_MAX = 1024
 
 
 class BackgroundWriter(Generic[T]):
-    """Passes items to ``write`` in batches. ``dropped`` counts the items that it could not pass on:
-    at most ``WAITING_MAX`` wait, and none do after ``write`` has ended. ``task`` names the work in
-    log messages, ``thread`` names the threads.
+    """Passes items to ``write`` in batches.
+
+    ``dropped`` counts the items that were not passed on: at most ``WAITING_MAX`` items wait, and
+    none do after ``write`` has ended. ``task`` names the work in log messages, ``thread`` names the
+    threads.
     """
 
     def __init__(self, thread: str, task: str, write: Write[T]) -> None:
@@ -50,7 +52,7 @@ class BackgroundWriter(Generic[T]):
         self._done = self._thread.start(self._run(write))
 
     def put(self, item: T) -> None:
-        """Queue an item, which must not change any more. Never waits and never raises."""
+        """Queue an item, which must not change afterwards. Never waits and never raises."""
         if self._is_closing or self._done.done() or len(self._waiting) >= WAITING_MAX:
             self.dropped += 1
             return
@@ -58,8 +60,8 @@ class BackgroundWriter(Generic[T]):
         self._wake()
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, as far as that is possible in time. A writer that hangs is left to its
-        daemon threads."""
+        """Write the waiting items, as far as time allows. A writer that hangs is left to its daemon
+        threads."""
         if self._is_closing:
             return
         due = time.monotonic() + timeout_s
@@ -74,7 +76,8 @@ class BackgroundWriter(Generic[T]):
         self._thread.stop(max(0.1, due - time.monotonic()))
 
     def _wake(self) -> None:
-        """The flag is cleared before the queue is read, so an item that finds it set is seen."""
+        """Clear the flag before reading the queue, so that an item queued while it is set is still
+        seen."""
         if not self._is_woken or self._is_closing:
             self._is_woken = True
             self._thread.loop.call_soon_threadsafe(self._more.set)
@@ -82,7 +85,7 @@ class BackgroundWriter(Generic[T]):
     async def _run(self, write: Write[T]) -> None:
         try:
             await write(self._batches(), self._executor)
-        except Exception as error:  # recording ends with a message, and the server goes on
+        except Exception as error:  # an error ends the recording with a message; the server goes on
             logger.error("kvtiers: %s ended: %s", self._task, error)
 
     async def _batches(self) -> AsyncIterator[list[T]]:
@@ -98,7 +101,7 @@ class BackgroundWriter(Generic[T]):
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` that replaces what is there by a new file that only its owner can read."""
+    """An ``opener`` that replaces an existing file by a new one that only its owner can read."""
     flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o600)
@@ -108,5 +111,5 @@ def private(path: str, flags: int) -> int:
 
 
 def not_followed(path: str, flags: int) -> int:
-    """An ``opener`` that opens no link, and does not wait for the other end of a pipe."""
+    """An ``opener`` that does not follow links and does not wait for the other end of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,9 +1,8 @@
-"""The lookup of a request, and the record of what it found.
+"""Looks up one request and records what was found.
 
 Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; the record is made
-once, when vLLM has accepted what was found.
-
-How much of a request to load: the longest hit, less what is sooner computed than loaded.
+once, when vLLM has accepted the hit. The part to load is the longest hit, without an end that is
+faster to compute than to load.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ if TYPE_CHECKING:
 
 
 class Hit(NamedTuple):
-    """Where a prefix ends that can be restored: at the start of the lookup if nothing can, ``None``
-    if the step's allowance for lookups is used up (ask again in the next step). ``is_shortened``
-    means that a longer one is not worth loading."""
+    """The end of the longest prefix that can be restored.
+
+    It equals the start of the lookup if nothing can be restored, and is ``None`` if the step's
+    lookup allowance is used up (ask again in the next step). ``is_shortened`` means that a longer
+    prefix is available but not worth loading.
+    """
 
     end_tokens: int | None
     is_shortened: bool = False
@@ -47,10 +49,10 @@ def tokens_to_load(
 ) -> Hit:
     """Find the longest prefix that is worth restoring.
 
-    Arguments as of `PrefixMatcher.longest_match`; ``known`` is what earlier lookups of this request
-    have found, ``origin`` says what it may read. The end of a prefix that only a farther tier holds
-    is computed if it has fewer tokens than are worth loading from that tier; what nearer tiers hold
-    is loaded all the same.
+    Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
+    lookups of this request, ``origin`` says what the request may read. If only a lower tier holds
+    the end of the prefix, and that end has fewer tokens than are worth loading from that tier, it
+    is computed instead. Chunks in the tiers above it are still loaded.
     """
     known.begin()
 
@@ -80,7 +82,7 @@ NAME_MAX = 128
 
 
 class Lookups:
-    """Looks up in one planner's tiers. ``seconds`` and ``count`` are of all lookups."""
+    """Looks requests up in one planner's tiers. ``seconds`` and ``count`` cover all lookups."""
 
     def __init__(
         self,
@@ -100,8 +102,10 @@ class Lookups:
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def go_on(self) -> None:
-        """Use what the step has left for unfinished lookups that vLLM did not repeat: it does not
-        ask for waiting requests in steps that others fill."""
+        """Spend the rest of the step's allowance on unfinished lookups that vLLM did not repeat.
+
+        vLLM does not ask for waiting requests in a step that other requests fill.
+        """
         asked, self._asked = self._asked, set()
         for name, (state, request) in list(self._unfinished.items()):
             if self._planner.budget.lookups.left <= 0:
@@ -112,18 +116,20 @@ class Lookups:
     def _go_on(self, state: RequestState, request: Request) -> None:
         wait: PendingLookup | None = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
-            return  # its next lookup asks again, before what is known is compared
+            return  # its next lookup asks again before it compares what is known
         if self._find(state, request, state.lookup.start).end_tokens is not None:
             self.given_up(state)
 
     def given_up(self, state: RequestState) -> None:
-        """This request's lookup need not go on."""
+        """Forget an unfinished lookup that nobody needs any more."""
         self._unfinished.pop(state.identity.request, None)
 
     def ask(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: to be asked again in
-        the next step, because a shared tier was asked and may answer soon, or because the prompt is
-        so long that one step does not ask for all of it. No side effect on tiers."""
+        """Return how many tokens beyond ``computed_tokens`` can be loaded now.
+
+        ``None`` means: ask again in the next step. Either a shared tier was asked and may reply
+        soon, or the prompt is too long for one step's allowance. Has no side effect on the tiers.
+        """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
         lookup.start = lookup.hit_end_tokens = lookup.load_end_tokens = computed_tokens
@@ -149,8 +155,10 @@ class Lookups:
         return 0 if lookup.refused else lookup.hit_end_tokens - computed_tokens
 
     def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
-        """Whether shared tiers may soon say more of this request's chunks; asks them first, and
-        again when what they have said may be forgotten."""
+        """True if shared tiers may soon know more about this request's chunks.
+
+        Asks them if they have not been asked, and again when their replies are about to expire.
+        """
         shared = self._planner.presence
         if not shared.tiers:
             return False
@@ -177,8 +185,10 @@ class Lookups:
         return end
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
-        """The chunks of each group to load after the last lookup, for a hit that ends there. They
-        are computed once per lookup."""
+        """Return the chunks to load for each group, for a hit that ends there.
+
+        They are computed once per lookup.
+        """
         lookup = state.lookup
         if lookup.load_end_tokens != end_tokens:
             lookup.load = self._matcher.load_ranges(lookup.start, end_tokens)
@@ -200,13 +210,13 @@ class Lookups:
         return hit
 
     def accepted(self, state: RequestState, request: Request) -> None:
-        """vLLM goes on with the hit of the last lookup: make the request's record, once."""
+        """Make the request's record, once: vLLM goes on with the hit of the last lookup."""
         lookup, identity = state.lookup, state.identity
         lookup.known.clear()
         if lookup.record is not None:
             return
         start, end = lookup.start, lookup.hit_end_tokens
-        name = request.request_id[:NAME_MAX]  # which may come from a client
+        name = request.request_id[:NAME_MAX]  # the request's name may come from a client
         record = RequestRecord(name, time.time(), request.num_prompt_tokens, start)
         limits = _limits(state, request)
         alignment = self._matcher.layout.alignment_tokens
@@ -229,7 +239,7 @@ class Lookups:
             self._known(record)
 
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:
-        """Loads of these requests are over; of ``failures`` they have failed."""
+        """Record the end of these requests' loads; those in ``failures`` have failed."""
         results: dict[str, JobResult] = {}
         while self._planner.loads.failed:
             request, result = self._planner.loads.failed.popleft()
@@ -254,8 +264,10 @@ class Lookups:
 
 
 def _limits(state: RequestState, request: Request) -> range:
-    """The most tokens that the request wants, and the most that there could be. The last token is
-    always computed, so that there is something to sample from."""
+    """The tokens that the request wants at most, and the most that it could have.
+
+    The last token is always computed, so that there is something to sample from.
+    """
     possible = request.num_tokens - 1
     most = state.identity.origin.controls.max_load_tokens
     wanted = possible if most is None else min(possible, state.lookup.start + most)

@@ -1,8 +1,8 @@
-"""What earlier lookups of a request have found, so that the next one does not ask for it again.
+"""Caches the results of a request's earlier lookups, so that the next one does not repeat them.
 
-A long prompt has thousands of chunks, and asking for each costs a few CPU cache misses: a lookup
-asks for them over several steps, and is repeated in each step while its request waits. Pure; used
-on vLLM's scheduler thread.
+A long prompt has thousands of chunks, and each query costs a few CPU cache misses. A lookup is
+therefore spread over several steps, and is repeated in each step while its request waits. Pure;
+used on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
 FIRST_BATCH = 16
-"""Chunks that are asked for together before one was found."""
+"""Number of chunks that are queried together before the first one was found."""
 
 Holders = tuple[Container[bytes], ...]
 
 
 class KnownRange:
     """Chunks ``[first, end)`` of one group that ``holders`` have, and whether the next one is
-    missing. ``mark`` is up to when removals were looked at."""
+    missing.
+
+    ``mark`` is the position in the log of removals up to which the range has been checked.
+    """
 
     __slots__ = ("chunk_of", "end", "first", "has_gap", "holders", "mark")
 
@@ -30,16 +33,16 @@ class KnownRange:
         self.has_gap = False
         self.holders = holders
         self.mark = mark
-        self.chunk_of: dict[bytes, int] | None = None  # made when it is first needed
+        self.chunk_of: dict[bytes, int] | None = None  # made on first use
 
     def is_of(self, first: int, holders: Holders) -> bool:
-        """Whether it says something of chunks from ``first`` on in these holders."""
+        """True if this range covers chunks from ``first`` on in these holders."""
         if not self.first <= first <= self.end or len(holders) != len(self.holders):
             return False
         return all(a is b for a, b in zip(holders, self.holders, strict=True))
 
     def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
-        """Without what nobody holds any more of those that have left a tier."""
+        """Shorten the range at the first of these departed chunks that no holder has any more."""
         if self.chunk_of is None:
             found = keys[self.first : self.end]
             self.chunk_of = dict(zip(found, range(self.first, self.end), strict=True))
@@ -51,7 +54,7 @@ class KnownRange:
                     self.end, self.has_gap = self.chunk_of[key], True
 
     def extend(self, keys: Sequence[bytes], end: int, most: int) -> int:
-        """Ask for up to ``most`` more chunks before ``end``; how many were asked for."""
+        """Query up to ``most`` more chunks before ``end``; returns how many were queried."""
         present, asked = present_in(*self.holders), 0
         while self.end < end and asked < most:
             size = min(self._batch(), end - self.end, most - asked)
@@ -69,19 +72,23 @@ class KnownRange:
         return asked
 
     def _batch(self) -> int:
-        """Chunks to ask for next: few where mostly the first is missing, as of a new prompt, and
-        one that was missing alone, because mostly it still is."""
+        """The next chunks to query.
+
+        Few if the first is likely to be missing, as for a new prompt; only one if that one was
+        missing before, because it usually still is.
+        """
         if self.has_gap:
             return 1
         return BATCH if self.end > self.first else FIRST_BATCH
 
 
 class PartialLookup:
-    """What is known of one request's chunks. ``is_partial`` after a lookup that ended before it
-    knew all: it is to be repeated in the next step, which goes on where this one has ended.
+    """The known results for one request's chunks.
 
-    Each step asks for a bounded number, but a request does not wait for ever: where so much leaves
-    the tiers that what was found is forgotten again and again, everything is asked for at once.
+    ``is_partial`` is set if a lookup ended before it knew everything: it is repeated in the next
+    step and goes on where this one stopped. Each step queries a bounded number of chunks. A request
+    still does not wait forever: if results are invalidated again and again because chunks keep
+    leaving the tiers, everything is queried at once.
     """
 
     def __init__(self) -> None:
@@ -90,21 +97,24 @@ class PartialLookup:
         self._partial_lookups = 0
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Forget everything."""
         self._runs.clear()
         self.is_partial, self._partial_lookups = False, 0
 
     def begin(self) -> None:
-        """A lookup begins."""
+        """Begin a lookup."""
         self._partial_lookups += self.is_partial
         self.is_partial = False
 
     def runs_in(
         self, above: int | None, holders: Holders, removals: RemovalLog, allowance: Allowance
     ) -> RunEnd:
-        """Where runs of chunks end that ``holders`` have, for `PrefixMatcher.longest_match`: too
-        early, with ``is_partial``, if the ``allowance`` of this step is used up. ``above`` names
-        the holders; ``removals`` logs the chunks that left them."""
+        """Return the ends of the runs of chunks that ``holders`` have, for
+        `PrefixMatcher.longest_match`.
+
+        They are too low, and ``is_partial`` is set, if this step's ``allowance`` is used up.
+        ``above`` names the holders; ``removals`` logs the chunks that left them.
+        """
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
             run = self._known((above, group), keys, first, holders, removals)
@@ -126,7 +136,7 @@ class PartialLookup:
         holders: Holders,
         removals: RemovalLog,
     ) -> KnownRange:
-        """What is still known from before, or nothing yet."""
+        """Return the range known from before, or an empty one."""
         run = self._runs.get(name)
         if run is not None and run.is_of(first, holders):
             gone = removals.since(run.mark)

@@ -1,7 +1,8 @@
-"""Why a request missed: the first chunk that was not there, and what is known of it.
+"""Explains why a request missed: which chunk was the first one missing, and why.
 
-Part of the scheduler side, on its thread; pure. Explained once per request, when vLLM has accepted
-what the lookup found: one boundary's chunks are looked at again, whatever the prompt's length.
+Part of the scheduler side, on its thread; pure. Each request is explained once, when vLLM has
+accepted the hit. Only one boundary's chunks are looked at again, so the cost does not depend on the
+prompt's length.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from offload.requests.request_state import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
 FOREIGN_S = 3600.0
-"""So long after the start what was never stored here may lie in another namespace."""
+"""For this long after the start, a chunk never stored here may lie in another namespace."""
 
 
 class Reason(enum.Enum):
-    """Why the prefix was not longer. The names are those of the metric and of the file."""
+    """The reason why the prefix was not longer. The names are those of the metric and of the
+    file."""
 
     COMPLETE = "complete"
     NEVER_STORED = "never_stored"
@@ -87,8 +89,11 @@ _OF_CAUSE = {
 
 @dataclass(slots=True)
 class Miss:
-    """Why a prefix was not longer. ``depth_tokens`` is where the missing chunk ends, ``ago_s`` how
-    long ago it went, ``policy`` what evicted it; ``note`` says more."""
+    """Explains why a prefix was not longer.
+
+    ``depth_tokens`` is the end of the missing chunk, ``ago_s`` how long ago it was removed,
+    ``policy`` the policy that evicted it; ``note`` gives details.
+    """
 
     reason: Reason
     group: int = -1
@@ -102,9 +107,12 @@ class Miss:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What a request found. Tokens: ``gpu_tokens`` came from vLLM's own cache,
-    ``wanted_tokens`` beyond them were looked for and ``hit_tokens`` of those are there; ``loaded``
-    says which tier gave how many. ``time_s`` is unix time; a ``final`` record is not changed."""
+    """The result of one request's lookup.
+
+    Tokens: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond them,
+    and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier. ``time_s`` is
+    Unix time. A ``final`` record does not change any more.
+    """
 
     request: str
     time_s: float
@@ -117,7 +125,7 @@ class RequestRecord:
     final: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, as the file holds them."""
+        """The record as plain values, as written to the file."""
         miss = self.miss
         found: dict[str, Any] = {
             "request": self.request,
@@ -142,8 +150,11 @@ class RequestRecord:
 
 
 class Explainer:
-    """Finds the reason. ``foreign`` says in which fields records of other namespaces differ, for
-    tiers that began empty."""
+    """Finds the reason of a miss.
+
+    ``foreign`` names the fields in which records of other namespaces differ, for tiers that were
+    empty at the start.
+    """
 
     def __init__(self, matcher: PrefixMatcher, foreign: Sequence[str] = ()) -> None:
         self._matcher = matcher
@@ -153,8 +164,11 @@ class Explainer:
     def why(
         self, planner: Planner, identity: RequestIdentity, start: int, hit: int, limits: range
     ) -> Miss:
-        """Why the prefix ends at ``hit`` tokens after a lookup from ``start`` on; ``limits`` are
-        the most that the request wanted and the most that its prompt could have had."""
+        """Explain why the prefix ends at ``hit`` tokens after a lookup from ``start`` on.
+
+        ``limits`` are the tokens that the request wanted at most, and the most that its prompt
+        could have had.
+        """
         now = planner.stats.now
         self._started_s = now if self._started_s is None else self._started_s
         boundary = self._matcher.next_boundary(hit)
@@ -197,7 +211,7 @@ class Explainer:
 
     @staticmethod
     def _not_said(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
-        """Why a shared tier did not say whether it has a chunk, if one did not."""
+        """Explain why a shared tier did not say whether it has a chunk, if that is the case."""
         for tier in sorted(planner.presence.tiers):
             name, gate = planner.lower[tier].name, planner.health[tier]
             if planner.presence.is_unanswered(tier, key):
@@ -208,7 +222,7 @@ class Explainer:
 
     @staticmethod
     def _held_back(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
-        """Why a chunk that a tier holds was not asked for, if one does."""
+        """Explain why a chunk that a tier holds was not used, if that is the case."""
         found = None
         if key in planner.cpu:
             found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
@@ -236,7 +250,7 @@ def _policy_of(index: TierIndex) -> str:
 
 
 def failed(result: JobResult | None) -> Reason:
-    """Why a load failed; ``None``: it has not ended yet."""
+    """Explain why a load failed; ``None`` if it has not ended yet."""
     if result is None or result.late:
         return Reason.DEADLINE
     if result.corrupt:
@@ -245,11 +259,11 @@ def failed(result: JobResult | None) -> Reason:
 
 
 class Sink(Protocol):
-    """Takes records that will not change any more; never waits and never raises."""
+    """Takes final records. Never waits and never raises."""
 
     @property
     def dropped(self) -> int:
-        """Records that it did not take, because it was behind or has failed."""
+        """Number of records that were not taken, because the sink was behind or has failed."""
 
     def __call__(self, record: RequestRecord) -> None: ...
 
@@ -257,8 +271,11 @@ class Sink(Protocol):
 
 
 class RequestLog:
-    """The last ``most`` requests, and all of them counted; ``changes`` counts how often the totals
-    have changed. ``sink`` gets each request when its outcome is known."""
+    """Keeps the last ``most`` requests and counts all of them.
+
+    ``changes`` counts how often the totals have changed. ``sink`` gets each request's record when
+    its outcome is known.
+    """
 
     def __init__(self, most: int = 256, sink: Sink | None = None) -> None:
         self.last: deque[RequestRecord] = deque(maxlen=most)
@@ -269,25 +286,25 @@ class RequestLog:
         self._sink = sink
 
     def add(self, record: RequestRecord) -> None:
-        """A request was looked up for good."""
+        """Add the record of a request whose lookup is complete."""
         self.last.append(record)
         self.wanted_tokens += record.wanted_tokens
         self._count(record, record.wanted_tokens - record.hit_tokens)
 
     def failed(self, record: RequestRecord, reason: Reason) -> None:
-        """What it found could not be loaded. It counts for that once more."""
+        """The hit could not be loaded: count the request once more, under that reason."""
         record.loaded = {}
         record.miss = Miss(reason)
         self._count(record, record.hit_tokens)
 
     def known(self, record: RequestRecord) -> None:
-        """Nothing will change any more."""
+        """The record is final: pass it on."""
         record.final = True
         if self._sink is not None:
             self._sink(record)
 
     def close(self) -> None:
-        """The server stops."""
+        """Pass on all records, because the server stops."""
         if self._sink is not None:
             self._sink.close()
 

@@ -1,8 +1,8 @@
-"""Writes what requests found to a small file that ``kvtiers why`` reads.
+"""Writes the results of request lookups to a small file that ``kvtiers why`` reads.
 
 Opt-in, because it needs threads in vLLM's scheduler process. `RequestFile` belongs to the
-scheduler's thread. The file belongs to its `BackgroundWriter`, which drops and counts what it
-cannot write, and ends the recording if the file cannot be written.
+scheduler's thread. The file belongs to its `BackgroundWriter`, which drops and counts records that
+it cannot queue, and ends the recording if the file cannot be written.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from offload.requests.background_writer import BackgroundWriter, not_followed, p
 from offload.requests.miss_reasons import RequestRecord
 
 EARLIER_MAX_BYTES = 16 << 20
-"""The most that is read of an earlier server's file."""
+"""Bytes of an earlier server's file that are read at most."""
 
 
 class RequestFile:
     """One JSON object per line, oldest first, each with the server's namespace.
 
-    The file holds the last ``most`` requests, including those of a server that had it before, and
-    at most as many before them; then a shorter file replaces it, so that a reader who opens it by
-    name finds whole lines.
+    The file holds at least the last ``most`` requests, including those of a server that used it
+    before, and at most twice that number. Then a shorter file replaces it, so that a reader who
+    opens it by name always finds whole lines.
     """
 
     def __init__(self, path: str, most: int, namespace: str = "") -> None:
@@ -43,19 +43,19 @@ class RequestFile:
 
     @property
     def dropped(self) -> int:
-        """Records that were not written."""
+        """Number of records that were not written."""
         return self._writer.dropped
 
     def adopt(self, namespace: str) -> None:
-        """Set the namespace, before the first record."""
+        """Set the namespace; call it before the first record."""
         self._namespace = namespace
 
     def __call__(self, record: RequestRecord) -> None:
-        """Queue a record, which must not change any more."""
+        """Queue a record, which must not change afterwards."""
         self._writer.put(record)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as that is possible in time."""
+        """Write the waiting records, as far as time allows."""
         self._writer.close(timeout_s)
 
     async def _write(self, batches: AsyncIterator[list[RequestRecord]], executor: Executor) -> None:
@@ -82,7 +82,7 @@ class RequestFile:
         return json.dumps(record.as_json() | own) + "\n"
 
     async def _replace(self, lines: deque[str], executor: Executor) -> Any:
-        """A new file in place of the old one that begins with these lines."""
+        """Replace the file by a new one that begins with these lines."""
         new = self._path + ".new"
         file = await aiofiles.open(new, "w", encoding="utf-8", opener=private, executor=executor)
         await file.write("".join(lines))
@@ -92,8 +92,11 @@ class RequestFile:
 
 
 async def _earlier(path: str, executor: Executor) -> list[str]:
-    """The last whole lines that an earlier server has written there, so that ``kvtiers why`` can
-    explain a crash; none if it is no file of ours."""
+    """Read the last whole lines that an earlier server wrote, so that ``kvtiers why`` can explain a
+    crash.
+
+    Returns none if the file is not one of ours.
+    """
     open_file = partial(aiofiles.open, opener=not_followed, executor=executor)
     try:
         async with open_file(path, "rb") as file:

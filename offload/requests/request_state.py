@@ -1,4 +1,4 @@
-"""The state of a live request on the scheduler side, in four parts that each have one writer.
+"""The state of a live request on the scheduler side, in four parts that have one writer each.
 
 Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 """
@@ -15,13 +15,14 @@ from offload.requests.lookup_cache import PartialLookup
 
 
 class RequestIdentity:
-    """Identifies a request and says what it may do. Written when it arrives, by
-    `offload.connector.scheduler.new_requests`.
+    """Identifies a request and says what it may do.
 
-    ``keys[i]`` are the chunk keys of ``layout.groups[i]``; they grow with the request's block
-    hashes and are made when they are first asked for. ``origin`` is what policies may know of the
-    request. ``client_asked`` is set if the client sent an object for us, and ``rejected_options``
-    says what was wrong in it. ``filtered_by`` is why ``no_load`` is set.
+    Written when the request arrives, by `offload.connector.scheduler.new_requests`.
+
+    ``keys[i]`` are the chunk keys of ``layout.groups[i]``. They grow with the request's block
+    hashes and are made on first use. ``origin`` is the part of the request that policies may know.
+    ``client_asked`` is set if the client sent an object for kvtiers, and ``rejected_options`` says
+    what was wrong with it. ``filtered_by`` is the reason why ``no_load`` is set.
     """
 
     __slots__ = (
@@ -49,7 +50,7 @@ class RequestIdentity:
         self.filtered_by = ""
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """Take in the request's block hashes of this moment: completed chunks get keys."""
+        """Take in the request's current block hashes: chunks that are now complete get keys."""
         for keys in self.keys:
             keys.grow(block_hashes)
 
@@ -57,11 +58,11 @@ class RequestIdentity:
 class LookupState:
     """The last lookup of a request. Written by `offload.requests.lookup`.
 
-    The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` remembers what
-    all lookups have found; ``wait`` is the last question to shared tiers. ``refused`` means that
-    too many loads were under way, ``shortened`` that the hit was cut to what is worth loading.
-    ``load`` are the chunks to load by group, of a hit that ends at ``load_end_tokens``. ``record``
-    is the request's record, once vLLM has accepted the hit.
+    The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
+    results of all lookups; ``wait`` is the last query to shared tiers. ``refused`` means that too
+    many loads were under way, ``shortened`` that an end not worth loading was cut off. ``load`` has
+    the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the
+    request's record, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -88,19 +89,19 @@ class LookupState:
         self.record: Any = None  # offload.requests.miss_reasons.RequestRecord, made from this
 
     def restart(self) -> None:
-        """Forget what was found, after a preemption."""
+        """Forget the results after a preemption."""
         self.wait = None
         self.known.clear()
 
 
 class StoreState:
-    """How far a request is stored. Written by `offload.connector.scheduler.store_progress`.
+    """The progress of storing a request. Written by `offload.connector.scheduler.store_progress`.
 
-    Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` need no more attention, and no other is
-    complete before ``ready_at`` tokens are computed. ``loaded`` are the chunks of the last load by
-    group, which need no store. ``stale`` means that blocks computed so far must not be stored.
+    Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and the next one is not
+    complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
+    group, which need no store. ``stale`` means that the blocks computed so far must not be stored.
     ``removal_mark`` is the count of `offload.telemetry.removed_chunks.RemovalLog` when the request
-    came.
+    arrived.
     """
 
     __slots__ = ("loaded", "next_chunk", "ready_at", "removal_mark", "stale")
@@ -121,10 +122,11 @@ class StoreState:
 
 
 class RequestOutcome:
-    """How the loads of a request went. Written by `offload.connector.scheduler.scheduler_side`.
+    """The results of the request's loads. Written by `offload.connector.scheduler.scheduler_side`.
 
-    ``loading`` means that one is under way, ``failures`` counts those that failed, ``sources`` are
-    the tokens of the last one by tier. ``has_answered`` means that the first output token was seen.
+    ``loading`` means that a load is under way, ``failures`` counts the failed ones, ``sources`` has
+    the tokens of the last load by tier. ``has_answered`` means that the first output token was
+    seen.
     """
 
     __slots__ = ("failures", "has_answered", "loading", "sources")
@@ -148,6 +150,7 @@ class RequestState:
         self.outcome = RequestOutcome()
 
     def restart(self) -> None:
-        """The request was preempted: its blocks are gone, and everything is looked up again."""
+        """Start again after a preemption: the blocks are gone, and everything is looked up
+        again."""
         self.stores.restart()
         self.lookup.restart()

@@ -1,9 +1,9 @@
 """Records the prompts of a running server as a trace that ``kvtiers simulate`` reads.
 
-Only numbers leave the process: which prompts share which blocks, and when; neither tokens nor
-hashes. Opt-in, because it needs threads in vLLM's scheduler process. `TraceRecorder` belongs to the
-scheduler's thread; the file and the numbers of blocks belong to its `BackgroundWriter`, which drops
-and counts what it cannot write, and ends the recording if the file cannot be written.
+Only numbers leave the process: which prompts share which blocks, and when. Tokens and hashes do
+not. Opt-in, because it needs threads in vLLM's scheduler process. `TraceRecorder` belongs to the
+scheduler's thread. The file and the block numbers belong to its `BackgroundWriter`, which drops and
+counts prompts that it cannot queue, and ends the recording if the file cannot be written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from policies.simulation.trace import TraceLines
 logger = logging.getLogger(__name__)
 
 BLOCKS_MAX = 2_000_000
-"""Different blocks in one file; a number for each is kept in memory, about 150 bytes."""
+"""Maximum of different blocks in one file; each takes about 150 bytes of memory."""
 GZIP_WBITS = 31
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One prompt: its arrival on any clock in seconds, the keys of its full chunks (which may be
-    made when they are first read), and hints."""
+    """One prompt: its arrival in seconds on any clock, the keys of its full chunks (which may be
+    made on first use), and its hints."""
 
     time_s: float
     keys: Sequence[bytes]
@@ -41,10 +41,11 @@ class Seen:
 
 
 class TraceRecorder:
-    """Writes one file in our own format (``policies.simulation.trace``), in place of an old one.
+    """Writes one file in kvtiers' trace format (``policies.simulation.trace``); replaces an old
+    one.
 
-    ``block_tokens`` is the size of a recorded chunk. A name that ends in ``.gz`` is compressed, and
-    is whole only after ``close``.
+    ``block_tokens`` is the size of a recorded chunk. A file whose name ends in ``.gz`` is
+    compressed and is complete only after ``close``.
     """
 
     def __init__(self, path: str, block_tokens: int, *, blocks_max: int = BLOCKS_MAX) -> None:
@@ -59,7 +60,7 @@ class TraceRecorder:
 
     @property
     def dropped(self) -> int:
-        """Prompts that were not written."""
+        """Number of prompts that were not written."""
         return self._writer.dropped
 
     def record(self, seen: Seen) -> None:
@@ -67,10 +68,10 @@ class TraceRecorder:
         self._writer.put(seen)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as that is possible in time."""
+        """Write the waiting prompts, as far as time allows."""
         self._writer.close(timeout_s)
         if self.dropped:
-            logger.warning("kvtiers: %s lacks %d prompts", self._path, self.dropped)
+            logger.warning("kvtiers: %s is missing %d prompts", self._path, self.dropped)
 
     async def _write(self, batches: AsyncIterator[list[Seen]], executor: Executor) -> None:
         pack = zlib.compressobj(wbits=GZIP_WBITS) if self._path.endswith(".gz") else None
@@ -101,14 +102,18 @@ class TraceRecorder:
             yield self._lines.record(time_s, seen.keys, seen.prompt_tokens, **_fields(seen))
 
     def _is_full(self) -> bool:
-        """The different blocks are only counted when all blocks would be too many, for speed."""
+        """True if the file has no number left for these blocks.
+
+        For speed, only the new ones are counted, and only if counting all of them would exceed the
+        maximum.
+        """
         if self._blocks <= self._blocks_max:
             return False
         return self._lines.different_blocks > self._blocks_max
 
 
 def _fields(seen: Seen) -> dict[str, Any]:
-    """Hints as fields of a trace's request."""
+    """The hints as fields of a trace's request."""
     hints = seen.hints
     session = hints.get(names.SESSION, -1)
     return {

@@ -1,1 +1,1 @@
-"""Carries out plans on one rank and opens its tiers. asyncio lives here."""
+"""Carries out plans on one rank, and opens its tiers, with asyncio."""

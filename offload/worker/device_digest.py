@@ -1,10 +1,10 @@
 """Digests of KV blocks, computed where the blocks are: one number per block and layer.
 
-Whole-number arithmetic in torch, so that a digest is the same on every processor and on a GPU,
-where it runs in the order of the stream that it is called on. Each 64-bit word of a page is mixed
-with a number that depends on its position, by steps that are one-to-one (the constants and the
-shape of the mix are those of splitmix64, Steele et al., OOPSLA 2014), and the results are summed.
-So a digest always sees one changed word, and misses any other change with a chance of 2^-64.
+The arithmetic uses integers in torch, so a digest is the same on every processor and on a GPU. On a
+GPU it runs on the stream on which it is called. Each 64-bit word of a page is mixed with a number
+that depends on its position, in bijective steps (the constants and the shape of the mix are those
+of splitmix64, Steele et al., OOPSLA 2014), and the results are summed. So a digest always detects a
+single changed word, and misses any other change with a probability of 2^-64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.layout.registration import Registration
 from tiers.copy.base import GroupRegions
 
 BLOCKS_MAX = 256
-"""Blocks that are gathered at a time: their pages are copied once, one layer after the other."""
+"""Number of blocks gathered at a time. Their pages are copied once, layer by layer."""
 _LOW = 0xFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -29,8 +29,11 @@ _MIX_2 = 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Pages of one region: ``words[b]`` is block ``b``, as 64-bit words, or as bytes where they
-    do not lie on 64-bit boundaries; ``first`` is where its salts begin in those of its layer."""
+    """Pages of one region.
+
+    ``words[b]`` is block ``b``, as 64-bit words, or as bytes if the pages are not aligned to 64
+    bits. ``first`` is the position of its first salt among the salts of its layer.
+    """
 
     layer: int
     words: torch.Tensor
@@ -38,10 +41,10 @@ class _Pages:
 
 
 class DeviceDigest:
-    """Digests of the registered KV caches.
+    """Computes digests of the registered KV caches.
 
-    Owned by nobody: it only reads the caches. What it reads is decided by the stream on which
-    `of` is called.
+    It only reads the caches. It reads them on the stream on which `of` is called, so that stream
+    decides what it sees.
     """
 
     def __init__(self, registration: Registration) -> None:
@@ -60,7 +63,7 @@ class DeviceDigest:
         self._salts = _salts(most).to(self.device)
 
     def _add(self, group: GroupRegions, num_blocks: int) -> int:
-        """Enter a group; returns how many words its largest layer has."""
+        """Add a group; returns the number of words of its largest layer."""
         layers = tuple(dict.fromkeys(region.layer for region in group.regions))
         used = dict.fromkeys(layers, 0)
         pages = []
@@ -81,12 +84,12 @@ class DeviceDigest:
         return words.as_strided((num_blocks, page // 8), (stride // 8, 1), first // 8)
 
     def layers(self, group: int) -> tuple[str, ...]:
-        """Names of the layers of a group, in the order of the digests' columns."""
+        """Names of a group's layers, in the order of the digests' columns."""
         return self._layers[group]
 
     def of(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Digests of these blocks: int64 ``[blocks, layers of the group]``, on the device. Does not
-        wait for the device."""
+        """Return the digests of these blocks: int64 ``[blocks, layers of the group]``, on the
+        device. Does not wait for the device."""
         ids = torch.from_numpy(np.asarray(blocks, dtype=np.int64)).to(self.device)
         found = torch.zeros(
             (len(ids), len(self._layers[group])), dtype=torch.int64, device=self.device
@@ -101,7 +104,7 @@ class DeviceDigest:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Each word mixed by itself, one-to-one and in place."""
+    """Mix each word separately, bijectively and in place."""
     words.mul_(_signed(_MIX_1))
     words.bitwise_xor_((words >> 32).bitwise_and_(_LOW))
     words.mul_(_signed(_MIX_2))
@@ -109,7 +112,7 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _salts(count: int) -> torch.Tensor:
-    """A number for each position: the first ``count`` outputs of splitmix64."""
+    """One number per position: the first ``count`` outputs of splitmix64."""
     with np.errstate(over="ignore"):
         state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -119,5 +122,5 @@ def _salts(count: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch takes them."""
+    """The same 64 bits as the signed number that torch takes."""
     return number - (1 << 64) if number >> 63 else number

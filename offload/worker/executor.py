@@ -1,11 +1,11 @@
 """The executor: carries out plans on one rank.
 
-Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills
-and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model
-runner (or to the loop itself, in one process) and own `_fences` and `_open`. Plans cross by
-``call_soon_threadsafe``, answers by a deque; there is no lock.
+Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills and
+the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model runner
+(or to the loop itself, in one process) and own `_fences` and `_open`. Plans reach the loop by
+``call_soon_threadsafe``, answers come back in a deque; there is no lock.
 
-Every job is answered exactly once, also when it failed, hung or could not be understood.
+Every job is answered exactly once, even if it failed, hung or could not be understood.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ logger = logging.getLogger(__name__)
 
 
 STALL_S = 5.0
-"""So long after its deadline a load is given up without the loop, which must have stopped."""
+"""A load that is this long past its deadline is given up without the loop, which must have
+stopped."""
 
 
 class Executor:
     """Runs plans with a copy engine and tiers over one slab.
 
-    ``staging`` are slots of the slab that the planner does not know; chunks that find no slot
-    pass through them. ``scrubs`` are the tiers that verify their records while they are idle.
+    ``staging`` are slots of the slab that the planner does not know; chunks without a slot pass
+    through them. ``scrubs`` gives the limits of the tiers that verify their records while they are
+    idle.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class Executor:
     # -- the driver's thread -----------------------------------------------------------------
 
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
-        """Hand over a plan; call after the step's forward pass was submitted. Never waits.
-        ``refused``: why its stores and loads must fail, if so."""
+        """Hand over a plan. Call it after the step's forward pass was submitted; it never waits.
+
+        ``refused``: the reason why the plan's stores and loads must fail, if there is one.
+        """
         if plan.empty or self._loop is None:
             return
         if self._verifier is not None:
@@ -136,45 +140,48 @@ class Executor:
             sources = self._fences.add(plan.stores)
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
-        except Exception as error:  # the plan's jobs must be answered all the same
+        except Exception as error:  # the plan's jobs must still be answered
             self._fences.remove(store.job for store in plan.stores)
             self._degrade(f"a plan could not be posted: {error!r}")
             self._refuse(Unanswered(plan))
             self._refuse_on_loop(plan.loads)
 
     def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
-        """Fail the loads of a plan and these stores without the loop, which has no part in them."""
+        """Fail a plan's loads and these stores without involving the loop."""
         if count := self._lane.failed.add(why):
             logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
         self._refuse(Unanswered(StepPlan(loads=plan.loads, stores=tuple(stores))))
         self._refuse_on_loop(plan.loads)
 
     def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
-        """Nobody may join what these loads were to read, nor wait for their parts."""
+        """Fail these loads' fills: no other load may join them or wait for their parts."""
         if loads and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no load can join them
                 self._loop.call_soon_threadsafe(self._lane.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:
-        """Call before the step's forward pass, which may overwrite what it does not own."""
+        """Call before the step's forward pass, which may overwrite blocks that stores still
+        read."""
         if self._verifier is not None:
             self._verifier.before_step(plan)
 
     def fence(self, jobs: Sequence[int]) -> None:
         """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
 
-        A store that has not even started by then never will; one that is under way is failed,
-        whatever it copies. Either way its slot is never committed.
+        A store that has not started by then never will. A store that is under way is failed,
+        whatever it copies. In both cases its slot is never committed.
         """
         self.stats.fence_timeouts += self._fences.wait(jobs, self.limits.fence_timeout_s)
 
     def poison(self, jobs: Sequence[int]) -> None:
-        """Fail these stores, whatever they copy from here on."""
+        """Fail these stores, whatever they still copy."""
         self._fences.poison(jobs)
 
     def drain(self, wait_s: float = 0.0) -> Drained:
-        """Everything that ended since the last call; waits for a first result at most
-        ``wait_s``, which only an idle engine should ask for."""
+        """Return everything that ended since the last call.
+
+        Waits for a first result at most ``wait_s``; only an idle engine should ask for that.
+        """
         if wait_s > 0.0:
             deadline = time.monotonic() + wait_s
             while not (self._results or self._ended or self._answers):
@@ -202,9 +209,11 @@ class Executor:
         return out
 
     def _watch_loop(self) -> None:
-        """Give up loads that should have ended long ago, and see whether the loop still turns: a
-        loop that stands still is given nothing to copy. Slots of such loads stay taken, because
-        reads may still write into them."""
+        """Give up loads that should have ended long ago, and check that the loop is still running.
+
+        A loop that does not run gets no more copies. The slots of such loads stay taken, because
+        reads may still write into them.
+        """
         now = time.monotonic()
         late = self._open.give_up_overdue(now)
         if late and self._loop is not None:
@@ -232,7 +241,8 @@ class Executor:
         loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
-        """Start everything in a plan. Order: reset, deletes, stores, write-throughs, loads."""
+        """Start everything in a plan, in this order: reset, deletes, stores, write-throughs,
+        loads."""
         unanswered = Unanswered(plan)
         try:
             self._accept(plan, sources, loads, after, unanswered)
@@ -293,7 +303,7 @@ class Executor:
                 np.asarray(store.slots, dtype=np.int64),
             )
             ticket = self._engine.submit_store([batch], after)
-        except Exception as error:  # any fault of the engine must still answer the job
+        except Exception as error:  # the job must be answered, whatever the engine raises
             self._degrade(f"a store could not be submitted: {error!r}")
             source.set_result(None)
             self._answer(store.job, JobResult(failed=True))
@@ -309,7 +319,7 @@ class Executor:
         started: float,
         error: TransferError | None,
     ) -> None:
-        """A store has been copied, or could not be."""
+        """Record that a store was copied, or that its copy failed."""
         end = partial(self._end_store, job, source, error)
         if error is not None:
             if count := self._lane.failed.add("store"):
@@ -320,7 +330,7 @@ class Executor:
         self.stats.store_seconds += time.perf_counter() - started
         if self._verifier is None:
             end()
-        else:  # whoever finds the chunk finds its digest
+        else:  # the digest is there before the chunk can be loaded
             self._spawn(self._verifier.settled()).add_done_callback(end)
 
     def _end_store(
@@ -334,14 +344,19 @@ class Executor:
         self._on_result()
 
     def leave(self, request: str) -> None:
-        """Nobody wants this request's load any more: it ends as soon as none of its copies is
-        under way. Call on the loop."""
+        """Abandon this request's load: it ends as soon as none of its copies is under way.
+
+        Call it on the loop.
+        """
         assert self._loop is not None
-        self._loop.call_soon(self._lane.leave, request)  # after the plan with the load is accepted
+        self._loop.call_soon(self._lane.leave, request)  # after the plan with the load
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
-        """Where the loop ends with everything on it, the task is cancelled, perhaps before it has
-        begun. Whoever waits for the request must hear when its blocks are free all the same."""
+        """End a load whose task was cancelled or has failed.
+
+        When the whole loop is closed, a task may be cancelled before it has begun. The request must
+        still be reported as ended, once its blocks are free.
+        """
         if task.cancelled() or task.exception() is not None:
             load.give_up()
             self._spawn(self._end_when_free(load))
@@ -351,8 +366,11 @@ class Executor:
         self._end_load(load.job, is_ok=False)
 
     async def _run_load(self, task: LoadTask) -> None:
-        """Answer the request by the deadline, or as soon as nobody wants it; the job when nobody
-        writes into its slots."""
+        """Run a load and answer for it.
+
+        The request is answered by its deadline, or as soon as nobody waits for it; the job is
+        answered when its slots are no longer written to.
+        """
         body = asyncio.ensure_future(task.run())
         self._tasks.add(body)
         body.add_done_callback(self._tasks.discard)
@@ -369,12 +387,12 @@ class Executor:
             self._answer(task.job, await body)
             return
         result = await body
-        # The answer first: whoever sees that the request has ended must find it.
+        # Answer the job first: a caller that sees the request's end must find the job's result.
         self._answer(task.job, result)
         self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
     def _refuse(self, unanswered: Unanswered) -> None:
-        """Fail what nobody has taken charge of."""
+        """Fail the jobs that have no owner yet."""
         for job in unanswered.jobs:
             self._answer(job, JobResult(failed=True))
         for load in unanswered.loads:
@@ -382,7 +400,7 @@ class Executor:
                 self._end_load(load.job, is_ok=False)
 
     def _end_load(self, job: int, *, is_ok: bool) -> None:
-        """Have the request told of the end of its load, if this is a load and one waits for it."""
+        """Report the end of a load to its request, if one waits for it."""
         self._ended.append((job, is_ok))
         self._on_result()
 
@@ -393,7 +411,7 @@ class Executor:
     def _take_scrubbed(self, tier: int, found: Scrubbed) -> None:
         self.stats.scrubbed(tier, found.records, found.payload_bytes, len(found.damaged))
         if found.damaged:
-            text = "kvtiers: tier %d: %d damaged records were found and removed"
+            text = "kvtiers: tier %d: %d damaged records found and removed"
             logger.warning(text, tier, len(found.damaged))
             self._see(tier, Observed(damaged=frozenset(found.damaged)))
 
@@ -418,7 +436,7 @@ class Executor:
 
     @property
     def degraded(self) -> str:
-        """Why this rank stores nothing at present; empty if it does."""
+        """The reason why this rank does not store at present; empty if it does."""
         return self._health.degraded
 
     def _degrade(self, why: str) -> None:
@@ -430,8 +448,10 @@ class Executor:
         await asyncio.gather(*(writer.finish() for writer in self._writers))
 
     async def aclose(self, timeout_s: float = 2.0) -> None:
-        """Give what flies ``timeout_s`` seconds, then let go of tiers and engine. Nothing is copied
-        any more when it returns. If it was cancelled, call it again."""
+        """Wait up to ``timeout_s`` seconds for jobs in flight, then close the tiers and the engine.
+
+        No copy is under way any more when it returns. If it was cancelled, call it again.
+        """
         for scrub in self._scrubs:
             scrub.stop()
         finishing = [asyncio.ensure_future(writer.finish()) for writer in self._writers]
@@ -455,6 +475,6 @@ class Executor:
 
 
 def _reads_nothing(source: Future[None]) -> None:
-    """A store that does not begin: no fence has to wait for it."""
+    """Mark a store that never begins as having read its blocks: no fence has to wait for it."""
     if source.set_running_or_notify_cancel():
         source.set_result(None)

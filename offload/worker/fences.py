@@ -1,5 +1,4 @@
-"""Fences of one rank: a step waits for the stores that still read the blocks it is about to
-overwrite.
+"""Fences of one rank: a step waits for stores that still read the blocks it is about to overwrite.
 
 Belongs to the thread that drives vLLM's model runner. The loop only completes the futures.
 """
@@ -21,34 +20,34 @@ class Fences:
     def __init__(self) -> None:
         self._reading: dict[int, Future[None]] = {}
         self._poisoned: set[int] = set()
-        self._missed: set[int] = set()  # a step has waited for them in vain
+        self._missed: set[int] = set()  # jobs for which a step has waited without success
 
     def __len__(self) -> int:
         return len(self._reading)
 
     def add(self, stores: Iterable[StoreJob]) -> dict[int, Future[None]]:
-        """Enter stores. Their futures are to be completed when their blocks have been read; one
-        that is cancelled must not begin."""
+        """Add stores. Each future must be completed when the store has read its blocks; a store
+        whose future is cancelled must not begin."""
         added: dict[int, Future[None]] = {store.job: Future() for store in stores}
         self._reading |= added
         return added
 
     def remove(self, jobs: Iterable[int]) -> None:
-        """Take out stores that were not posted after all."""
+        """Remove stores that were not posted after all."""
         for job in jobs:
             self._reading.pop(job, None)
 
     def is_reading(self, job: int) -> bool:
-        """Whether this store may still read its blocks."""
+        """True if this store may still read its blocks."""
         reading = self._reading.get(job)
         return reading is not None and not reading.done()
 
     def wait(self, jobs: Sequence[int], timeout_s: float) -> int:
-        """Wait until these stores have read their blocks, all together at most ``timeout_s``
-        seconds. Returns how many have not; they are poisoned.
+        """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
-        One that is poisoned already is not waited for again. Nor is any other while one that a
-        step has waited for in vain still hangs: copies run one after the other.
+        Returns how many have not; they are poisoned. A store that is already poisoned is not waited
+        for again. While a store for which a step has waited without success still hangs, no other
+        store is waited for either: copies run one after the other.
         """
         deadline = time.monotonic() + timeout_s
         missed = 0
@@ -65,14 +64,14 @@ class Fences:
         return missed
 
     def poison(self, jobs: Iterable[int]) -> None:
-        """Fail these stores, whatever they copy from here on. One that has not begun never will."""
+        """Fail these stores, whatever they still copy. One that has not begun never will."""
         for job in jobs:
             if job in self._reading:
                 self._reading[job].cancel()
                 self._poisoned.add(job)
 
     def answered(self, job: int, result: JobResult) -> JobResult:
-        """A job has ended: what may be said of it."""
+        """A job has ended: return the result that may be reported for it."""
         self._reading.pop(job, None)
         self._missed.discard(job)
         if job not in self._poisoned:

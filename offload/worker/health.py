@@ -1,4 +1,4 @@
-"""Whether a rank may store, and whether its loop still turns."""
+"""Decides whether a rank may store, and watches whether its loop still runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 60.0
-"""A rank on which something went wrong that should not stores nothing for so long."""
+"""Time for which a rank stores nothing after a fault."""
 
 
 class Health:
-    """Of one rank. ``degraded`` says why it stores nothing at present; ``is_stalled``: the loop was
-    asked for a sign of life and has given none.
+    """The health of one rank.
+
+    ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
+    was asked for a sign of life and has not given one.
 
     Ownership: ``degrade`` may be called by the loop and by the driver; ``_has_turned`` belongs to
-    the loop, everything else to the driver. Times are monotonic seconds.
+    the loop, everything else to the driver. Times are in monotonic seconds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +29,7 @@ class Health:
         self._paused_until = 0.0
 
     def degrade(self, why: str, now: float, pause_s: float = PAUSE_S) -> None:
-        """Store nothing for so long; loads go on as long as they work. One line in the log."""
+        """Stop stores for ``DEGRADED_S``; loads go on as long as they work. Logs one line."""
         self._paused_until = max(self._paused_until, now + pause_s)
         if not self.degraded:
             self.degraded = why
@@ -36,17 +38,19 @@ class Health:
     def suspect(
         self, call_soon: Callable[[Callable[[], None]], object], late: int, now: float
     ) -> None:
-        """``late`` loads did not end in time: ask the loop for a sign of life, by its
-        ``call_soon_threadsafe``. It answers when it has taken in everything that was posted
-        before."""
-        self.degrade(f"{late} loads did not end in time; the loop may stand still", now, 0.0)
+        """Ask the loop for a sign of life, because ``late`` loads did not end in time.
+
+        The request goes through the loop's ``call_soon_threadsafe``, so the loop answers once it
+        has taken in everything that was posted before.
+        """
+        self.degrade(f"{late} loads did not end in time; the event loop may be blocked", now, 0.0)
         if not self.is_stalled:
             self.is_stalled, self._has_answered = True, False
             with contextlib.suppress(RuntimeError):  # it is closed and will never answer
                 call_soon(self._has_turned)
 
     def look(self, now: float) -> None:
-        """See whether the loop has answered and stores may go on."""
+        """Check whether the loop has answered, and whether stores may go on."""
         if self.is_stalled and self._has_answered:
             self.is_stalled = False
         if self.degraded and not self.is_stalled and now >= self._paused_until:

@@ -1,7 +1,7 @@
-"""Has a tier verify records that nobody asks for, while nobody asks for anything.
+"""Lets a tier verify records while it is idle.
 
-It begins with a batch only when the tier has been quiet for a moment, and reads one batch at a
-time: a request's read meets one of them at most.
+A batch begins only when the tier has been quiet for a moment, and batches run one at a time, so a
+request's read waits for at most one batch.
 
 Owned by the event loop's thread.
 """
@@ -20,21 +20,24 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 1 << 20
 QUIET_S = 1.0
-"""So long nothing must have been asked of a tier."""
+"""The tier must have been idle for this long before a batch begins."""
 NOTHING_DUE_S = 60.0
 TROUBLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubLimits:
-    """At most so many bytes per second, and each record once in ``period_s``."""
+    """At most ``bytes_per_s``, and each record once in ``period_s``."""
 
     bytes_per_s: float
     period_s: float
 
 
 class IdleScrub:
-    """``watch`` sees all that is asked of the tier; ``report`` takes what each batch has found."""
+    """Scrubs one tier while it is idle.
+
+    ``watch`` sees all operations of the tier; ``report`` receives the result of each batch.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class IdleScrub:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """Begin with no batch any more. One that is under way ends before the tier closes."""
+        """Begin no further batch. One that is under way ends before the tier closes."""
         if self._task is not None:
             self._task.cancel()
 
@@ -69,12 +72,12 @@ class IdleScrub:
                 found = await self._tier.scrub(BATCH_BYTES, self._limits.period_s)
             except TierClosedError:
                 return
-            except Exception as error:  # of a tier that may be somebody else's
+            except Exception as error:  # the tier may be third-party code
                 found = Scrubbed(trouble=repr(error))
             await asyncio.sleep(self._take(found))
 
     def _take(self, found: Scrubbed | None) -> float:
-        """Report what was found; how long to wait for the next."""
+        """Report the result of a batch; returns how long to wait before the next."""
         if found is None:
             return min(NOTHING_DUE_S, self._limits.period_s)
         if found.trouble:

@@ -1,6 +1,8 @@
-"""Loads on one rank: chunks that lie in slots, chunks to be read into slots first, and chunks
-that only pass through a staging buffer. All parts overlap; a batch goes to the load stream as
-soon as its bytes have landed."""
+"""Loads on one rank.
+
+A chunk of a load lies in a slot, or is read into one, or passes through a staging buffer only. All
+parts overlap; a batch goes to the load stream as soon as its bytes are in memory.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class LoadLane:
-    """What all loads of a rank share: the staging window, reads in flight, and fills.
+    """The state that all loads of a rank share: staging window, reads in flight, and fills.
 
-    A fill is a future per slot: whether the bytes that a load reads into the slot are good.
-    Loads of other requests that use the slot wait for it. A failed fill stays until the slot is
-    used again, because a plan made before the failure was known may still name it.
+    A fill is a future per slot. It tells whether the bytes that a load reads into the slot are
+    good. Loads of other requests that use the slot wait for it. A failed fill stays until the slot
+    is reused, because a plan made before the failure was known may still name it.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class LoadLane:
         self.watches = watches
         self.stats = stats
         self.read_batch = limits.read_batch
-        # Of each tier, and of its probes: a tier that hangs must hold up neither the others nor
-        # the probe that finds out that it works again.
+        # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
+        # tiers nor the probe that finds out that it works again.
         self._reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
         self._probes = [asyncio.Semaphore(1) for _ in tiers]
         self.staging = Staging(staging, len(tiers))
@@ -67,16 +69,22 @@ class LoadLane:
         self.failed = Tally()  # copies
 
     def open(self, job: LoadJob, load: OpenLoad, after: object | None = None) -> LoadTask:
-        """Enter a load; its fills exist from now on, so that later loads can join them. Copies into
-        GPU blocks wait for ``after``: a pass that was launched before may still read them."""
+        """Add a load. Its fills exist from now on, so that later loads can join them.
+
+        Copies into GPU blocks wait for ``after``: a forward pass that was launched before may still
+        read the blocks.
+        """
         task = LoadTask(self, job, load, after)
         task.add(job)
         self._open[job.job] = task
         return task
 
     def go_on(self, job: LoadJob) -> None:
-        """A further part of a load. If that is over, because it was given up, nobody reads into the
-        part's slots, which others may be about to join."""
+        """Add a further part of a load.
+
+        If the load is over because it was given up, the fills of the part's slots fail, since
+        nothing reads into them and other loads may be about to join.
+        """
         task = self._open.get(job.job)
         if task is not None:
             task.add(job)
@@ -84,7 +92,7 @@ class LoadLane:
             self.refuse([job])
 
     def refuse(self, jobs: Sequence[LoadJob]) -> None:
-        """These loads, or parts of loads, are not carried out."""
+        """Fail these loads, or parts of loads, without carrying them out."""
         for job in jobs:
             if task := self._open.get(job.job):
                 task.give_up()
@@ -92,60 +100,63 @@ class LoadLane:
             try:
                 self.expect(job.items)
                 self.fail(job.items)
-            except Exception as error:  # one that cannot be read must not keep the others
+            except Exception as error:  # an unreadable one must not stop the others
                 logger.warning("kvtiers: a load could not be refused: %r", error)
 
     def expect(self, items: Iterable[LoadItem]) -> None:
-        """These are about to be read."""
+        """Create the fills of these items, which are about to be read."""
         loop = asyncio.get_running_loop()
         for item in items:
             if item.tier != IN_SLAB and item.slot != STAGED:
                 self._fills[item.slot] = loop.create_future()
 
     def fail(self, items: Iterable[LoadItem]) -> None:
-        """Whatever of these was not read by now never will be."""
+        """Fail the fills of these items that have not been read yet; they never will be."""
         for item in items:
             if item.tier != IN_SLAB and item.slot != STAGED:
                 self.filled(item.slot, good=False)
 
     def ended(self, task: LoadTask) -> None:
-        """A load is over."""
+        """Remove a load that is over."""
         del self._open[task.job]
 
     def leave(self, request: str) -> None:
-        """Nobody wants this request's load any more."""
+        """Abandon this request's load."""
         for task in self._open.values():
             if task.request == request:
                 task.leave()
 
     def cancel_all(self) -> None:
-        """No open load may reach its request any more (the cache was reset)."""
+        """Give up all open loads, because the cache was reset."""
         for task in self._open.values():
             task.give_up()
 
     def overwrite(self, slots: Iterable[int]) -> None:
-        """A store takes these slots over."""
+        """Drop the fills of these slots, which a store takes over."""
         for slot in slots:
             self._fills.pop(slot, None)
 
     def fill(self, slot: int) -> asyncio.Future[bool] | None:
-        """The fill of a slot, if a load reads or read into it."""
+        """The fill of a slot, if a load reads into it or has done so."""
         return self._fills.get(slot)
 
     def filled(self, slot: int, good: bool) -> None:
-        """The read into a slot has ended."""
+        """Complete the fill of a slot after the read has ended."""
         future = self._fills.get(slot)
         if future is not None and not future.done():
             future.set_result(good)
 
     def turn(self, tier: int, *, probe: bool) -> asyncio.Semaphore:
-        """What a read of this tier holds while it is under way."""
+        """The semaphore that a read of this tier holds."""
         return (self._probes if probe else self._reads)[tier]
 
 
 class LoadTask:
-    """One load. `run` returns when nobody touches its slots any more: when all parts have come and
-    ended, or it was given up and those that had come have ended."""
+    """One load.
+
+    `run` returns when the load uses its slots no longer: when all parts have arrived and ended, or
+    when it was given up and the parts that had arrived have ended.
+    """
 
     def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
         self.job = job.job
@@ -171,11 +182,11 @@ class LoadTask:
         self._no_copies = asyncio.Event()
         self._no_copies.set()
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when nobody wants the load any more."""
+        """Done when the load was abandoned."""
 
     def add(self, job: LoadJob) -> None:
-        """A part of it has come. If one before it has not, the load is given up: nobody must take
-        what has come for the whole."""
+        """Add a part. If an earlier part is missing, the load is given up: an incomplete load must
+        not be taken for a whole one."""
         if job.part != self._parts:
             self.give_up()
         self._parts = job.part + 1
@@ -187,8 +198,10 @@ class LoadTask:
         self._news.set()
 
     def time_left(self, timeout_s: float) -> float:
-        """Seconds until it is late: ``timeout_s`` after its newest part has come, and not as long
-        as it only waits for the next."""
+        """Seconds until the load is late, which is ``timeout_s`` after its newest part arrived.
+
+        The time does not run while the load only waits for its next part.
+        """
         if not self._running and not self._news.is_set():
             return timeout_s
         return self._came_at + timeout_s - asyncio.get_running_loop().time()
@@ -198,14 +211,14 @@ class LoadTask:
         await self._no_copies.wait()
 
     def give_up(self, *, late: bool = False) -> None:
-        """The request does not wait any more (``late``: it has waited too long): start no further
-        copy into its GPU blocks."""
+        """Start no further copy into the request's GPU blocks, because the request does not wait
+        any more (``late``: it has waited too long)."""
         self._abandoned = True
         self._late = self._late or late
         self._news.set()
 
     def leave(self) -> None:
-        """Nobody wants it any more: its request need not wait for reads."""
+        """Abandon the load: its request need not wait for reads."""
         self.give_up()
         if not self.left.done():
             self.left.set_result(None)
@@ -244,11 +257,11 @@ class LoadTask:
         )
 
     def _start(self) -> list[asyncio.Future[list[BaseException | None]]]:
-        """Begin with what has come; with nothing if that cannot be understood."""
+        """Start the items that have arrived; none if they cannot be understood."""
         items, self._new = self._new, []
         try:
             ready, joined, reads = self._sort(items)
-        except Exception as error:  # what has begun must come to its end all the same
+        except Exception as error:  # items that have begun must still come to their end
             logger.warning("kvtiers: a part of a load could not be read: %r", error)
             self.give_up()
             return []
@@ -272,7 +285,7 @@ class LoadTask:
             if item.tier != IN_SLAB:
                 by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
             elif item.slot == STAGED:
-                self._bad.add(item.key)  # nobody holds it: the planner asked for a failure
+                self._bad.add(item.key)  # without a slot or tier: the planner asked for a failure
             else:
                 fill = self._lane.fill(item.slot)
                 (joined if fill is not None and not fill.done() else ready).append(item)
@@ -288,7 +301,7 @@ class LoadTask:
         return self._lane.staging.window(tier, probe=not self.request)
 
     async def _join(self, items: Sequence[LoadItem]) -> None:
-        """Copy what lies in slots, once the reads into them (of other loads) have ended well."""
+        """Copy chunks from slots, once the reads of other loads into them have succeeded."""
         good = []
         for item in items:
             fill = self._lane.fill(item.slot)
@@ -299,7 +312,7 @@ class LoadTask:
         await self._copy(good)
 
     async def _read(self, tier: int, items: Sequence[LoadItem]) -> None:
-        """Read one batch from a lower tier and send on what arrived intact."""
+        """Read one batch from a lower tier and copy the intact chunks."""
         staged = items[0].slot == STAGED
         window = self._window(tier)
         if staged and not window.size:
@@ -334,7 +347,7 @@ class LoadTask:
         try:
             reading = lane.tiers[tier].read([item.key for item in items], views)
             outcomes = await lane.watches[tier].read(reading, len(items))
-        except Exception as error:  # of a tier that may be somebody else's
+        except Exception as error:  # the tier may be third-party code
             logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
             return [ReadOutcome.BUSY] * len(items)
         lane.stats.read(tier, sum(sizes), time.perf_counter() - started)
@@ -349,7 +362,8 @@ class LoadTask:
             self._lane.stats.corrupt(item.tier)
 
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
-        """Copy slots into GPU blocks, unless the request has gone or none was named (a probe)."""
+        """Copy slots into GPU blocks, unless the request has gone or the load is a probe without
+        blocks."""
         if not items or not items[0].blocks or self._abandoned:
             return
         if slots is None:

@@ -1,5 +1,7 @@
-"""What a rank still owes, and by when: an end to every load that a request waits for, and answers
-to the jobs of a plan. And what it has answered."""
+"""Tracks a rank's open loads and unanswered jobs, with their deadlines, and collects its answers.
+
+Every load that a request waits for must end, and every job of a plan must be answered.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ from tiers.copy.base import Ticket
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
-    """Bounds of one rank: the longest that a request waits for its load (seconds), the longest
-    that a fence may hold up a step (seconds), after how long an operation of a lower tier is
-    late (seconds), the most chunks in one read, and the most reads of one tier at a time."""
+    """Bounds of one rank.
+
+    In seconds: how long a request waits for its load, how long a fence may delay a step, and when
+    an operation of a lower tier is late. Then the most chunks in one read, and the most concurrent
+    reads of one tier.
+    """
 
     load_timeout_s: float = 10.0
     fence_timeout_s: float = 2.0
@@ -39,14 +44,16 @@ class _Copy:
 
 
 class OpenLoad:
-    """A load whose request has not been told of its end.
+    """A load whose end was not reported to its request yet.
 
-    Two threads meet here, without a lock. ``submit`` belongs to the loop, which enters a copy
-    before it asks whether the load has ended; everything else belongs to the driver, which ends a
-    load before it asks for copies. Whichever comes second sees what the other did, so no copy
-    begins in blocks that the request has lost. ``is_ok`` is ``None`` until the load has ended;
-    ``due`` is when the driver gives it up (monotonic seconds), ``None`` while parts of it are to
-    come: that is the scheduler's turn, whose steps may take any time.
+    Two threads use it without a lock. ``submit`` belongs to the loop, which adds a copy before it
+    checks whether the load has ended. Everything else belongs to the driver, which ends a load
+    before it checks for copies. The thread that comes second sees what the other one did, so no
+    copy begins in blocks that the request has lost.
+
+    ``is_ok`` is ``None`` until the load has ended. ``due`` is when the driver gives it up
+    (monotonic seconds); it is ``None`` while the scheduler still has to send parts, because its
+    steps may take any time.
     """
 
     __slots__ = ("_copies", "due", "is_ok", "request")
@@ -74,15 +81,15 @@ class OpenLoad:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy may still write into the request's blocks."""
+        """True if a copy may still write into the request's blocks."""
         return not all(copy.has_ended for copy in self._copies)
 
 
 class OpenLoads:
     """The loads of a rank by job, for the driver's thread.
 
-    By job, not by request: a request's name may be used again while the first load under it has
-    not come to its end here.
+    They are kept by job because a request's name may be used again while the first load under it
+    has not ended here.
     """
 
     def __init__(self) -> None:
@@ -93,13 +100,15 @@ class OpenLoads:
 
     @property
     def are_stuck(self) -> bool:
-        """Whether copies of a load that has ended are still under way. Whatever is submitted after
-        them has to wait for them."""
+        """True if copies of a load that has ended are still under way. Later copies have to wait
+        for them."""
         return any(load.is_ok is not None for load in self._open.values())
 
     def expect(self, jobs: Iterable[LoadJob], due: float) -> dict[int, OpenLoad]:
-        """Loads, or parts of loads, are posted. Returns those that begin. What comes of a load
-        after its end needs no end any more, and nobody waits for a probe."""
+        """Add loads, or parts of loads, that are posted. Returns those that begin.
+
+        A part that arrives after the end of its load is ignored, and no request waits for a probe.
+        """
         begun = {}
         for job in jobs:
             if job.part == 0:
@@ -111,13 +120,13 @@ class OpenLoads:
         return begun
 
     def end(self, job: int, *, is_ok: bool) -> None:
-        """A load has ended. The first word counts."""
+        """End a load. Only the first call counts."""
         load = self._open.get(job)
         if load is not None and load.is_ok is None:
             load.is_ok = is_ok
 
     def give_up_overdue(self, now: float) -> int:
-        """Fail the loads whose time is over; returns how many."""
+        """Fail the loads that are past their deadline; returns how many."""
         late = 0
         for load in self._open.values():
             if load.is_ok is None and load.due is not None and load.due < now:
@@ -126,9 +135,11 @@ class OpenLoads:
         return late
 
     def take_ended(self) -> list[tuple[str, bool]]:
-        """Requests whose load has ended since the last call, and whether it went well. One into
-        whose blocks something is still being copied is kept back: vLLM gives these blocks to
-        others as soon as it hears of the end."""
+        """Return the requests whose load has ended since the last call, and whether it succeeded.
+
+        A request is held back while something is still copied into its blocks, because vLLM reuses
+        the blocks as soon as the end is reported.
+        """
         ended = [
             (job, load)
             for job, load in self._open.items()
@@ -140,8 +151,10 @@ class OpenLoads:
 
 
 class Unanswered:
-    """The jobs of a plan that nobody has taken charge of yet; ``loads`` are its loads and parts of
-    loads, which are answered by their first part."""
+    """The jobs of a plan that have no owner yet.
+
+    ``loads`` are its loads and parts of loads; the first part answers for the whole load.
+    """
 
     def __init__(self, plan: StepPlan) -> None:
         self.loads = list(plan.loads)
@@ -154,8 +167,11 @@ class Unanswered:
 
 @dataclass(slots=True)
 class Drained:
-    """What ended since the last ``drain``: requests whose load is done, the failed ones among
-    them, and the jobs' results. A request may end before its job does (a read that hangs)."""
+    """Everything that ended since the last ``drain``.
+
+    These are the requests whose load is done (``failed`` are among them) and the jobs' results. A
+    request may end before its job does, if a read hangs.
+    """
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Asks shared tiers what they hold, on one rank: inside the executor's loop."""
+"""Asks shared tiers which chunks they hold. Runs on one rank, on the executor's loop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from tiers.base import SharedTier, Tier
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 4
-"""Questions to one tier at a time; the others wait."""
+"""Concurrent queries to one tier; further ones wait."""
 LATE_S = 1.0
-"""A tier that needs so long for an answer fails: no request has waited for it."""
+"""A query that takes longer than this counts as a failure of the tier; no request waits that
+long."""
 
 
 class PresenceQueries:
-    """``see(tier, seen)`` takes what was seen of a tier's health."""
+    """Sends queries to the tiers. ``see(tier, seen)`` receives what a query shows of a tier's
+    health."""
 
     def __init__(
         self,
@@ -38,8 +40,11 @@ class PresenceQueries:
         self._turns = [asyncio.Semaphore(IN_FLIGHT) for _ in tiers]
 
     async def ask(self, question: PresenceQuery) -> PresenceReply:
-        """What the tier says; never raises. While it is of an epoch that is over it is not asked:
-        it would speak of records of other weights."""
+        """Return the tier's reply; never raises.
+
+        A tier that is still at an earlier epoch is not asked, because it would report records of
+        other weights.
+        """
         tier = question.tier
         async with self._turns[tier]:
             try:
@@ -49,6 +54,6 @@ class PresenceQueries:
                 return PresenceReply(
                     bytes(await self._watches[tier].ask(asking, len(question.keys)))
                 )
-            except Exception as error:  # whatever it was, the question must be answered
+            except Exception as error:  # the query must be answered, whatever the error
                 logger.debug("kvtiers: tier %d could not be asked: %r", tier, error)
                 return PresenceReply(None)

@@ -1,7 +1,7 @@
 """Opens one rank: the slab of its CPU tier, the copy engine, the lower tiers and the executor.
 
 The connector's worker side and the in-process manager both build their rank here, and nowhere else.
-What is made belongs to the caller, who closes it; until everything is open, an exit stack does.
+The caller owns the result and closes it; until everything is open, an exit stack does.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class RankMemory:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the smallest record that tiers are given."""
+        """Bytes of the smallest record that tiers get."""
         return min(group.record_bytes for group in self.groups)
 
     @property
     def addresses(self) -> range:
-        """Where payloads are read into and written from."""
+        """The memory that payloads are read into and written from."""
         first = self.slab.slot_address(0)
         return range(first, first + self.slab.slot_stride * self.slab.slot_count)
 
@@ -82,7 +82,7 @@ class UnopenedTier:
 
 @dataclass(frozen=True, slots=True)
 class OpenRank:
-    """A rank that is ready to ``start`` its executor, and what the planner must know of it."""
+    """A rank that is ready to ``start`` its executor, with the facts that the planner needs."""
 
     executor: Executor
     state: RankState
@@ -91,10 +91,10 @@ class OpenRank:
 def make_memory(
     config: OffloadConfig, registration: Registration, shares: int, undo: ExitStack | AsyncExitStack
 ) -> RankMemory:
-    """Allocate one of ``shares`` equal parts of the CPU tier beside these KV caches.
+    """Allocate the CPU tier, or one of ``shares`` equal parts of it, for these KV caches.
 
-    ``undo`` learns how to release each part. Raises ``ConfigError`` for capacities below one chunk
-    and ``CapacityError`` when the memory cannot be had.
+    ``undo`` receives the release of each part. Raises ``ConfigError`` for capacities below one
+    chunk and ``CapacityError`` if the memory is not available.
     """
     groups = registration.groups
     slot_bytes = max(group.record_bytes for group in groups)
@@ -125,7 +125,7 @@ def make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> Ho
                 slab.wait_ready(1)  # a memlock limit shows at the first piece
             undo.pop_all()
         return slab
-    except Exception as error:  # whatever it was, there is no CPU tier
+    except Exception as error:  # without memory there is no CPU tier, whatever the error
         raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
 
 
@@ -156,7 +156,7 @@ async def open_rank(
     namespace: Namespace | None = None,
     verifier: Verifier | None = None,
 ) -> OpenRank:
-    """Open the tiers and make the executor; ``undo`` learns how to close each tier.
+    """Open the tiers and make the executor; ``undo`` receives the closing of each tier.
 
     Raises ``ConfigError`` for a tier whose configured capacity is too small, and
     ``TierUnavailableError`` for anything else that a tier raises.
@@ -194,12 +194,12 @@ async def open_rank(
 async def _open_tier(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> RankTier:
     try:
         return await _opened(unopened, groups)
-    except ValueError as error:  # its share of what others have left is too small
+    except ValueError as error:  # its share is too small
         if not unopened.option:
             raise _unavailable(unopened, error) from error
-        fix = "Give more, or remove what else lies below the path (kvtiers clear)."
+        fix = "Increase it, or remove other data below the path (kvtiers clear)."
         raise ConfigError([Problem(unopened.option, str(error), fix)]) from error
-    except Exception as error:  # a tier may be somebody else's code
+    except Exception as error:  # the tier may be third-party code
         raise _unavailable(unopened, error) from error
 
 
@@ -220,14 +220,14 @@ async def _opened(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> Ran
             fits = _fits(batch, sizes)
             columns.append(batch.column if fits.all() else batch.column[fits])
             others += batch.column[~fits].tolist()
-    if others:  # nobody can load them, and no index would count their space
+    if others:  # they cannot be loaded, and no index would count their space
         await tier.delete(others)
     name = unopened.name or info.name
     return RankTier(name, info.capacity_bytes, footprints, joined(columns), is_shared)
 
 
 def _fits(found: StoredKeys, sizes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-    """Marks the records that belong to a group and are as long as its chunks."""
+    """Mark the records that belong to a group and are as long as its chunks."""
     fits = np.zeros(found.column.size, np.bool_)
     if found.column.itemsize > GROUP_BYTES:
         groups = groups_of(found.column)

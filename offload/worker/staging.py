@@ -1,7 +1,7 @@
 """Slots through which chunks pass on their way from a lower tier to the GPU.
 
-Each lower tier has a window of its own, because a tier that hangs keeps what it was given; and a
-part of the window is for probes, because they find out whether a tier that hung works again.
+Each lower tier has a separate window, because a tier that hangs keeps its slots. Part of a window
+is reserved for probes, which find out whether a tier that hung works again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 PROBE_SHARE = 4
-"""A window of at least so many slots gives one in so many to probes."""
+"""A window of at least this many slots reserves one in this many for probes."""
 
 
 class Window:
-    """Some slots, granted to one asker at a time so that two cannot deadlock; ``size`` is the most
-    that one may ask for."""
+    """Some slots, granted to one caller at a time so that two cannot deadlock. ``size`` is the most
+    that one call may take."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.size = len(slots)
@@ -25,11 +25,11 @@ class Window:
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return self._free.qsize()
 
     async def take(self, count: int) -> list[int]:
-        """``count`` slots, when there are so many."""
+        """Take ``count`` slots; waits until that many are free."""
         async with self._turn:
             return [await self._free.get() for _ in range(count)]
 
@@ -57,9 +57,9 @@ class Staging:
 
     @property
     def free(self) -> int:
-        """Slots that nobody has, in all windows."""
+        """Number of free slots in all windows."""
         return sum(window.free for window in {*self._loads, *self._probes})
 
     def window(self, tier: int, *, probe: bool) -> Window:
-        """Where a load from this tier finds its slots."""
+        """The window from which a load from this tier takes its slots."""
         return (self._probes if probe else self._loads)[tier]

@@ -1,4 +1,4 @@
-"""Makes the lower tiers that a configuration names."""
+"""Creates the lower tiers that a configuration names."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from tiers.mooncake.tier import MooncakeTier
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One lower tier of one rank: where it was configured, its name in logs and metrics, its
-    folder, its share of the capacity in bytes, and what its records must carry.
+    """One lower tier of one rank.
 
-    ``renew(epoch)`` claims the folder once more after its medium had failed, for a tier that has
-    reached this epoch, and raises while it is not back; without it a failed tier stays shut.
-    ``make`` makes a tier that is none of the configured types.
-    ``notice`` is what a tier on a store tells others of its records.
-    ``keep_epoch(epoch)`` notes in the folder that the tier is about to reach this epoch.
-    ``set_aside`` is how many folders were moved aside, because they could not be trusted, when
-    this one was claimed."""
+    It says where the tier was configured, its name in logs and metrics, its folder, its share of
+    the capacity in bytes, and what its records must carry.
+
+    ``renew(epoch)`` claims the folder again after its medium has failed, for a tier that has
+    reached this epoch, and raises while the medium is not back; without it a failed tier stays
+    closed. ``make`` creates a tier that is of none of the configured types. ``notice`` is what a
+    tier on a store tells other engines about its records. ``keep_epoch(epoch)`` notes in the folder
+    that the tier is about to reach this epoch. ``set_aside`` is the number of untrusted folders
+    that were moved aside when this one was claimed.
+    """
 
     where: str
     name: str
@@ -49,8 +51,10 @@ class TierSpec:
 
 
 def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
-    """The tiers that verify their records while they are idle, by number, with the part of the rate
-    that one of ``shares`` workers has."""
+    """Scrub limits of the tiers that verify their records while they are idle, by tier number.
+
+    The rate is that of one of ``shares`` workers.
+    """
     return {
         number: ScrubLimits(tier.options["scrub_rate"] / shares, tier.options["scrub_period_s"])
         for number, tier in enumerate(config.tiers)
@@ -59,8 +63,11 @@ def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
 
 
 def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:
-    """The tier, not opened yet. ``record_bytes`` is the smallest payload it will be given;
-    ``memory`` are the addresses that payloads are read into and written from."""
+    """Create the tier; it is not opened yet.
+
+    ``record_bytes`` is the smallest payload that it will get; ``memory`` has the addresses that
+    payloads are read into and written from.
+    """
 
     def make_again(epoch: int) -> Tier:
         nonlocal spec
@@ -113,7 +120,7 @@ def _file(spec: TierSpec, record_bytes: int) -> Tier:
 
 
 def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSettings:
-    """How to join the store of a tier, giving it that much memory."""
+    """The settings for joining a tier's store with that much memory."""
     options = config.options
     host = options["master"].rpartition(":")[0]
     return MooncakeSettings(
@@ -127,7 +134,7 @@ def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSetting
 
 
 def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
-    """It finds its master again by itself, so nobody has to open it again."""
+    """Create a Mooncake tier. It finds its master again by itself, so it needs no reopening."""
     return MooncakeTier(
         mooncake_settings(spec.config, spec.capacity_bytes),
         namespace=spec.namespace,

@@ -1,9 +1,8 @@
-"""Where the lower tiers of one rank lie: claimed at start, and again when a medium has failed.
+"""Locates and claims the folders of one rank's lower tiers, at start and after a medium has failed.
 
-A server that runs knows more than the folders of a disk that has come back: which epoch it has
-reached, what capacity its scheduler counts on, and on which disk the tier is meant to be.
-
-Everything here blocks on the disk.
+A running server knows more than the folders on a disk that has come back: which epoch it has
+reached, which capacity its scheduler counts on, and which disk the tier belongs on. Everything here
+blocks on the disk.
 """
 
 from __future__ import annotations
@@ -43,15 +42,18 @@ from tiers.base import TierError
 logger = logging.getLogger(__name__)
 
 OWN_SHARE = 0.1
-"""Of a tier's capacity so much must be left to it beside what is read of others."""
+"""The part of a tier's capacity that must be left to it besides the foreign records that it
+reads."""
 
 
 @dataclass(frozen=True)
 class TierFolders:
-    """``shares`` is among how many workers of this machine the capacities are divided; records
-    carry ``identity``, and are ordered as ``geometry`` says; ``engine`` names this server in
-    messages to others. ``ranks`` is among how many of them the capacity of a tier is divided that
-    all replicas share."""
+    """Claims the folders of one rank's lower tiers.
+
+    Capacities are divided among ``shares`` workers of this machine; that of a tier that all
+    replicas share is divided among ``ranks`` workers. Records carry ``identity`` and are ordered as
+    ``geometry`` says; ``engine`` names this server in messages to other engines.
+    """
 
     config: OffloadConfig
     namespace: Namespace
@@ -64,7 +66,7 @@ class TierFolders:
     ranks: int = 1
 
     def specs(self) -> list[TierSpec]:
-        """This rank's lower tiers; claims their folders for this process.
+        """Describe this rank's lower tiers; claims their folders for this process.
 
         Raises ``NamespaceError`` if a tier's ``geometry`` does not allow what lies there.
         """
@@ -79,7 +81,8 @@ class TierFolders:
         return own
 
     def _foreign(self, number: int) -> list[ForeignStore]:
-        """What others have left below a tier's path that may be read. Before anything is made."""
+        """Find namespaces of other engines below a tier's path that may be read. Runs before
+        anything is created."""
         config, where = self.config.tiers[number], f"$.tiers[{number}]"
         if self.geometry is None:
             return []
@@ -93,13 +96,13 @@ class TierFolders:
         return []
 
     def _view(self, config: TierConfig) -> MooncakeView:
-        """What this rank looks for in a store."""
+        """The records that this rank looks for in a store."""
         assert self.geometry is not None
         settings = mooncake_settings(config, 0)
         return MooncakeView(settings, self.namespace, self.geometry, config.geometry)
 
     def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
-        """A tier over other namespaces, which is only read."""
+        """Describe a tier over other namespaces, which is only read."""
         assert self.geometry is not None
         if not own.config.path:
             opened_there = open_store_source(self._view(own.config))
@@ -107,10 +110,10 @@ class TierFolders:
             return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
             for store in foreign:
-                logger.info("kvtiers: blocks in %s are read translated", store.folder)
+                logger.info("kvtiers: translating blocks of other geometry in %s", store.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
         opened = open_sources(foreign, self.geometry, key_file)
-        # Those who share a folder go on writing while this server runs.
+        # engines that share the folder go on writing while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
@@ -148,7 +151,7 @@ class TierFolders:
         return replace(spec, renew=partial(self._renew, spec, place, spot))
 
     def _store_spec(self, number: int, name: str) -> TierSpec:
-        """A tier that is a store of many machines: there is nothing to claim."""
+        """Describe a tier on a store that many machines use: there is nothing to claim."""
         config = self.config.tiers[number]
         where, share = f"$.tiers[{number}]", config.capacity // self.shares
         spec = TierSpec(where, name, config, Path(), share, self.identity, self.rank, 0)
@@ -157,9 +160,12 @@ class TierFolders:
         return replace(spec, notice=notice_of(self.namespace, self.geometry, config.geometry))
 
     def _shared_spec(self, number: int, name: str, wanted: Collection[str]) -> TierSpec:
-        """A tier whose folder others use as well. Its capacity is divided among ranks only: all
-        replicas have the same folders. On a network file system what other namespaces have there is
-        left alone, because whether a machine uses it cannot be seen from another."""
+        """Describe a tier whose folder other engines use as well.
+
+        Its capacity is divided among ranks only, because all replicas have the same folders. On a
+        network file system, the folders of other namespaces are left alone: a machine cannot see
+        whether another one uses them.
+        """
         config = self.config.tiers[number]
         damage: list[str] = []
         place = self._claim_shared(config, damage)
@@ -184,7 +190,8 @@ class TierFolders:
     def _renew_shared(
         self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
     ) -> TierSpec:
-        """As ``_renew``. An odd ``epoch`` tells the tier that it has weights of its own."""
+        """Like ``_renew``, for a shared folder. An odd ``epoch`` means that this engine's weights
+        differ from those of the others."""
         if not spot.is_same_disk(mount_point_of(spec.config.path)):
             raise TierUnavailableError(
                 f"{spec.config.path} lies on another file system than before"
@@ -204,7 +211,7 @@ class TierFolders:
         return self._described(place)
 
     def _described(self, place: ClaimedFolder) -> ClaimedFolder:
-        """The place, when it says how the records are ordered that this rank keeps there."""
+        """Note in the folder how this rank orders its records; returns the folder."""
         try:
             if self.geometry is not None:
                 write_geometry(place.folder, self.geometry)
@@ -216,9 +223,11 @@ class TierFolders:
     def _renew(
         self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
     ) -> TierSpec:
-        """The tier's folder, claimed anew after its medium had failed, for what the tier was: its
-        capacity, which the scheduler counts on, and its epoch, which the folder of another medium
-        does not know. A path that is gone is not made: whoever moved it may bring it back.
+        """Claim the tier's folder again after its medium has failed.
+
+        The capacity stays, because the scheduler counts on it, and so does the epoch, which the
+        folder of another medium does not know. A missing path is not created: an operator may still
+        bring it back.
 
         Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back.
         """
@@ -237,8 +246,11 @@ class TierFolders:
         known: Collection[str] = (),
         damage: list[str] | None = None,
     ) -> ClaimedFolder:
-        """The folder, for a server that starts or one that has come to this ``epoch``. Nothing is
-        said of ``known`` namespaces beside it; ``damage`` is told of what was moved aside."""
+        """Claim the folder for a server that starts, or for one that has reached this ``epoch``.
+
+        No message mentions the ``known`` namespaces beside it; ``damage`` collects what was moved
+        aside.
+        """
         path = config.path
         place = claim_rank_folder(
             path,
@@ -259,17 +271,20 @@ class TierFolders:
 def _check_room(
     where: str, config: TierConfig, namespace: Namespace, wanted: Collection[str]
 ) -> None:
-    """What is to be read is never removed to make room; it counts as everything below the path
-    does. Raises ``ConfigError`` if it leaves next to nothing."""
+    """Check that foreign records leave enough room.
+
+    They are never removed to make room, but count towards the capacity like everything below the
+    path. Raises ``ConfigError`` if they leave next to nothing.
+    """
     others = other_namespaces(config.path, namespace) if wanted else []
     taken = sum(stored.size_bytes for stored in others if stored.name in wanted)
     if taken > config.capacity * (1 - OWN_SHARE):
         what = (
-            f"of {format_size(config.capacity)} the namespaces that are read translated take "
+            f"of {format_size(config.capacity)} the namespaces read from other geometries take "
             f"{format_size(taken)}, which leaves too little"
         )
         least = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
-        fix = f'Give at least {least}, or use "geometry": "own" to have them removed for room.'
+        fix = f'Give at least {least}, or use "geometry": "own" to allow their removal.'
         raise ConfigError([Problem(where, what, fix)])
 
 
@@ -278,7 +293,10 @@ def _note(line: str) -> None:
 
 
 def _on_damage(config: TierConfig, damage: list[str]) -> OnDamage:
-    """Warn of what is moved aside and add it to ``damage``, unless ``recovery`` forbids that."""
+    """Return handlers that warn of folders moved aside and add them to ``damage``.
+
+    With ``recovery`` "strict", damage is an error instead.
+    """
 
     def note(line: str) -> None:
         logger.warning("kvtiers: %s", line)

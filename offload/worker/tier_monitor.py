@@ -1,11 +1,11 @@
-"""Watches one lower tier's operations on one rank: a deadline for each, and how they went.
+"""Watches one lower tier's operations on one rank: the deadline and the result of each.
 
-An operation that is late is not given up, because it may still use its buffers: it counts as a
-failure for every ``timeout_s`` that it is late, which opens the tier's breaker on the scheduler
-side. One that never ends falls silent some time, so that the tier may be tried without it.
+A late operation is not given up, because it may still use its buffers. It counts as a failure for
+every ``timeout_s`` that it is late, which opens the tier's circuit breaker on the scheduler side.
+After some time an operation that never ends is no longer reported, so that the tier can be probed.
 
-A tier may be somebody else's code. An answer that does not say one thing about each key is a
-``TierIoError``: taken as far as it goes, it could pass one key's bytes off as another's.
+A tier may be third-party code. An answer that does not have exactly one result per key is a
+``TierIoError``: if part of it were used, one key's bytes could be taken for another's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LATE_REPORTS_MAX = 12
-"""How often one operation is reported as late."""
+"""Number of times that one operation is reported as late."""
 
 
 class TierMonitor:
-    """``report`` takes what was seen, on the loop's thread. ``count`` is the number of keys that a
-    call is about."""
+    """Runs a tier's operations and reports how they went.
+
+    ``report`` is called on the loop's thread. ``count`` is the number of keys of a call.
+    """
 
     def __init__(self, timeout_s: float, report: Callable[[Observed], None]) -> None:
         self._timeout_s = timeout_s
@@ -38,8 +40,8 @@ class TierMonitor:
         self._ended_at = 0.0
 
     def seconds_until_quiet(self, quiet_s: float) -> float:
-        """How long until nothing will have been asked of the tier for ``quiet_s`` seconds, if
-        nothing is asked from now on."""
+        """Seconds until the tier will have been idle for ``quiet_s``, if no call comes in
+        between."""
         if self._under_way:
             return quiet_s
         return self._ended_at + quiet_s - asyncio.get_running_loop().time()
@@ -47,8 +49,11 @@ class TierMonitor:
     async def read(
         self, operation: Awaitable[Sequence[ReadOutcome]], count: int
     ) -> list[ReadOutcome]:
-        """A read. A tier that does not have the keys says nothing of its health; one that was too
-        busy for all of them costs requests as much as one that fails."""
+        """Run a read.
+
+        Missing keys say nothing about the tier's health. A tier that was too busy for all of the
+        keys costs requests as much as one that fails.
+        """
         failure = Observed(reads_failed=1)
         found, late = await self._finish(operation, failure)
         outcomes = self._checked(found, count, ReadOutcome, failure)
@@ -62,7 +67,7 @@ class TierMonitor:
     async def write(
         self, operation: Awaitable[Sequence[WriteOutcome]], count: int
     ) -> list[WriteOutcome]:
-        """A write; it failed if nothing of it was taken."""
+        """Run a write; it failed if no record was accepted."""
         failure = Observed(writes_failed=1)
         found, late = await self._finish(operation, failure)
         outcomes = self._checked(found, count, WriteOutcome, failure)
@@ -74,17 +79,18 @@ class TierMonitor:
         return outcomes
 
     async def ask(self, operation: Awaitable[Sequence[bool]], count: int) -> list[bool]:
-        """A question. Its answer says nothing of whether the tier can be read."""
+        """Run a query. Its result says nothing about whether the tier can be read."""
         failure = Observed(reads_failed=1)
         found, _ = await self._finish(operation, failure)
         return self._checked(found, count, bool, failure)
 
     async def change(self, operation: Awaitable[None]) -> None:
-        """A deletion, a note of use or a reset; counts among the writes if it fails."""
+        """Run a deletion, a use notification or a reset; if it fails, it counts as a failed
+        write."""
         await self._finish(operation, Observed(writes_failed=1))
 
     async def _finish(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
-        """Wait for the end, however late; whether it was late."""
+        """Wait for the end of an operation, however late; returns whether it was late."""
         self._under_way += 1
         try:
             return await self._wait(operation, failure)
@@ -103,7 +109,7 @@ class TierMonitor:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if task.cancelled():  # passed on it would look as if the caller had been cancelled
+        if task.cancelled():  # passing it on would look as if the caller had been cancelled
             self._report(failure)
             raise TierIoError("the tier has cancelled a call itself")
         if task.exception() is not None:
@@ -122,8 +128,10 @@ class TierMonitor:
 
 
 async def close_tier(tier: Tier, timeout_s: float) -> None:
-    """Close a tier, or leave behind one that does not end in time. Whatever a tier raises, the
-    others can be closed."""
+    """Close a tier, or abandon it if it does not close in time.
+
+    Never raises, so that the other tiers can be closed.
+    """
     try:
         closing = asyncio.ensure_future(tier.aclose())
         done, _ = await asyncio.wait({closing}, timeout=timeout_s)
@@ -133,5 +141,5 @@ async def close_tier(tier: Tier, timeout_s: float) -> None:
         elif closing.cancelled() or closing.exception() is not None:
             error = None if closing.cancelled() else closing.exception()
             logger.warning("kvtiers: a tier did not close: %r", error)
-    except Exception as error:  # a call that returns nothing to wait for, say
+    except Exception as error:  # e.g. a call that does not return an awaitable
         logger.warning("kvtiers: a tier did not close: %r", error)

@@ -1,11 +1,12 @@
-"""One lower tier's writes on one rank, in the order of the plans.
+"""Performs one lower tier's writes on one rank, in the order of the plans.
 
 Deletes and resets are barriers: a write planned after a delete may need its space, and a record
 planned before a reset must not carry the new epoch. Writes between barriers overlap.
 
-What failed is done before the next write. A reset above all: until it is done the tier holds what
-was stored under other weights, and says OK to a write of a key that it has, so every write fails.
-And deletions: nobody above counts the space of their keys any more.
+A failed delete or reset is repeated before the next write. Until a reset is done, the tier holds
+records of other weights and accepts a write of a key that it already has without replacing it, so
+every write fails. A delete must be repeated because the index no longer counts the space of its
+keys.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ class TierWriter:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """Stop at once; what waits is abandoned."""
+        """Stop at once; queued operations are abandoned."""
         if self._task is not None:
             self._task.cancel()
         for task in self._writing:
             task.cancel()
 
     async def caught_up(self, timeout_s: float) -> bool:
-        """Whether the tier is of the epoch that was last asked for; waits for that, not longer
-        than ``timeout_s``."""
+        """True if the tier has reached the epoch that was last requested; waits for that at most
+        ``timeout_s``."""
         if self._is_behind():
             self._caught_up.clear()
             with suppress(TimeoutError):
@@ -83,7 +84,7 @@ class TierWriter:
         return self._resets > 0 or self._epoch_due is not None
 
     async def finish(self) -> None:
-        """Wait until everything that was asked so far has been done."""
+        """Wait until every queued operation is done."""
         await self._queue.join()
         await self._drain_writes()
 
@@ -97,12 +98,12 @@ class TierWriter:
             self._queue.put_nowait(lambda: self._delete(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Queue a note of use."""
+        """Queue a use notification."""
         if keys:
             self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(tuple(keys))))
 
     def reset(self, epoch: int) -> None:
-        """Queue a reset; earlier writes end before it, later ones belong to the new epoch."""
+        """Queue a reset. Earlier writes end before it, later ones belong to the new epoch."""
         self._resets += 1
         self._queue.put_nowait(lambda: self._reset(epoch))
 
@@ -113,7 +114,7 @@ class TierWriter:
                 await operation()
             except TierError as error:
                 self._report(error)
-            except Exception as error:  # one bad operation must not end the tier's writes
+            except Exception as error:  # one failed operation must not end the tier's writes
                 self._report(error)
             finally:
                 self._queue.task_done()
@@ -140,13 +141,13 @@ class TierWriter:
     async def _start_write(self, job: WriteThroughJob) -> None:
         try:
             await self._begin_epoch()
-        except Exception as error:  # the job must be answered whatever the tier does
+        except Exception as error:  # the job must be answered, whatever the tier does
             self._report(error)
             self._answer(job.job, JobResult(failed=True))
             return
         try:
             await self._delete(())
-        except Exception as error:  # the write is tried all the same
+        except Exception as error:  # still try the write
             self._report(error)
             for key in job.keys:
                 self._undeleted.pop(key, None)
@@ -177,15 +178,15 @@ class TierWriter:
                 job.tier, nbytes * (len(job.keys) - len(bad)), time.perf_counter() - started
             )
             self._stats.write_failures += len(bad)
-        except Exception as error:  # the job must be answered whatever the tier does
+        except Exception as error:  # the job must be answered, whatever the tier does
             self._report(error)
         finally:
             self._slots.release()
             self._answer(job.job, result)
 
     def _report(self, error: Exception) -> None:
-        """Say once that the tier is in trouble; every failure is counted."""
+        """Log once that the tier fails; every failure is counted."""
         self._stats.tier_errors += 1
         if not self._reported:
             self._reported = True
-            logger.error("kvtiers: a tier fails and its writes are skipped: %r", error)
+            logger.error("kvtiers: a tier failed; its writes are skipped: %r", error)

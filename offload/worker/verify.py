@@ -1,16 +1,16 @@
-"""``"verify": "device"``: what a load puts into the KV cache is compared with what was computed.
+"""Implements ``"verify": "device"``: compares loaded KV blocks with the blocks as computed.
 
 Right after the step that completes a chunk, its blocks are digested in the KV cache, on the model's
-own stream (`offload.worker.device_digest`). After a load they are digested again, where they lie
-then, and compared under the chunk's key. This covers everything in between: fences, copies, slots,
+stream (`offload.worker.device_digest`). After a load, the blocks are digested again where they now
+lie, and compared under the chunk's key. This covers everything in between: fences, copies, slots,
 tiers, and restarts.
 
-Two requests may compute the same chunk with other bytes (the kernels depend on the shape of the
-batch), so a key can have several digests, and a load is right if it agrees with one of them.
+Two requests may compute the same chunk with different bytes (the kernels depend on the shape of the
+batch), so a key can have several digests. A load is correct if it matches one of them.
 
 Ownership: `before_step` and `after_step` run on the thread that drives the model runner; the rest
-belongs to the executor's loop. Digests cross to one thread of ours, which alone owns the table and
-the file, in the order in which they were made.
+belongs to the executor's loop. Digests are passed, in the order in which they were made, to one
+thread that alone owns the table and the file.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ Digest = npt.NDArray[np.int64]
 """``[blocks of a chunk, layers]``."""
 
 KEYS_MAX = 1 << 20
-"""Keys whose digests are kept; the oldest are forgotten beyond that."""
+"""Number of keys whose digests are kept; beyond that the oldest are forgotten."""
 DIGESTS_MAX = 8
-"""Digests of one key."""
+"""Number of digests kept per key."""
 FILE_BYTES_MAX = 4 << 30
 LOGGED_MAX = 20
-"""Differing chunks that are named in the log; all are counted."""
+"""Number of differing chunks that are named in the log; all are counted."""
 SUFFIX = ".digests"
 _LENGTH = struct.Struct("<I")
 
 
 class _Entry(msgspec.Struct, array_like=True):
-    """One line of the file: the digests of a chunk, or (without a key) that all before are void."""
+    """One line of the file: the digests of a chunk, or (without a key) a mark that all earlier
+    lines are void."""
 
     key: bytes
     layers: int
@@ -59,8 +60,11 @@ class _Entry(msgspec.Struct, array_like=True):
 
 
 class DigestTable:
-    """Digests by key; kept in a file of its own below ``folder``, if one is given, beside those of
-    other engines with the same ``name``, which are read as well. Belongs to one thread."""
+    """Digests by key, in a separate file below ``folder`` if one is given.
+
+    The files of other engines with the same ``name`` in that folder are read as well. Belongs to
+    one thread.
+    """
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self._digests: dict[bytes, list[Digest]] = {}
@@ -71,14 +75,14 @@ class DigestTable:
         self._written = 0
 
     def open(self) -> None:
-        """Make the folder and this engine's file. Raises ``OSError``."""
+        """Create the folder and this engine's file. Raises ``OSError``."""
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = f"{self._name}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._own = os.open(self._folder / file, flags, 0o600)
-        self._read[file] = 1 << 62  # what is in there is in memory
+        self._read[file] = 1 << 62  # its content is already in memory
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -87,7 +91,7 @@ class DigestTable:
             os.close(own)
 
     def enter(self, keys: Sequence[bytes], digests: Digest) -> None:
-        """Remember digests ``[chunks, blocks of a chunk, layers]``."""
+        """Add digests ``[chunks, blocks of a chunk, layers]``."""
         entries = []
         for key, digest in zip(keys, digests, strict=True):
             if self._remember(key, digest):
@@ -95,12 +99,12 @@ class DigestTable:
         self._append(entries)
 
     def clear(self) -> None:
-        """The weights have changed: forget everything."""
+        """Forget everything, because the weights have changed."""
         self._digests.clear()
         self._append([_Entry(b"", 0, b"")])
 
     def known(self, key: bytes) -> Sequence[Digest]:
-        """The digests of a key; looks into the other engines' files if there are none."""
+        """The digests of a key; reads the other engines' files if there are none."""
         if key not in self._digests:
             self._read_others()
         return self._digests.get(key, ())
@@ -140,7 +144,7 @@ class DigestTable:
                 self._read[path.name] = at + self._take(data)
 
     def _take(self, data: bytes) -> int:
-        """Enter the whole frames in ``data``; returns how many bytes these are."""
+        """Add the complete frames in ``data``; returns their length in bytes."""
         at = 0
         while at + _LENGTH.size <= len(data):
             (size,) = _LENGTH.unpack_from(data, at)
@@ -177,18 +181,21 @@ class Verifier:
     # -- the driver's thread -----------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
-        """Digest what was complete before this step, whose forward pass may overwrite it."""
+        """Digest the chunks that were complete before this step, whose forward pass may overwrite
+        them."""
         self._digest([job for job in plan.digests if job.early])
 
     def after_step(self, plan: StepPlan) -> None:
-        """Digest what this step has completed, before a later one can touch it."""
+        """Digest the chunks that this step has completed, before a later one can overwrite them."""
         if plan.reset:
             self._post(self._forget)
         self._digest([job for job in plan.digests if not job.early])
 
     def _digest(self, jobs: Sequence[DigestJob]) -> None:
-        """Digest these blocks as they are at this place of the current stream. Never raises: a
-        fault ends the verification, not the server."""
+        """Digest these blocks as they are at this point of the current stream.
+
+        Never raises: a fault ends the verification, not the server.
+        """
         if not jobs or self._broken:
             return
         try:
@@ -198,13 +205,13 @@ class Verifier:
                 event = torch.cuda.Event()
                 event.record()
             self._post(self._take, found, event)
-        except Exception as error:  # whatever it is, serving goes on
+        except Exception as error:  # serving goes on, whatever the error
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         if not self._broken:
             self._broken = True
-            logger.error("kvtiers: verify: stopped, loads are not compared any more: %r", error)
+            logger.error("kvtiers: verify: stopped; loads are no longer compared: %r", error)
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -215,7 +222,7 @@ class Verifier:
         self._post = post
 
     def stop(self) -> None:
-        """End the thread, after what it has to do."""
+        """End the thread, after it has processed its queue."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
@@ -230,23 +237,26 @@ class Verifier:
             self._give_up(done.exception())
 
     def _forget(self) -> None:
-        """The weights have changed: digests of before say nothing any more."""
+        """Forget all digests, because the weights have changed."""
         if self._thread is not None:
             self._thread.run(self._table.clear).add_done_callback(self._entered)
 
     async def settled(self) -> None:
-        """Wait until every digest that was taken so far is entered and in the file."""
+        """Wait until every digest taken so far is in the table and in the file."""
         if self._thread is not None:
             await self._thread.run(lambda: None)
 
     async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
-        """The keys among these loaded chunks whose bytes in the KV cache are not those that were
-        computed. Nobody else may write into their blocks until this returns."""
+        """Return the keys of these loaded chunks whose bytes in the KV cache differ from those
+        computed.
+
+        Their blocks must not be written until this returns.
+        """
         if self._thread is None or self._broken:
             return frozenset()
         try:
             return await self._thread.run(self._compare, items)
-        except Exception as error:  # whatever it is, serving goes on
+        except Exception as error:  # serving goes on, whatever the error
             self._give_up(error)
             return frozenset()
 
@@ -276,7 +286,7 @@ class Verifier:
         return frozenset(wrong)
 
     def _agrees(self, item: LoadItem, here: Sequence[int], found: Digest) -> bool:
-        """Compare the blocks of a chunk that were loaded, and count what came of it."""
+        """Compare the loaded blocks of a chunk, and count the result."""
         known = [digest[here] for digest in self._table.known(item.key)]
         if not known:
             self.stats.unverified_chunks += 1
@@ -290,7 +300,8 @@ class Verifier:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """The load is done, so there is nothing to wait for, and nobody should wait for this."""
+        """A separate stream: the load is done, so there is nothing to wait for, and nothing should
+        wait for this."""
         if self._device.device.type != "cuda":
             yield
             return
