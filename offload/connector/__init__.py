@@ -1,6 +1,6 @@
-"""The vLLM connector: the only place of this project that imports vllm.
+"""The vLLM connector: the only package of this project that imports vllm.
 
-``OffloadConnector`` is found here by ``kv_connector_module_path`` and is imported on first use,
+vLLM finds ``OffloadConnector`` here by ``kv_connector_module_path``. It is imported on first use,
 because vLLM loads the plugin (`offload.connector.plugin`) while it is still importing itself.
 """
 

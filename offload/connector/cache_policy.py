@@ -1,4 +1,4 @@
-"""Our eviction policies in vLLM's own offloading, for whoever stays with that.
+"""Makes kvtiers' eviction policies available to vLLM's own offloading.
 
 The CPU tier of vLLM's ``OffloadingConnector`` finds a policy by name and module:
 
@@ -8,9 +8,9 @@ The CPU tier of vLLM's ``OffloadingConnector`` finds a policy by name and module
         "cache_policy_module_path": "offload.connector.cache_policy"
     }
 
-Every attribute of this module that is the name of a policy (``policies.registry``, also
-``module:Class`` of your own) is a class for it. vLLM knows ``lru`` and ``arc`` itself and takes its
-own for these names; ``kvtiers_lru`` and ``kvtiers_arc`` are ours.
+Every name of a policy (``policies.registry``, or ``module:Class`` for your own) is an attribute of
+this module: a class for that policy. For ``lru`` and ``arc``, vLLM uses its own policies;
+``kvtiers_lru`` and ``kvtiers_arc`` name those of kvtiers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ PREFIX = "kvtiers_"
 
 
 class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped here
-    """vLLM's ``CachePolicy`` over the policy that ``spec`` names; watched, so that one that fails
-    is replaced by LRU. Chunks with ``ref_cnt`` other than 0 are in use and never victims."""
+    """vLLM's ``CachePolicy`` on top of the policy that ``spec`` names.
+
+    The policy is guarded: if it fails, LRU replaces it. Chunks with a ``ref_cnt`` other than 0 are
+    in use and are never victims.
+    """
 
     spec: ClassVar[str] = "lru"
 
@@ -45,7 +48,7 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
     def insert(
         self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
     ) -> None:
-        """``req_context`` comes from vLLM 0.33 on; our policies do not need it."""
+        """Insert a key. vLLM passes ``req_context`` from 0.33 on; the policies do not need it."""
         self._chunks[key] = chunk
         self._policy.insert(key, EntryInfo(get_offload_group_idx(key)))
 
@@ -57,7 +60,7 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
         self._policy.touch(list(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing: a policy of ours knows a key that comes again by itself."""
+        """Do nothing: the policies recognise a returning key by themselves."""
 
     def on_request_finished(
         self,
@@ -92,10 +95,10 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
 
 
 def __getattr__(name: str) -> type[TierCachePolicy]:
-    """The class for a policy. Raises ``AttributeError`` if there is no such policy."""
+    """Return the class for a policy. Raises ``AttributeError`` if there is no such policy."""
     spec = name.removeprefix(PREFIX)
     try:
         make_policy(spec)
-    except Exception as error:  # a policy's own constructor may raise anything
+    except Exception as error:  # a third-party policy's constructor may raise anything
         raise AttributeError(f"module {__name__!r} has no policy {spec!r}: {error}") from error
     return type(name, (TierCachePolicy,), {"spec": spec})

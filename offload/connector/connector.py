@@ -1,7 +1,7 @@
-"""``OffloadConnector``: vLLM's hooks, each handed to the scheduler side or the worker side.
+"""``OffloadConnector``: vLLM's hooks, each passed on to the scheduler side or the worker side.
 
-Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. What runs
-once at start-up may raise, because a clear error then is better than a surprise later.
+Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. Hooks that run
+once at start-up may raise, because a clear error at start is better than a surprise later.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 vllm_config, kv_cache_config, is_worker=is_worker, first_worker=first_worker
             )
         except OffloadError as error:
-            # Once in plain sight: vLLM buries it in the tracebacks of several processes.
+            # Log it here, too: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
         self._epochs: PendingEpochs | None = None
@@ -108,23 +108,28 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a store that is dropped is a later miss, nothing else."""
+        """False, because this is a cache: a dropped store is only a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No work per layer, so full CUDA graphs are fine. vLLM asks this while it still parses
-        its flags, which makes it the earliest place to refuse a bad configuration."""
+        """False, because there is no work per layer, so full CUDA graphs are fine.
+
+        vLLM asks this while it parses its flags, so this is the earliest place to refuse a bad
+        configuration.
+        """
         ServerSetup.check(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """``BLHNC``, which makes one copy of a block, if the user asks for it. Not by default: vLLM
-        then cannot split blocks for kernels that need small ones and fails at start, and which
-        kernels there are is not known here (docs/decisions/0024).
+        """``BLHNC`` if the user asks for it, so that one copy moves a block.
 
-        Says nothing of a faulty configuration: the full check that follows names every problem."""
+        Not the default: vLLM then cannot split blocks for kernels that need small ones, and fails
+        at start. Which kernels are used is not known here (docs/decisions/0024).
+
+        Ignores a faulty configuration: the full check that follows reports every problem.
+        """
         config, _ = draft_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return "BLHNC" if config.kv_layout == "block_contiguous" else None
 
@@ -162,10 +167,11 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.before_step(plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads are asynchronous and posted with everything else after the forward pass."""
+        """Do nothing: loads are asynchronous and posted with everything else after the forward
+        pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded layer by layer."""
+        """Do nothing: no load is done layer by layer."""
 
     def save_kv_layer(
         self,
@@ -174,7 +180,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing is stored layer by layer."""
+        """Do nothing: no store is done layer by layer."""
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
@@ -182,7 +188,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
 
     def _distrust(self) -> str:
-        """Why nothing that a plan tells may be copied, if so."""
+        """The reason why nothing in the plan may be copied, if there is one."""
         meta = self._connector_metadata
         if not isinstance(meta, OffloadMetadata) or not meta.adapters:
             return ""
@@ -282,7 +288,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         meta = connector_output.kv_connector_worker_meta
         known = isinstance(meta, OffloadWorkerMetadata)
-        if known and meta.adapters:  # before anything that was stored meanwhile is committed
+        if known and meta.adapters:  # before anything stored in the meantime is committed
             self._scheduler.adapters_loaded(meta.adapters)
         self._scheduler.update(
             meta.report if known else None,
@@ -307,9 +313,12 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def _finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: stores that still read them are fenced when they are
-        given to somebody else. What is returned beside goes into the answer's
-        ``kv_transfer_params``; vLLM acts on names of other connectors in it only."""
+        """Store what is missing; the blocks may be freed at once.
+
+        Stores that still read the blocks are fenced when vLLM reuses the blocks. The returned
+        dictionary goes into the answer's ``kv_transfer_params``; vLLM acts only on the names of
+        other connectors in it.
+        """
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.finished(request, block_ids)
@@ -334,16 +343,16 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
-        """The weights may have changed: every tier forgets before this returns.
+        """Invalidate every tier before this returns, because the weights may have changed.
 
-        ``False`` if the disk of a tier did not answer in time: a server that starts after this one
-        was killed might find old blocks there. That tier is not used until it knows; asking again
-        tells whether it does.
+        Returns ``False`` if the disk of a tier did not answer in time. A server that starts after
+        this one was killed might then find old blocks there. That tier is not used until its disk
+        has recorded the change; calling this again tells whether it has.
         """
         if self._scheduler is None:
             return None
         self._scheduler.forget()
-        if self._epochs is None:  # nobody has stored anything yet
+        if self._epochs is None:  # nothing was stored yet
             return True
         is_noted = self._epochs.reset()
         self._scheduler.begin_epochs(self._epochs.take())
@@ -362,7 +371,7 @@ class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
-    """The plan in a step's metadata; an empty one where there is none (profiling runs)."""
+    """The plan in a step's metadata; an empty one if there is none (profiling runs)."""
     return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()
 
 

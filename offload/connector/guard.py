@@ -1,7 +1,8 @@
-"""No exception leaves a vLLM hook: it becomes a miss, a counter and a log line. And each is timed.
+"""Guards and times vLLM's hooks: no exception leaves a hook.
 
-An exception in any connector hook ends the engine for every tenant. A guarded hook answers
-``default()`` instead and counts the fault; the first ones are logged with a traceback.
+An exception in any connector hook ends the engine for every tenant. A guarded hook returns
+``default()`` instead, which is a miss, and counts the fault; the first faults are logged with a
+traceback.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
 LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta"}
-"""Names of all hooks in metrics; guarded methods add theirs. These two are parts of hooks, guarded
-where they are called."""
+"""Names of all hooks in metrics; guarded methods add theirs. These two are parts of hooks that are
+guarded where they are called."""
 
 
 class HookClock:
-    """How often a hook was called and how long that took."""
+    """The number of calls of a hook and the time they took."""
 
     __slots__ = ("calls", "seconds", "slowest_s")
 
@@ -34,14 +35,14 @@ class HookClock:
         self.slowest_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One call has ended."""
+        """Add one call."""
         self.calls += 1
         self.seconds += seconds
         self.slowest_s = max(self.slowest_s, seconds)
 
 
 class Faults:
-    """Hook faults of one connector object, by hook name, and the time that hooks took."""
+    """Hook faults of one connector object by hook name, and the time that hooks took."""
 
     def __init__(self) -> None:
         self.by_hook: dict[str, int] = {}
@@ -70,21 +71,21 @@ class Faults:
         return found
 
     def note(self, hook: str, error: BaseException) -> None:
-        """Count a fault; log it unless there were too many already."""
+        """Count a fault, and log it unless too many were logged before."""
         self.by_hook[hook] = self.by_hook.get(hook, 0) + 1
         total = sum(self.by_hook.values())
         if total <= LOGGED_MAX:
-            text = "kvtiers: hook %s failed, treated as a miss: %s"
+            text = "kvtiers: hook %s failed and is treated as a miss: %s"
             logger.error(text, hook, described(error))
         if total == LOGGED_MAX:
             logger.error("kvtiers: further hook faults are counted, not logged")
 
 
 def described(error: BaseException) -> str:
-    """An error and those that led to it, with the places that they passed.
+    """Describe an error and its causes, with the lines of code that they passed through.
 
-    Not a traceback of the standard library, which reads the source files: no hook may touch a file
-    system.
+    The standard library's traceback is not used because it reads the source files, and no hook may
+    touch a file system.
     """
     lines: list[str] = []
     cause: BaseException | None = error
@@ -98,7 +99,7 @@ def described(error: BaseException) -> str:
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
-    """Make a method of an object with ``faults: Faults`` answer ``default()`` when it raises."""
+    """Make a method of an object with ``faults: Faults`` return ``default()`` when it raises."""
 
     def decorate(hook: F) -> F:
         name = hook.__name__.strip("_")
@@ -109,7 +110,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
             started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as error:  # the whole point: nothing may leave a hook
+            except Exception as error:  # nothing may leave a hook
                 self.faults.note(name, error)
                 return default()
             finally:

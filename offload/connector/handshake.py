@@ -1,4 +1,4 @@
-"""What crosses between the scheduler side and the worker side through vLLM."""
+"""The messages between the scheduler side and the worker side that travel through vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from offload.messages.report import RankState, StepReport
 
 @dataclass
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """One step's plan, from the scheduler to every worker, and what it takes the adapters for."""
+    """One step's plan, from the scheduler to every worker, with the adapter contents that it
+    assumes."""
 
     plan: StepPlan
     adapters: Mapping[AdapterName, bytes] = field(default_factory=dict)
@@ -26,8 +27,8 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is unt
 
 @dataclass
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """What one rank (after aggregation: all ranks) finished, its counters, and the LoRA adapters
-    that it has loaded."""
+    """The results of one rank (after aggregation: of all ranks), with its counters and the LoRA
+    adapters that it has loaded."""
 
     report: StepReport
     counters: dict[str, float] = field(default_factory=dict)
@@ -44,6 +45,6 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
 
 @dataclass
 class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """What the scheduler must know of a rank before it can plan."""
+    """The facts about a rank that the scheduler must know before it can plan."""
 
     state: RankState

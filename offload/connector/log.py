@@ -1,4 +1,4 @@
-"""Shows our log lines where vLLM shows its own."""
+"""Sends this project's log lines to vLLM's log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ PACKAGES = ("offload", "tiers", "policies")
 
 
 def adopt_vllm_logging() -> None:
-    """Send our loggers' lines to the handlers of vLLM's, at its level. Leaves loggers alone that
-    the user has configured. Idempotent."""
+    """Send the lines of this project's loggers to the handlers of vLLM's logger, at its level.
+
+    Leaves loggers alone that the user has configured. Idempotent.
+    """
     vllm = logging.getLogger("vllm")
     for name in PACKAGES:
         ours = logging.getLogger(name)

@@ -1,4 +1,4 @@
-"""vLLM's general plugin: makes the connector known under its short name."""
+"""vLLM's general plugin: registers the connector under its short name."""
 
 from __future__ import annotations
 

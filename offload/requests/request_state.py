@@ -150,7 +150,7 @@ class RequestState:
         self.outcome = RequestOutcome()
 
     def restart(self) -> None:
-        """Start again after a preemption: the blocks are gone, and everything is looked up
+        """Restart after a preemption: the blocks are gone, and everything is looked up
         again."""
         self.stores.restart()
         self.lookup.restart()

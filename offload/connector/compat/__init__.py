@@ -1,7 +1,7 @@
-"""Differences between the supported versions of vLLM. Everything else imports it from here.
+"""Differences between the supported versions of vLLM. All other modules import them from here.
 
 One module per range of versions, each with the same names; the installed vLLM decides which one is
-used. Owns no decision about blocks.
+used. Makes no decision about blocks.
 """
 
 from __future__ import annotations

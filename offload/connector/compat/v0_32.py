@@ -12,7 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 def plan_kv_cache(
     config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
 ) -> KVCacheConfig:
-    """The KV cache that vLLM gives one worker with layers of these specs and ``memory`` bytes.
+    """Plan the KV cache of one worker with layers of these specs and ``memory`` bytes.
 
-    Raises whatever vLLM raises where they do not fit."""
+    Raises whatever vLLM raises if they do not fit.
+    """
     return get_kv_cache_configs(config, [dict(specs)], [memory])[0]

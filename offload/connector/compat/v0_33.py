@@ -1,4 +1,4 @@
-"""vLLM 0.33: planning the KV cache has its own module, and groups are made first."""
+"""vLLM 0.33: KV cache planning is a separate module, and groups are made first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 def plan_kv_cache(
     config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
 ) -> KVCacheConfig:
-    """As in ``v0_32``."""
+    """See ``v0_32``."""
     layers = [dict(specs)]
     groups = get_global_kv_cache_groups(config, layers)
     config.adjust_dcp_kv_cache_interleave_size(groups)

@@ -1,1 +1,1 @@
-"""Describes vLLM's model: layout, identity, geometry. Knows no request."""
+"""Describes vLLM's model: layout, identity, geometry. Does not know requests."""

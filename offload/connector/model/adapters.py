@@ -1,11 +1,12 @@
 """Digests of the LoRA adapters that vLLM has loaded; their content is part of the keys.
 
-vLLM's hashes know an adapter by name and path only. What lies at the path when a request comes
-says nothing of what was loaded: adapters are replaced in place, kept, and loaded again. So each
-worker digests an adapter's files while vLLM loads it (``AdapterWatch``) and reports that with a
-step's answers; the scheduler (``AdapterBook``) reads no file. Until all ranks have reported the
-same, requests for that adapter stay outside. Each plan says what it takes the adapters for, and a
-worker that has loaded another content meanwhile refuses its copies.
+vLLM's hashes know an adapter only by name and path. The files at the path when a request arrives
+need not be those that were loaded: adapters are replaced in place, kept in memory, and loaded
+again. So each worker digests an adapter's files while vLLM loads it (``AdapterWatch``) and reports
+the digest with a step's results. The scheduler (``AdapterBook``) reads no file. Until all ranks
+have reported the same digest, requests for that adapter are excluded. Each plan says which content
+it assumes for the adapters, and a worker that has loaded other content in the meantime refuses its
+copies.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AdapterName = tuple[str, str]
-"""Name and path, by which vLLM's hashes tell adapters apart."""
+"""Name and path, by which vLLM's hashes identify adapters."""
 Loaded = Mapping[AdapterName, tuple[bytes, ...]]
-"""A digest for each time that an adapter was loaded, on any rank; empty bytes: nobody can say."""
+"""A digest for each time that an adapter was loaded, on any rank; empty if the content is
+unknown."""
 
 ASKS_MAX = 4
-"""So often a request is asked to come again for what its adapter holds. Two steps may be under way
-whose workers had not loaded it."""
+"""Number of times that a request is asked again while its adapter's content is unknown. Two steps
+may be under way whose workers had not loaded it."""
 ADAPTERS_MAX = 65_536
 
 
 class AdapterWatch:
-    """Digests what vLLM's LoRA manager loads in this process. Belongs to the model runner's
-    thread."""
+    """Digests the adapters that vLLM's LoRA manager loads in this process. Belongs to the model
+    runner's thread."""
 
     def __init__(self, lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
@@ -52,7 +54,8 @@ class AdapterWatch:
         self._news: dict[AdapterName, tuple[bytes, ...]] = {}
 
     def begin(self) -> None:
-        """See every load from now on. Where this vLLM loads in another way nothing is reported."""
+        """Observe every load from now on. If this vLLM loads adapters in another way, nothing is
+        reported."""
         _WATCHES.add(self)
         if not _observe_manager():
             logger.warning(
@@ -61,12 +64,12 @@ class AdapterWatch:
             )
 
     def load(self, request: LoRARequest, load: Callable[[], Any]) -> Any:
-        """Have vLLM load an adapter, and note what was in its files. Raises what ``load`` does."""
+        """Let vLLM load an adapter, and digest its files. Raises whatever ``load`` raises."""
         before = _state_at(request.lora_path)
         found = load()
         try:
             digest = _digest(request, before)
-        except Exception as error:  # vLLM has loaded it, which is what matters to it
+        except Exception as error:  # vLLM has loaded it, and a failed digest must not undo that
             logger.warning("kvtiers: adapter %s cannot be digested: %r", request.lora_name, error)
             digest = b""
         name = (request.lora_name, request.lora_path)
@@ -90,14 +93,16 @@ class AdapterBook:
 
     def __init__(self) -> None:
         self.ranks = 1
-        self._last: dict[AdapterName, deque[bytes]] = {}  # of each rank, the last
+        self._last: dict[AdapterName, deque[bytes]] = {}  # the last digest of each rank
         self._changed: set[AdapterName] = set()
         self._asked: dict[str, int] = {}
         self._users: dict[str, tuple[AdapterName, bytes]] = {}
 
     def identity_of(self, request: Request) -> bytes | None:
         """The part of a request's identity that vLLM's block hashes lack: its adapter's content.
-        ``None`` if that is not known."""
+
+        ``None`` if that is not known.
+        """
         name = _name_of(request)
         if name is None:
             return b""
@@ -107,8 +112,11 @@ class AdapterBook:
         return last[0] or None
 
     def may_come(self, request: Request) -> bool:
-        """Whether a worker may soon report the adapter of this request, which is asked again then:
-        vLLM loads some adapters only when a request for them runs."""
+        """True if a worker may soon report this request's adapter, so that the request is asked
+        again.
+
+        vLLM loads some adapters only when a request for them runs.
+        """
         name = _name_of(request)
         if name is None or name in self._changed or len(self._last.get(name, ())) >= self.ranks:
             return False
@@ -116,14 +124,14 @@ class AdapterBook:
         return asked <= ASKS_MAX
 
     def begin(self, request: Request, identity: bytes) -> None:
-        """The keys of this request are made with ``identity`` now."""
+        """Note that the keys of this request are made with ``identity``."""
         self._asked.pop(request.request_id, None)
         name = _name_of(request)
         if name is not None and identity:
             self._users[request.request_id] = name, identity
 
     def end(self, request_id: str) -> None:
-        """The request is over."""
+        """Forget a request that is over."""
         self._asked.pop(request_id, None)
         self._users.pop(request_id, None)
 
@@ -133,8 +141,10 @@ class AdapterBook:
         return dict(self._users.values())
 
     def take(self, loaded: Loaded) -> list[str]:
-        """Workers have loaded adapters. Returns the live requests whose adapter is not what their
-        keys say any more."""
+        """Take in adapters that workers have loaded.
+
+        Returns the live requests whose adapter no longer matches their keys.
+        """
         for name, digests in loaded.items():
             is_new = name not in self._last
             last = self._last.setdefault(name, deque(maxlen=self.ranks))
@@ -150,7 +160,8 @@ class AdapterBook:
         return [user for user, (name, _) in self._users.items() if name in self._changed]
 
     def forget(self) -> None:
-        """vLLM's prefix cache and the tiers are empty: an adapter is what was loaded last."""
+        """Forget all but the last content of each adapter, because vLLM's prefix cache and the
+        tiers are empty."""
         self._changed.clear()
 
 
@@ -166,7 +177,7 @@ _UNKNOWN = (
 
 
 def joined(one: Loaded, other: Loaded) -> Loaded:
-    """Merges the adapters that two ranks have loaded."""
+    """Merge the adapters that two ranks have loaded."""
     return {name: one.get(name, ()) + other.get(name, ()) for name in {**one, **other}}
 
 
@@ -176,8 +187,11 @@ def _name_of(request: Request) -> AdapterName | None:
 
 
 def _digest(request: LoRARequest, before: object) -> bytes:
-    """32 bytes for the files that were just loaded; none if they are not those of ``before``, or
-    nobody knows where they are. The Hub's cache names them by their content."""
+    """32 bytes for the files that were just loaded.
+
+    Empty if the files differ from those of ``before``, or if their place is unknown. The Hub's
+    cache names files by their content.
+    """
     place = find_model(os.path.expanduser(request.lora_path), None, None)
     files = adapter_files(place) if place is not None else []
     if not files:
@@ -191,7 +205,7 @@ def _digest(request: LoRARequest, before: object) -> bytes:
 
 
 def _state_at(path: str) -> object:
-    """By what a change of these files shows; ``None`` if there are none at this path."""
+    """A state that differs when these files change; ``None`` if there are none at this path."""
     try:
         place = Path(path).expanduser()
         return _states(adapter_files(place)) if place.exists() else None
@@ -212,8 +226,11 @@ _OBSERVERS: list[object] = []
 
 
 def _observe_manager() -> bool:
-    """Have every LoRA manager of this process tell the watches what it loads. vLLM tells connectors
-    nothing of adapters; this is the one place through which all their files come."""
+    """Make every LoRA manager of this process report its loads to the watches.
+
+    vLLM does not report adapters to connectors; this is the one place through which all their files
+    pass.
+    """
     original = vars(WorkerLoRAManager).get("_load_adapter")
     if original is None:
         return False

@@ -1,12 +1,13 @@
-"""vLLM's settings that cannot change the bytes of a KV block, and why; the namespace has the rest.
+"""Names the vLLM settings that cannot change the bytes of a KV block, and why.
 
-The rule: a setting is harmless if nothing that the model computes can see it, or if it only decides
-which tokens are computed in one step (vLLM's own prefix cache shares blocks over that within one
-server, too). Anything unexamined counts: a field of a newer vLLM leads to a separate namespace
-where it is set, and `tests/offload/connector/model/test_identity_sweep.py` fails until somebody has
-decided (docs/decisions/0044).
+The namespace contains all other settings. The rule: a setting is harmless if it has no influence on
+the model's computation, or if it only decides which tokens are computed in one step (vLLM's own
+prefix cache shares blocks across such differences within one server, too). Unknown settings are not
+harmless: a field of a newer vLLM leads to a separate namespace if it is set, and
+`tests/offload/connector/model/test_identity_sweep.py` fails until a developer has classified it
+(docs/decisions/0044).
 
-Pure data: reasons with the names, separated by blanks, that they hold for.
+Pure data: reasons, each with the names that it holds for, separated by blanks.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ OTHER_VARIABLES = (
     "TORCHDYNAMO_DISABLE TRITON_INTERPRET USE_DEFAULT_FLA_NORM USE_FLAGOS XHS_VIDEO_JPEG_QUALITY "
     "XPU_USE_TRITON_KERNEL"
 )
-"""Variables that vLLM does not list and that reach what it computes: kernels and precision."""
+"""Variables that vLLM does not list but that affect its computation: kernels and precision."""
 
 FILES: Mapping[str, str] = {
     _NAMED: "*.safetensors *.bin *.pt *.pth *.gguf *.ckpt *.tensors",
@@ -258,7 +259,7 @@ FILES: Mapping[str, str] = {
     "training": "trainer_state.json all_results.json train_results.json eval_results.json *.log "
     "*.tfevents.*",
 }
-"""Files of a model's folder, by pattern; hidden ones are left out, too."""
+"""Files of a model's folder, by pattern; hidden files are left out, too."""
 
 FILES_UNLESS_READ: Mapping[str, str] = {
     "tokenizer": "tokenizer* *tokenizer.json vocab.* merges.txt *.tiktoken *.jinja chat_template* "
@@ -267,29 +268,33 @@ FILES_UNLESS_READ: Mapping[str, str] = {
     "processor_config.json",
     "generation_config": "generation_config.json",
 }
-"""The same, unless the code of the model has a name with one of these words in it: keys are hashes
-of token ids, media are for models that take them, and generation is for the sampler."""
+"""Further harmless files, unless the model's code has a name with one of these words in it. Keys
+are hashes of token ids, media files matter only for models that take media, and generation settings
+affect only the sampler."""
 
 TRAINING_WEIGHTS = "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt rng_state*"
-"""Files with a suffix of weights that vLLM does not load."""
+"""Files that end like weights but that vLLM does not load."""
 
 
 @cache
 def fields_of(class_name: str) -> frozenset[str] | None:
-    """Harmless fields of a class of vLLM's configuration; ``None``: all of them."""
+    """Harmless fields of one of vLLM's configuration classes; ``None``: all of them."""
     names = " ".join(FIELDS.get(class_name, {}).values()).split()
     return None if ALL in names else frozenset(names)
 
 
 @cache
 def variables() -> frozenset[str]:
-    """Harmless environment variables."""
+    """The names of harmless environment variables."""
     return frozenset(" ".join(VARIABLES.values()).split())
 
 
 def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
-    """Whether a file of a model's folder cannot change KV; ``name`` without its folder,
-    ``may_read`` says whether a name with one of some words stands in the model's code."""
+    """True if a file of a model's folder cannot change KV.
+
+    ``name`` is without its folder; ``may_read`` says whether a name with one of these words occurs
+    in the model's code.
+    """
     patterns = " ".join(FILES.values()).split()
     for words, more in FILES_UNLESS_READ.items():
         patterns += [] if may_read(*words.split()) else more.split()
@@ -297,5 +302,5 @@ def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a file's name fits one of these patterns, in every locale alike."""
+    """True if a file's name matches one of these patterns, with the same result in every locale."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""``kvtiers doctor`` against the installed vLLM: probe the model, read the settings, report."""
+"""``kvtiers doctor`` with the installed vLLM: probes the model, reads the settings, and reports."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ if TYPE_CHECKING:
 def examine_model(
     model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
 ) -> Report:
-    """The report for one model; with ``transfer`` instead of the flags' --kv-transfer-config.
-    What vLLM refuses itself is reported in its own words."""
+    """Make the report for one model; ``transfer`` replaces the flags' --kv-transfer-config.
+
+    An error of vLLM is reported in vLLM's words.
+    """
     if model.startswith("-"):
         return refusal(model, "the model comes first: kvtiers doctor MODEL [vllm flags]")
     try:
         found, given = _ask(model, flags, transfer)
-    except ConfigError as error:  # vLLM has asked the connector which layout it wants
+    except ConfigError as error:  # vLLM has asked the connector for the layout
         report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
         return replace(report, refused=(*problems, *report.refused))
     except FlagsError as error:
         return refusal(model, f"vLLM does not understand these flags: {_first_words(error)}")
-    except SystemExit as error:  # a flag that makes vLLM print something and end
-        return refusal(model, f"vLLM ends at these flags (exit code {error.code})")
-    except Exception as error:  # any model, any flags: vLLM's reasons are as many as its checks
+    except SystemExit as error:  # a flag that makes vLLM print something and exit
+        return refusal(model, f"vLLM exits with these flags (exit code {error.code})")
+    except Exception as error:  # vLLM may refuse a model or flags with any exception
         return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
     config, notes, problems = _configuration(found.vllm_config)
 
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
         try:
             return _ask(model, [*flags, *more], transfer)[1]
-        except (SystemExit, Exception):  # as above; why does not matter for a hint
+        except (SystemExit, Exception):  # as above; the reason does not matter for a hint
             return None
 
     return examine(_facts(model, found, given, notes), config, problems, ask_again)
@@ -61,7 +63,7 @@ def _ask(
 
 
 def _first_words(error: Exception) -> str:
-    """The error's own text; pydantic wraps vLLM's in lines about the input."""
+    """The error's first words; pydantic wraps vLLM's text in lines about the input."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrapped = [line for line in lines if line.startswith("Value error, ")]
     text = wrapped[0].removeprefix("Value error, ") if wrapped else " ".join(lines)
@@ -70,7 +72,7 @@ def _first_words(error: Exception) -> str:
 
 def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -> Facts:
     asked = (
-        f"asked of vLLM {vllm.__version__} on its {found.platform} platform; block sizes may "
+        f"from vLLM {vllm.__version__} on its {found.platform} platform; block sizes may "
         "differ on others"
     )
     ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
@@ -99,8 +101,11 @@ def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
 
 
 def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], list[str]]:
-    """The offloading configuration with notes, what a server that starts warns of among them, and
-    problems. Another connector's is not read."""
+    """The offloading configuration with notes and problems.
+
+    The notes contain the warnings of a starting server. The settings of another connector are not
+    read.
+    """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != NAME:

@@ -1,9 +1,9 @@
-"""Describes on a worker how the bytes of its KV caches are ordered, for engines of other geometry.
+"""Describes the byte order of a worker's KV caches, for engines of other geometry.
 
 vLLM 0.32 shows every attention layer as ``[B, H, N, C]``: kernel blocks, heads, tokens, and the
-bytes of K and V (RFC #42082). Strides are taken from the real tensors. What the dimensions mean is
-only as good as the kernel's word, so a layer whose kernel is not known to keep them is described as
-a whole: it is read by ranks of the same shape or not at all.
+bytes of K and V (RFC #42082). Strides are taken from the real tensors. Only the kernel decides what
+the dimensions really contain. So a layer whose kernel is not known to follow them is described as a
+whole: only ranks of the same shape can read it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def describe(
     groups = []
     for group, regions in zip(layout.groups, registration.groups, strict=True):
         pages: dict[str, int] = {}
-        for region in regions.regions:  # in the order in which they lie in a slot
+        for region in regions.regions:  # in their order within a slot
             pages[region.layer] = pages.get(region.layer, 0) + region.page_bytes
         spec = kv_cache_config.kv_cache_groups[group.group]
         described = tuple(
@@ -100,7 +100,7 @@ def _spec_of(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
 
 
 def kernel_of(layer: Any) -> str:
-    """The name of the attention backend of a layer; empty where there is none."""
+    """The name of a layer's attention backend; empty if it has none."""
     find = getattr(layer, "get_attn_backend", None)
     return str(find().get_name()) if find is not None else ""
 
@@ -117,7 +117,7 @@ def _layer(
     found = None
     if len(tensors) == 1 and isinstance(spec, AttentionSpec) and tensors[0].dim() == 4:
         found = _attention(name, spec, kernel, tensors[0], num_blocks, block_tokens)
-    if found is not None and found.page_bytes == page_bytes:  # not where padding is cut off
+    if found is not None and found.page_bytes == page_bytes:  # not if padding is cut off
         return found
     shapes = [
         f"{t.shape[0] / num_blocks:g}x{list(t.shape[1:])}:{list(t.stride())} {t.dtype}"
@@ -136,7 +136,7 @@ def _attention(
     num_blocks: int,
     block_tokens: int,
 ) -> LayerGeometry | None:
-    """A layer of attention, if it is known how it may be split."""
+    """Describe an attention layer, if it is known how it may be split."""
     kernel_blocks, rest = divmod(tensor.shape[0], num_blocks)
     heads, tokens = tensor.shape[1], tensor.shape[2]
     if rest or kernel_blocks * tokens != block_tokens or heads != spec.num_kv_heads:
@@ -155,7 +155,7 @@ def _attention(
         if split == HEADS and kernel not in BY_HEAD:
             return None
         if tokens > 1 and step[TOKEN] != content:
-            return None  # a head's tokens do not lie side by side
+            return None  # a head's tokens are not contiguous
         content *= tokens
         sizes[TOKEN] = 1
     order = _order(sizes, step, content)
@@ -168,15 +168,18 @@ def _attention(
 
 
 def _is_quantized(spec: AttentionSpec) -> bool:
-    """Whether scales may lie beside the numbers, in places of the kernel's choice."""
+    """True if scales may lie beside the numbers, at places that the kernel chooses."""
     mode = getattr(spec, "kv_quant_mode", None)
     return bool(mode) and getattr(mode, "name", "NONE") != "NONE"
 
 
 def _order(sizes: Mapping[str, int], step: Mapping[str, int], unit: int) -> str | None:
-    """The axes from the widest stride to the narrowest; ``None`` if they overlap. Registration
-    (``offload.layout.registration``) keeps this order and closes the gaps, so that it says where a
-    unit lies in a slot. Axes of one element may have any stride: they come first."""
+    """The axes from the widest stride to the narrowest; ``None`` if they overlap.
+
+    Registration (``offload.layout.registration``) keeps this order and closes the gaps, so the
+    order tells where a unit lies in a slot. Axes of one element may have any stride: they come
+    first.
+    """
     single = [axis for axis in sizes if sizes[axis] == 1]
     several = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -step[axis])
     least = unit

@@ -1,9 +1,9 @@
-"""Collects from vLLM's configuration everything that decides what a stored block means.
+"""Collects everything in vLLM's configuration that decides the meaning of a stored block.
 
-Workers compute this, each for itself, and must agree. The scheduler takes it from them
-(`offload.planner.build`): they hold the weights and run the kernels. The live Hugging Face
-configuration is not read: models change it while they load. The number of blocks is left out on
-purpose: it may change from start to start.
+Each worker computes this independently, and all must agree. The scheduler takes it from them
+(`offload.planner.build`), because they hold the weights and run the kernels. The live Hugging Face
+configuration is not read, because models change it while they load. The number of blocks is left
+out on purpose: it may change between starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOADER_HARMLESS = (
     "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
     "verify_hash enable_weights_track"
 )
-"""Keys of ``model_loader_extra_config`` that say how to read, not what."""
+"""Keys of ``model_loader_extra_config`` that say how to read, not what to read."""
 
 
 def namespace_fields(
@@ -57,8 +57,8 @@ def namespace_fields(
 ) -> dict[str, Any]:
     """The fields of the namespace. Reads files of the model; raises ``OSError``.
 
-    The data-parallel rank is not part of it: replicas compute the same blocks and differ only in
-    their folder.
+    The data-parallel rank is not part of it: replicas compute the same blocks, and differ only in
+    their folders.
     """
     return {
         **content_of(vllm_config),
@@ -69,7 +69,7 @@ def namespace_fields(
 
 
 def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The fields that say what is computed, whatever its shape and its keys."""
+    """The fields that say what is computed, independent of its shape and its keys."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     draft = _draft_model(vllm_config)
     codes = [names_in(each) for each in (model, draft) if each is not None]
@@ -100,8 +100,11 @@ def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
 def weights_of(
     vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, place: Path | None
 ) -> dict[str, Any]:
-    """Identifies the weights. If they do not come from files, or that is unknown, the engine's id
-    is part of it: the blocks then belong to this engine alone."""
+    """Identifies the weights.
+
+    If they do not come from files, or if their origin is unknown, the engine's id is part of it:
+    the blocks then belong to this engine alone.
+    """
     kind = _not_from_files(vllm_config, load)
     subfolders = names_in(model).may_read("secondary_weights", "subfolder")
     found = {"kind": kind} if kind else loaded_weights(
@@ -115,20 +118,20 @@ def weights_of(
 
 
 def place_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
-    """Where the model's files are, as far as that can be found."""
+    """The path of the model's files, as far as it can be found."""
     name = model.model_weights or model.model
     return find_model(name, model.revision, vllm_config.load_config.download_dir)
 
 
 def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
-    """Where the configuration is, if it was given for itself."""
+    """The path of the configuration, if it was given separately."""
     if not model.hf_config_path:
         return None
     return find_model(model.hf_config_path, model.revision, vllm_config.load_config.download_dir)
 
 
 def seed_is_random(vllm_config: VllmConfig) -> bool:
-    """True if block hashes differ from start to start."""
+    """True if block hashes change with every start."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
 
@@ -173,8 +176,11 @@ def _model(
 def _if_read(
     vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, place: Path | None, overrides: Any
 ) -> dict[str, Any]:
-    """Settings that reach the forward pass of some models only: of those whose code names them,
-    and of long RoPE, which chooses between two sets of frequencies by the configured length."""
+    """Settings that affect the forward pass of some models only.
+
+    These are the models whose code names the settings. Long RoPE is one more case: it chooses
+    between two sets of frequencies by the configured length.
+    """
     found: dict[str, Any] = {}
     places = [_config_place(vllm_config, model) or place, place]
     if code.may_read("max_model_len") or _may_have_long_rope(places, overrides):
@@ -202,7 +208,7 @@ def _if_read(
 
 
 def _loader(load: LoadConfig) -> Any:
-    """The loader's settings beside its format."""
+    """The loader's settings, without its format."""
     extra = load.model_loader_extra_config or {}
     given = dict(extra.get("tensorizer_config", extra))
     harmless = _LOADER_HARMLESS.split()
@@ -210,16 +216,16 @@ def _loader(load: LoadConfig) -> Any:
 
 
 def _model_name(model: ModelConfig) -> str:
-    """The name as the user gave it: offline, vLLM replaces it by its place in the Hub's cache."""
+    """The name as the user gave it. Offline, vLLM replaces it by its path in the Hub's cache."""
     name = str(model.model_weights or model.model)
     snapshot = _SNAPSHOT.fullmatch(name)
     return snapshot[1].replace("--", "/", 1) if snapshot else name
 
 
 def _instructions() -> list[str]:
-    """The features that decide the kernels, and with them the bytes of a page, where vLLM chooses
-    them: the CPU's vector and matrix extensions, or the GPU's compute capability."""
-    # vLLM asks the management library: the engine process must not make a context on a GPU.
+    """The processor features by which vLLM chooses kernels, and with them the bytes of a page: the
+    CPU's vector and matrix extensions, or the GPU's compute capability."""
+    # vLLM asks the management library: the engine process must not create a context on a GPU.
     capability = current_platform.get_device_capability()
     if capability is not None:
         return [f"sm{capability.major}{capability.minor}"]
@@ -231,14 +237,15 @@ def _matrix_extensions() -> list[str]:
 
 
 def plain_overrides(model: ModelConfig) -> Any:
-    """``hf_overrides`` as JSON values; a function counts by its name, which is all it shows."""
+    """``hf_overrides`` as JSON values; a function counts by its name, because nothing else is known
+    of it."""
     if callable(model.hf_overrides):
         return f"function {plain(model.hf_overrides)}"
     return json.loads(json.dumps(model.hf_overrides, sort_keys=True, default=str))
 
 
 def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
-    """Whether the model has long RoPE, or nobody can say."""
+    """True if the model has long RoPE, or if that is unknown."""
     folders = [place if place.is_dir() else place.parent for place in places if place]
     files = [
         file
@@ -250,7 +257,7 @@ def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
 
 
 def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
-    """The draft model, whose KV lies in the same blocks; ``None`` where drafts need no model."""
+    """The draft model, whose KV lies in the same blocks; ``None`` if drafts need no model."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in ("ngram", "suffix"):
         return None
@@ -275,7 +282,7 @@ def _draft(
 def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
     """Algorithm and seed of the block hashes, by the rule of ``resolve_none_hash_seed``.
 
-    A random seed is known to one process only; the engine's id stands for it, because both change
+    A random seed is known to one process only. The engine's id replaces it, because both change
     with every start.
     """
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -291,7 +298,7 @@ def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
 def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
     parallel = vllm_config.parallel_config
     return {
-        # Experts lie on all replicas; those of other models compute each by itself.
+        # Experts are spread over all replicas; replicas of other models are independent.
         "data": 1 if parallel.is_moe_model is False else parallel.data_parallel_size,
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,
@@ -305,7 +312,7 @@ def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
 def geometry_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
 ) -> dict[str, Any]:
-    """How blocks are cut and laid out. The scheduler computes it, too."""
+    """The way in which blocks are cut and laid out. The scheduler computes it, too."""
     cache = vllm_config.cache_config
     return {
         "chunk_blocks": chunk_blocks,
@@ -325,8 +332,8 @@ def geometry_fields(
 
 
 def _spec(spec: KVCacheSpec) -> dict[str, Any]:
-    """A group's spec. For layers of different sizes the first layer's, which is all that the
-    scheduler gets to see of them; the tensors distinguish their pages."""
+    """A group's spec. For layers of different sizes it is the first layer's, because the scheduler
+    sees no other; the tensors distinguish their pages."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     fields = {
@@ -338,13 +345,13 @@ def _spec(spec: KVCacheSpec) -> dict[str, Any]:
 
 
 def _tensors(tensors: list[KVCacheTensor]) -> Any:
-    """All of them where that fits a manifest, else a digest."""
+    """All tensors if they fit into a manifest, else a digest."""
     found = [_tensor(tensor) for tensor in tensors]
     return found if len(found) <= TENSORS_SHOWN else {"count": len(found), "digest": _digest(found)}
 
 
 def _tensor(tensor: KVCacheTensor) -> dict[str, Any]:
-    """Where pages lie within a block; what grows with the number of blocks is left out."""
+    """The place of pages within a block, without values that grow with the number of blocks."""
     packed = tensor.layer_stride < tensor.block_stride
     return {
         "layers": _digest(list(tensor.layers)),

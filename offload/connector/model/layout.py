@@ -1,8 +1,8 @@
-"""Reads vLLM's KV cache configuration into our own types. The only place that knows its specs.
+"""Translates vLLM's KV cache configuration into types of this project.
 
-The scheduler's configuration names the same groups as the workers', but a group whose layers have
-different pages is flattened there to one layer's spec: tokens can be read from either,
-bytes only from a worker's (``page_regions``).
+No other module knows vLLM's specs. The scheduler's configuration names the same groups as the
+workers'. But there, a group whose layers have different pages is reduced to one layer's spec:
+tokens can be read from either, bytes only from a worker's (``page_regions``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 def model_layout(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_blocks: int
 ) -> ModelLayout:
-    """The checked geometry of a model. Raises ``LayoutError`` listing every offender.
+    """The checked layout of a model. Raises ``LayoutError`` listing every offender.
 
     On the scheduler's side ``block_bytes`` may be wrong for layers with different pages.
     """
@@ -60,7 +60,7 @@ def model_layout(
 def layout_input(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_blocks: int
 ) -> LayoutInput:
-    """Reads vLLM's layout, unchecked."""
+    """vLLM's layout, unchecked."""
     parallel = vllm_config.parallel_config
     dcp = parallel.decode_context_parallel_size
     specs = kv_cache_config.kv_cache_groups
@@ -84,8 +84,11 @@ def layout_input(
 
 def _draft_groups(groups: list[KVCacheGroupSpec], vllm_config: VllmConfig) -> set[int]:
     """Groups whose last block is dropped from hits, by vLLM's own rule
-    (``KVCacheCoordinator.eagle_group_ids``): those marked, with all that share their spec, or all
-    if a draft head is in use and none is marked."""
+    (``KVCacheCoordinator.eagle_group_ids``).
+
+    These are the marked groups and all that share their spec, or all groups if a draft head is in
+    use and none is marked.
+    """
     marked = {i for i, group in enumerate(groups) if group.is_eagle_group}
     speculative = vllm_config.speculative_config
     if not marked and speculative is not None and speculative.use_eagle_block_drop():
@@ -123,7 +126,7 @@ def _group_input(index: int, group: KVCacheGroupSpec, dcp: int, draft: bool) -> 
 
 
 def _restore_rule(layers: tuple[KVCacheSpec, ...]) -> str:
-    """The restore rule that all layers share, empty if they have none."""
+    """The restore rule that all layers share; empty if they have none in common."""
     rules = {_layer_rule(layer) for layer in layers}
     return rules.pop() if len(rules) == 1 else ""
 
@@ -137,8 +140,11 @@ def _layer_rule(spec: KVCacheSpec) -> str:
 
 
 def _window_tokens(spec: KVCacheSpec) -> int:
-    """Tokens before a boundary that are still read. vLLM keeps ``extra_retained_tokens`` more,
-    and caches whatever block it keeps, so these must be right as well."""
+    """The number of tokens before a boundary that are still read.
+
+    vLLM keeps ``extra_retained_tokens`` more, and caches every block that it keeps, so these must
+    be correct as well.
+    """
     if not isinstance(spec, SlidingWindowSpec):
         return 0
     return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
@@ -150,7 +156,7 @@ def _why_skipped(group: KVCacheGroupSpec) -> str:
     if isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec):
         return "encoder-only layers keep no KV"
     if not group.kv_cache_spec.prefix_cacheable:
-        return "scratch memory of one request, it takes no part in prefix caching"
+        return "scratch memory of one request, which takes no part in prefix caching"
     return ""
 
 
@@ -174,7 +180,7 @@ def layer_page_bytes(group: KVCacheGroupSpec) -> dict[str, int]:
 
 
 def _page_bytes(spec: KVCacheSpec) -> int:
-    """Bytes of a page without padding; 0 for kinds that have no such number."""
+    """Bytes of a page without padding; 0 for kinds without such a number."""
     if isinstance(spec, AttentionSpec):
         return int(spec.unpadded_page_size_bytes)
     return int(spec.real_page_size_bytes) if isinstance(spec, MambaSpec) else 0
@@ -185,7 +191,7 @@ def page_regions(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, LayerTensors],
 ) -> Registration:
-    """Where the pages of every offloaded layer lie on this worker.
+    """The addresses of the pages of every offloaded layer on this worker.
 
     Each layer's tensor is checked against vLLM's placement (``KVCacheTensor``). Raises
     ``PageSizeError`` naming layers without a tensor, without a group, or in the wrong place.
@@ -205,7 +211,7 @@ def page_regions(
 def _say_kernel_blocks(
     group: GroupLayout, num_blocks: int, layers: Mapping[str, LayerTensors]
 ) -> None:
-    """Say once per group where the attention kernel's blocks are smaller than vLLM's."""
+    """Log once per group if the attention kernel's blocks are smaller than vLLM's."""
     kernel_blocks = {as_list(tensors)[0].shape[0] for tensors in layers.values()}
     ratio = max(kernel_blocks, default=0) // num_blocks
     if ratio > 1:
@@ -219,8 +225,10 @@ def _say_kernel_blocks(
 
 
 def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -> None:
-    """Every layer of a group has a tensor, and every tensor's layer a group. Layers that reuse
-    another layer's cache (KV sharing) have no separate group."""
+    """Check that every layer of a group has a tensor, and every tensor's layer a group.
+
+    Layers that reuse another layer's cache (KV sharing) have no separate group.
+    """
     owners = {name: i for i, g in enumerate(config.kv_cache_groups) for name in g.layer_names}
     problems = [
         f"layer {name} of group {group} has no KV cache tensor ({len(kv_caches)} registered)"
@@ -230,7 +238,7 @@ def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -
     places = {_place(kv_caches[name]) for name in owners if name in kv_caches}
     problems += [
         f"layer {name} has a KV cache tensor but is in none of the "
-        f"{len(config.kv_cache_groups)} groups, and shares the memory of no layer that is"
+        f"{len(config.kv_cache_groups)} groups, and does not share the memory of a layer that is"
         for name, tensors in kv_caches.items()
         if name not in owners and _place(tensors) not in places
     ]
@@ -244,10 +252,10 @@ def _place(tensors: LayerTensors) -> tuple[int, ...]:
 def _check_places(
     layout: ModelLayout, config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]
 ) -> None:
-    """Each layer begins, and its blocks follow each other, where vLLM's placement says.
+    """Check that each layer and its blocks lie where vLLM's placement says.
 
-    ``KVCacheTensor``: block ``b`` of layer ``l`` is at ``offset + l * layer_stride +
-    b * block_stride`` of the backing storage.
+    ``KVCacheTensor``: block ``b`` of layer ``l`` is at ``offset + l * layer_stride + b *
+    block_stride`` of the backing storage.
     """
     offloaded = {name for group in layout.groups for name in group.layers}
     problems = [

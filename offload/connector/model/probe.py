@@ -1,8 +1,8 @@
 """Finds vLLM's layout of a model's KV caches without loading weights or allocating memory.
 
 The model is built on torch's meta device, exactly as a worker builds it, and vLLM's own functions
-derive block sizes, groups and placements from its attention layers. Process groups are
-stood in for by their sizes, so that any parallel layout can be asked about on one machine.
+derive block sizes, groups and placements from its attention layers. Stand-ins that know only their
+size replace the process groups, so that any parallel layout can be examined on one machine.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ PLAIN = {
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
 }
-"""Our connector with nothing configured, as it should be used. Hash and block sizes depend on
-whether a connector is used, and which kinds it takes."""
+"""This connector with an empty configuration, as it should be used. Hash and block sizes depend on
+whether a connector is used, and on which kinds it supports."""
 
 BYTES_TO_PLAN_WITH = 1 << 44
-"""Memory to lay blocks out in where the user gives none: large enough for any context."""
+"""Memory for the blocks if the user gives none: large enough for any context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
-    ``--block-size`` or ``None``; ``ignored`` are flags that are not the engine's; ``platform`` is
-    vLLM's name of what it would run on here; ``parameters`` are those of one rank."""
+    """The result of a probe.
+
+    ``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
+    ``--block-size`` or ``None``; ``ignored`` are flags that do not belong to the engine;
+    ``platform`` is vLLM's name of the platform here; ``parameters`` counts those of one rank.
+    """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -65,13 +68,16 @@ class Probe:
 
 
 class FlagsError(Exception):
-    """vLLM's parser does not understand the flags; the text says which and why."""
+    """vLLM's parser does not understand the flags; the text says which, and why."""
 
 
 class _EngineFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Reads flags as ``vllm serve`` does (``--max_model_len``, ``--config FILE``,
-    ``--kv-transfer-config.kv_role``, ...), which only ``parse_args`` does. What is no flag of the
-    engine's is put aside, and an error is raised instead of ending the process."""
+    """Parses flags as ``vllm serve`` does.
+
+    This includes ``--max_model_len``, ``--config FILE`` and ``--kv-transfer-config.kv_role``, which
+    only ``parse_args`` understands. Flags that do not belong to the engine are put aside, and an
+    error is raised instead of ending the process.
+    """
 
     ignored: Sequence[str] = ()
 
@@ -84,10 +90,10 @@ class _EngineFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is unt
 
 
 def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None) -> Probe:
-    """The KV cache configuration of a model under these flags of ``vllm serve``; with
-    ``transfer`` instead of their ``--kv-transfer-config``.
+    """Probe the KV cache configuration of a model under these flags of ``vllm serve``.
 
-    Raises ``FlagsError``, and whatever vLLM raises for a model or flags that it refuses itself.
+    ``transfer`` replaces their ``--kv-transfer-config``. Raises ``FlagsError``, and whatever vLLM
+    raises for a model or flags that it refuses.
     """
     parser = AsyncEngineArgs.add_cli_args(_EngineFlags())
     parsed = parser.parse_args(["--model", model, *flags])
@@ -111,7 +117,7 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
 
 
 class _StandInGroup:
-    """A process group seen from its rank 0 by code that only asks for sizes."""
+    """A process group as seen from its rank 0, by code that only asks for sizes."""
 
     device_communicator = None
     local_rank = rank = rank_in_group = 0
@@ -126,7 +132,7 @@ class _StandInGroup:
 
 @contextlib.contextmanager
 def _stand_in_groups(config: VllmConfig) -> Iterator[None]:
-    """Put stand-ins where vLLM keeps its process groups, for as long as the model is built."""
+    """Put stand-ins in the place of vLLM's process groups while the model is built."""
     parallel = config.parallel_config
     sizes = {
         "_WORLD": parallel.world_size,
@@ -153,8 +159,8 @@ def _stand_in_groups(config: VllmConfig) -> Iterator[None]:
 
 
 def _build_models(config: VllmConfig) -> int:
-    """Build the model, and the draft model if it has KV caches, on the meta device; how many
-    parameters the model has on this rank."""
+    """Build the model, and the draft model if it has KV caches, on the meta device; returns the
+    number of parameters of the model on this rank."""
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         model = initialize_model(config)
         parameters = int(sum(parameter.numel() for parameter in model.parameters()))
@@ -170,8 +176,11 @@ def _build_models(config: VllmConfig) -> int:
 
 
 def _draft_config(config: VllmConfig) -> VllmConfig:
-    """The configuration that vLLM's proposer gives to its draft model. Only the two fields that
-    this method reads are set: a whole proposer would need a model runner."""
+    """The configuration that vLLM's proposer gives to its draft model.
+
+    Only the two fields that this method reads are set: a complete proposer would need a model
+    runner.
+    """
     from vllm.v1.spec_decode.dflash import DFlashProposer
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.spec_decode.eagle import EagleProposer
@@ -187,7 +196,8 @@ def _draft_config(config: VllmConfig) -> VllmConfig:
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """As ``GPUModelRunner.get_kv_cache_spec``: layers that share another's cache have none."""
+    """Like ``GPUModelRunner.get_kv_cache_spec``: layers that share another layer's cache have
+    none."""
     specs = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):

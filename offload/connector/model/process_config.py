@@ -1,4 +1,4 @@
-"""Finds vLLM's whole configuration where vLLM hands over a part or a copy of it."""
+"""Finds vLLM's complete configuration in places where vLLM passes only a part or a copy of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from vllm.config import VllmConfig
 
 
 def configs_of(engine_id: str | None) -> list[VllmConfig]:
-    """The configurations in this process of the engine with this id: vLLM's own, and copies that
-    it has made for connectors within a connector. Looks at every object; for a start only."""
+    """The configurations in this process of the engine with this id.
+
+    They are vLLM's own, and copies that it has made for connectors within a connector. Looks at
+    every object, so it is only used at start.
+    """
     return [
         each for each in gc.get_objects() if type(each) is VllmConfig and _is_of(each, engine_id)
     ]
 
 
 def _is_of(config: VllmConfig, engine_id: str | None) -> bool:
-    transfer = getattr(config, "kv_transfer_config", None)  # it may be half made
+    transfer = getattr(config, "kv_transfer_config", None)  # the object may be half constructed
     return transfer is not None and transfer.engine_id == engine_id

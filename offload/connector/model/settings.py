@@ -1,7 +1,8 @@
-"""Settings, environment and libraries of vLLM that decide a KV block, beside the model's files.
+"""Settings, environment and libraries of vLLM that influence a KV block, apart from the model's
+files.
 
-Everything counts but what `offload.connector.model.cannot_change_kv` names. Values that are vLLM's
-defaults are left out: its version is in the namespace.
+Everything counts except the names in `offload.connector.model.cannot_change_kv`. Values that are
+vLLM's defaults are left out, because its version is in the namespace.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TEXT_MAX = 512
-"""Longer values count by a digest: a manifest has 64 KiB."""
+"""Longer values are replaced by a digest: a manifest has 64 KiB."""
 _SECRET = re.compile(r"secret|password|credential|access_key|api_key|auth_token", re.IGNORECASE)
 _KERNELS = (
     "aiter",
@@ -69,7 +70,7 @@ _OURS = "kvtiers"
 def settings_of(vllm_config: VllmConfig) -> dict[str, Any]:
     """vLLM's settings that may change KV and are not its defaults, by path.
 
-    Settings of the model and its draft are the model's own: see `counting`.
+    Settings of the model and its draft are separate: see `counting`.
     """
     own = {"model_config"}
     return {
@@ -79,7 +80,7 @@ def settings_of(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def counting(config: Any) -> Iterator[tuple[str, Any]]:
     """(path, plain value) of every field of a configuration object that may change KV and is not
-    its default. What another object holds is looked through, too."""
+    its default. Nested objects are searched, too."""
     harmless = fields_of(type(config).__name__)
     if harmless is None:
         return
@@ -101,13 +102,16 @@ def environment_of(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict
 
 
 def environment() -> Mapping[str, str]:
-    """This process's."""
+    """The environment of this process."""
     return os.environ
 
 
 def libraries(*, media: bool) -> dict[str, str]:
-    """Versions of what computes beside vLLM: packages with kernels and models, plugins of vLLM,
-    and with ``media`` what decodes and prepares images, video and sound."""
+    """Versions of the libraries that compute besides vLLM.
+
+    These are packages with kernels and models, plugins of vLLM, and with ``media`` the packages
+    that decode and prepare images, video and sound.
+    """
     found: dict[str, str] = {}
     for name in (*_KERNELS, *(_MEDIA if media else ())):
         try:
@@ -122,8 +126,10 @@ def libraries(*, media: bool) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON that is the same in every process and at every start: enums by name, long
-    values by digest, and nothing that looks like a credential."""
+    """A setting as JSON that is the same in every process and at every start.
+
+    Enums become names, long values digests, and values that look like credentials are removed.
+    """
     found = _json(value)
     text = json.dumps(found, sort_keys=True)
     return found if len(text) <= TEXT_MAX else f"sha256 {_digest(text)}"
@@ -149,7 +155,7 @@ def _json(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """Never an object's ``repr``, which may hold its address."""
+    """A plain object; never its ``repr``, which may hold its address."""
     kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind is value:
@@ -166,7 +172,7 @@ def _object(value: Any) -> Any:
 def _default(field: dataclasses.Field[Any]) -> Any:
     """The default of a field; ``None`` if it has none."""
     default = field.default
-    if isinstance(default, FieldInfo):  # pydantic keeps its own description there
+    if isinstance(default, FieldInfo):  # pydantic keeps its field description there
         if default.is_required():
             return None
         return default.get_default(call_default_factory=True, validated_data={})
@@ -186,7 +192,7 @@ def _digest(text: str) -> str:
 
 
 def file_digest(path: str | None) -> str | None:
-    """The content of a file that a setting names; ``None`` if there is none to read."""
+    """A digest of the file that a setting names; ``None`` if it cannot be read."""
     if not path or not Path(path).is_file():
         return None
     with Path(path).open("rb") as file:

@@ -1,9 +1,9 @@
-"""Names that a model's code can read: those in its own source file and in those it imports.
+"""Finds the names that a model's code can read, in its source file and in the files it imports.
 
-Some settings reach the forward pass of a few models only: Llama 4 scales its queries from position
-8,191 on, if ``max_model_len`` is above 32,768. Whether a model does such a thing is looked up in
-its source, not in a list: where a name stands, its setting counts. Code that cannot be found, or
-that starts other models which only its configuration names, counts as reading everything.
+Some settings affect the forward pass of a few models only: Llama 4 scales its queries from position
+8,191 on if ``max_model_len`` is above 32,768. The model's source decides whether that applies, not
+a list: if a name occurs there, its setting counts. Code that cannot be found, or that instantiates
+other models which only its configuration names, counts as reading everything.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ COMMON = frozenset(
     f"{MODELS}.{name}"
     for name in ("adapters", "config", "interfaces", "interfaces_base", "registry", "utils")
 )
-"""Modules that nearly every model imports for some function of theirs. What they read themselves
-is looked at in `tests/offload/connector/model/test_identity_sweep.py`."""
+"""Modules from which nearly every model imports some function.
+`tests/offload/connector/model/test_identity_sweep.py` checks which settings they read
+themselves."""
 _STARTS_OTHERS = frozenset({"init_vllm_registered_model", "with_hf_config", "initialize_model"})
 _ENVIRONMENT = ("os.getenv", "os.environ", "os.environ.get", "environ.get", "getenv")
 
 
 @dataclass(frozen=True)
 class CodeNames:
-    """Every identifier and short text in some source, and the environment variables that it
-    reads. ``whole`` is false if there may be more."""
+    """Every identifier and short text in some source, and the environment variables that it reads.
+
+    ``whole`` is false if there may be more.
+    """
 
     names: frozenset[str] = frozenset()
     variables: frozenset[str] = frozenset()
     whole: bool = True
 
     def may_read(self, *words: str) -> bool:
-        """Whether a name that contains one of these words stands there, or may."""
+        """True if a name that contains one of these words occurs there, or may occur."""
         return not self.whole or any(word in name for name in self.names for word in words)
 
 
@@ -59,7 +62,7 @@ UNKNOWN = CodeNames(whole=False)
 def names_in(model: ModelConfig) -> CodeNames:
     """The names in this model's code. Reads source files; never raises."""
     if model.multimodal_config is not None:
-        return UNKNOWN  # a text model inside, which its configuration alone may name
+        return UNKNOWN  # an inner text model, which only its configuration may name
     try:
         architecture = str(model.architecture)
         entry = ModelRegistry.models.get(architecture)
@@ -70,14 +73,14 @@ def names_in(model: ModelConfig) -> CodeNames:
         hook = MODELS_CONFIG_MAP.get(architecture)
         sources = [inspect.getsource(hook)] if hook is not None else []
         return _joined([found, *(_names(ast.parse(source), "").found for source in sources)])
-    except Exception as error:  # any code that anybody may have registered
-        logger.info("kvtiers: what the model's code reads cannot be said: %r", error)
+    except Exception as error:  # third-party code may be registered here
+        logger.info("kvtiers: cannot find out which settings the model's code reads: %r", error)
         return UNKNOWN
 
 
 @cache
 def _closure(module: str) -> CodeNames:
-    """All names of a module and of what it imports of its kind."""
+    """All names of a module and of the related modules that it imports."""
     seen: set[str] = set()
     waiting, found = [module], []
     while waiting:
@@ -111,7 +114,7 @@ def _names(tree: ast.Module, package: str) -> _Parsed:
         elif isinstance(node, ast.keyword) and node.arg:
             names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.isidentifier():  # not the prose of messages and docstrings
+            if node.value.isidentifier():  # without the text of messages and docstrings
                 names.add(node.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports |= set(_imported(node, package))
@@ -133,7 +136,7 @@ def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
 
 
 def _variables(node: ast.AST) -> Iterator[str]:
-    """Names of environment variables that are read by their text."""
+    """Names of environment variables that are read by their literal name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENVIRONMENT:
         keys: Iterable[ast.expr] = node.args[:1]
     elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in _ENVIRONMENT:
@@ -146,8 +149,8 @@ def _variables(node: ast.AST) -> Iterator[str]:
 
 
 def _is_kin(name: str, module: str) -> bool:
-    """Whether the module ``name`` belongs to the code of a model in ``module``: another model of
-    vLLM, or a part of the same package elsewhere."""
+    """True if the module ``name`` belongs to the code of a model in ``module``: another model of
+    vLLM, or a part of the same third-party package."""
     if name in COMMON:
         return False
     if module.startswith("vllm."):
@@ -157,7 +160,7 @@ def _is_kin(name: str, module: str) -> bool:
 
 @cache
 def _source(module: str) -> Path | None:
-    """The file of a module, which is not imported for it; ``None`` if there is none."""
+    """The source file of a module, found without importing it; ``None`` if there is none."""
     top, _, rest = module.partition(".")
     loaded = sys.modules.get(top)
     spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(top)

@@ -3,8 +3,9 @@
 A file of the Hugging Face cache is a link to a blob named by its content: the name is enough. Any
 other file of weights counts by name, size, modification time and a digest over samples of its
 bytes: about 1 MiB from the start (where safetensors keep names, types and places of all tensors),
-the end and evenly in between. Training changes nearly every tensor, so samples catch it; the time
-of modification catches the rest. All other files count by their content.
+from the end, and from evenly spaced places in between. Training changes nearly every tensor, so
+samples detect it; the modification time detects other changes. All other files count by their
+content.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _FILE_FORMATS = (
     "auto hf safetensors pt npcache fastsafetensors instanttensor mistral sharded_state "
     "runai_streamer runai_streamer_sharded gguf bitsandbytes"
 )
-"""Load formats that read the model's own folder."""
+"""Load formats that read the model's folder."""
 
 
 def find_model(model: str, revision: str | None, cache: str | None) -> Path | None:
     """The folder or file that holds a model: a local path, or its snapshot in the Hub's cache.
 
-    ``cache`` is vLLM's configured download folder (``None``: the Hub's default). ``None`` if it
-    is neither, for example an object store's address, or not downloaded yet, or if vLLM loads from
-    another hub.
+    ``cache`` is vLLM's configured download folder (``None``: the Hub's default). Returns ``None``
+    if the model is neither, for example an object store's address, or not downloaded yet, or if
+    vLLM loads from another hub.
     """
     if os.path.exists(model):
         return Path(model)
@@ -56,7 +57,7 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
 
 
 def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
-    """Identifies these weights; ``kind`` is ``unknown`` where nothing can be said.
+    """Identifies these weights; ``kind`` is ``unknown`` if they cannot be identified.
 
     ``subfolders``: the model's code may load from those, too.
     """
@@ -75,8 +76,10 @@ def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[st
 def loaded_weights(
     load_format: str, extra: object, place: Path | None, *, subfolders: bool = False
 ) -> dict[str, Any]:
-    """The same for the weights that a load format takes, which need not be the model's files.
-    ``extra`` is vLLM's ``model_loader_extra_config``."""
+    """The same for the weights that a load format reads, which need not be the model's files.
+
+    ``extra`` is vLLM's ``model_loader_extra_config``.
+    """
     if load_format in _FILE_FORMATS.split():
         return weights_identity(place, subfolders=subfolders)
     if load_format == "tensorizer" and isinstance(extra, Mapping):
@@ -85,8 +88,11 @@ def loaded_weights(
 
 
 def model_files(place: Path | None, may_read: Callable[..., bool]) -> dict[str, str]:
-    """A digest of each file in the model's folder that is not weights and may change KV, by name.
-    ``may_read``: see `offload.connector.model.cannot_change_kv`. Many files are one digest."""
+    """A digest by name for each file in the model's folder that is not weights and may change KV.
+
+    ``may_read``: see `offload.connector.model.cannot_change_kv`. Many files are combined into one
+    digest.
+    """
     if place is None:
         return {}
     folder = place if place.is_dir() else place.parent
@@ -100,7 +106,7 @@ def model_files(place: Path | None, may_read: Callable[..., bool]) -> dict[str, 
 
 
 def adapter_files(place: Path) -> list[Path]:
-    """The files of a LoRA adapter that decide what it computes."""
+    """The files of a LoRA adapter that influence its computation."""
     config = place / "adapter_config.json"
     return [*_weight_files(place, subfolders=False), *([config] if config.is_file() else [])]
 
@@ -116,12 +122,12 @@ def file_identity(file: Path) -> list[Any]:
 
 
 def digest_of(files: Iterable[Path]) -> bytes:
-    """32 bytes that tell these files from others."""
+    """32 bytes that distinguish these files from others."""
     return bytes.fromhex(_digest(file_identity(file) for file in files))
 
 
 def _weight_files(place: Path, *, subfolders: bool) -> list[Path]:
-    """The files of a folder that end like weights, by name; a file stands for itself."""
+    """The files of a folder that end like weights, by name. A path to a file gives that file."""
     if place.is_file():
         return [place]
     entries = place.rglob("*") if subfolders else place.iterdir()
@@ -135,7 +141,7 @@ def _weight_files(place: Path, *, subfolders: bool) -> list[Path]:
 
 
 def _tensorized(extra: Mapping[str, Any]) -> Path | None:
-    """The file or, of sharded weights, the folder of tensorizer's, if it is on this machine."""
+    """Tensorizer's file or, for sharded weights, its folder, if it is on this machine."""
     given = extra.get("tensorizer_config", extra)
     uri = str(given.get("tensorizer_uri") or given.get("tensorizer_dir") or "")
     place = Path(uri.removeprefix("file://"))
