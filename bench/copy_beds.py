@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, PageRegion
-from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, gpu_node
+from tiers.copy.cuda_engine import CudaCopyEngine, gpu_node
+from tiers.copy.cuda_paths import CopyPath
 from tiers.copy.host_engine import HostCopyEngine
 from tiers.copy.host_loop import memmove_loop
 from tiers.slab.slab import HostSlab
@@ -175,14 +176,16 @@ class CudaBed(Bed):
     def engines(
         self, regions: GroupRegions, slab: HostSlab, num_blocks: int
     ) -> Mapping[str, CopyEngine]:
-        engines: dict[str, CopyEngine] = {}
         chosen = CudaCopyEngine([regions], slab, device=self._device, num_blocks=num_blocks)
-        engines[f"kvtiers ({chosen.paths()[0].name.lower()})"] = chosen
+        paths = {way: choice.path for (_, way), choice in chosen.choices().items()}
+        text = ", ".join(f"{way} {path.name.lower()}" for way, path in paths.items())
+        engines: dict[str, CopyEngine] = {f"kvtiers ({text})": chosen}
         for path in (CopyPath.BATCH, CopyPath.KERNEL):
             one = CudaCopyEngine(
                 [regions], slab, device=self._device, num_blocks=num_blocks, path=path
             )
-            if one.paths()[0] is path and path is not chosen.paths()[0]:
+            is_possible = {choice.path for choice in one.choices().values()} == {path}
+            if is_possible and {*paths.values()} != {path}:
                 engines[f"forced {path.name.lower()}"] = one
             else:
                 one.close()

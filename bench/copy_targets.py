@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-TARGETS = {"contiguous": 0.95, "separate": 0.90}
-"""Least share of one large copy, in each direction, for chunks of 1 MiB and more: of the separate
-layout these are 32 pages of 32 KiB and more."""
+TARGETS = {"contiguous": (1, 0.95), "separate": (2, 0.90)}
+"""By layout, the smallest chunks in MiB that have a target, and their least share of one large
+copy in each direction. 2 MiB of the separate layout are 32 pages of 64 KiB. At 32 KiB submitting a
+descriptor takes about as long as its bytes, so there is nothing to promise."""
 
 
 def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:
@@ -25,12 +26,20 @@ def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]
             yield row["case"], row["series"], values["GB/s"], values["share"]
 
 
+def target_of(case: str) -> float:
+    """The least share of a case; 0 if it has none."""
+    layout, size, direction = case.split(", ")
+    number, unit = size.split(" ")
+    smallest, target = TARGETS.get(layout, (0, 0.0))
+    has_one = direction != "both" and unit == "MiB" and int(number) >= smallest
+    return target if has_one else 0.0
+
+
 def missed(report: Mapping[str, Any]) -> list[str]:
     """The cases that fell short of their target, in words."""
     short = []
     for case, _, _, share in shares(report):
-        layout, size, direction = case.split(", ")
-        target = TARGETS.get(layout, 0.0) if size.endswith(" MiB") and direction != "both" else 0.0
+        target = target_of(case)
         if share < target:
             short.append(f"{case}: {share:.3f} of the large copy, not {target}")
     return short
@@ -38,8 +47,8 @@ def missed(report: Mapping[str, Any]) -> list[str]:
 
 def untried(report: Mapping[str, Any]) -> list[str]:
     """The targets about which the report says nothing, in words."""
-    cases = [case.split(", ") for case, *_ in shares(report)]
-    tried = {(layout, way) for layout, size, way in cases if size.endswith(" MiB")}
+    cases = [case.split(", ") for case, *_ in shares(report) if target_of(case)]
+    tried = {(layout, way) for layout, _, way in cases}
     wanted = [(layout, way) for layout in TARGETS for way in ("store", "load")]
     return [
         f"{layout}, {way}: not measured" for layout, way in wanted if (layout, way) not in tried

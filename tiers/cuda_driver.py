@@ -1,9 +1,9 @@
-"""The few functions of the CUDA driver that copies and pinning need, through ctypes.
+"""The functions of the CUDA driver that copies, pinning and the copy kernel need, through ctypes.
 
-The driver library exists wherever CUDA works, so neither a compiler nor the ``cuda-bindings``
-package is required, and a batch of copies is passed as arrays, without a Python object per copy.
-Signatures are those of the CUDA driver API reference. An exported name never changes its signature,
-and the batch copy is requested in its 12.8 form by version.
+The driver library exists wherever CUDA works, and a batch of copies is passed as arrays, without a
+Python object per copy. The tests compare every signature, constant and struct with ``cuda.h``. An
+exported name never changes its signature, and the batch copy is requested in its 12.8 form by
+version.
 
 Importable everywhere; ``load_driver`` raises ``DriverError`` where there is no CUDA.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,11 @@ Addresses = npt.NDArray[np.int64]
 BATCH_COPY_VERSION = 12080
 """``cuMemcpyBatchAsync`` as of CUDA 12.8: with a ``failIdx`` argument (13.0 dropped it)."""
 
+BATCH_COPIES_MAX = 1024
+"""Copies of one ``cuMemcpyBatchAsync`` at most. Drivers were seen to crash at 51,828 and to hang
+(vLLM issue 49276); a call takes about half a microsecond per copy, and with several calls the GPU
+copies while the next is being submitted."""
+
 _SUCCESS = 0
 _REGISTER_PORTABLE = 0x1  # pinned for every context of the process
 _REGISTER_DEVICEMAP = 0x2  # mapped into the GPU's address space, for the gather kernel
@@ -33,6 +38,7 @@ _EVENT_BLOCKING_SYNC = 1  # waiting for it sleeps instead of spinning
 _EVENT_DISABLE_TIMING = 2
 _ACCESS_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_SYMBOL_FOUND = 0  # CU_GET_PROC_ADDRESS_SUCCESS
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 _pointer = ctypes.c_void_p
@@ -51,6 +57,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuCtxPopCurrent_v2": [_pointer],
     "cuMemHostRegister_v2": [_pointer, _size, ctypes.c_uint],
     "cuMemHostUnregister": [_pointer],
+    "cuMemAlloc_v2": [_pointer, _size],
+    "cuMemFree_v2": [ctypes.c_uint64],
     "cuMemcpyAsync": [ctypes.c_uint64, ctypes.c_uint64, _size, _pointer],
     "cuThreadExchangeStreamCaptureMode": [_pointer],
     "cuCtxGetStreamPriorityRange": [_pointer, _pointer],
@@ -62,6 +70,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuEventRecord": [_pointer, _pointer],
     "cuEventSynchronize": [_pointer],
     "cuEventDestroy_v2": [_pointer],
+    "cuModuleLoadData": [_pointer, ctypes.c_char_p],
+    "cuModuleUnload": [_pointer],
+    "cuModuleGetFunction": [_pointer, _pointer, ctypes.c_char_p],
+    "cuLaunchKernel": [_pointer, *[ctypes.c_uint] * 7, _pointer, _pointer, _pointer],
     "cuGetErrorString": [ctypes.c_int, _pointer],
     "cuGetProcAddress_v2": [ctypes.c_char_p, _pointer, ctypes.c_int, ctypes.c_uint64, _pointer],
 }
@@ -108,10 +120,7 @@ class DriverError(Exception):
 
 
 class Driver:
-    """Calls of the CUDA driver, each raising ``DriverError``. Usable from any thread.
-
-    ``library`` is libcuda (or, in tests, an object with functions of the same names).
-    """
+    """Calls of the CUDA driver, each raising ``DriverError``. Usable from any thread."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -238,14 +247,25 @@ class Driver:
         """Submit one copy per entry. Where host memory is not pinned, each waits for its copy."""
         copies = zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True)
         for target, start, nbytes in copies:
-            self._call("cuMemcpyAsync", target, start, nbytes, stream)
+            self.copy_one(target, start, nbytes, stream)
+
+    def copy_one(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Submit one copy."""
+        self._call("cuMemcpyAsync", to, source, nbytes, stream)
 
     def copy_batch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
-        """Submit all copies by one call. They run in stream order as a whole and in any order
-        among themselves. Arrays of shape ``[n]``, contiguous; sizes above 0."""
+        """Submit all copies, up to ``BATCH_COPIES_MAX`` per call. They run after what was
+        submitted to ``stream`` before and in any order among themselves. Arrays of shape ``[n]``,
+        contiguous; sizes above 0."""
+        for start in range(0, len(sizes), BATCH_COPIES_MAX):
+            part = slice(start, start + BATCH_COPIES_MAX)
+            self._copy_part(to[part], source[part], sizes[part], stream, start)
+
+    def _copy_part(
+        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, start: int
+    ) -> None:
+        """Submit one call's copies, the ``start``-th of their job and those after it."""
         assert self._batch_copy is not None, "ask has_batch_copy first"
-        if len(sizes) == 0:
-            return
         attributes = MemcpyAttributes(
             src_access_order=_ACCESS_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE
         )
@@ -263,9 +283,48 @@ class Driver:
             stream,
         )
         if code != _SUCCESS:
-            text = f"cuMemcpyBatchAsync of {len(sizes)} copies (failed at {failed_at.value})"
+            at = start + failed_at.value
+            text = f"cuMemcpyBatchAsync of {len(sizes)} copies (failed at copy {at} of the job)"
             kind = f"cuMemcpyBatchAsync: {code}"
             raise DriverError(f"{text}: {self._error_text(code)}", code, kind)
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate memory on the current context's device; ``free`` undoes."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Undo ``allocate``."""
+        self._call("cuMemFree_v2", address)
+
+    def load_module(self, image: bytes) -> int:
+        """Load PTX, which the driver compiles for the current context's device."""
+        module = ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), image)
+        return module.value or 0
+
+    def unload_module(self, module: int) -> None:
+        """Undo ``load_module``. None of its kernels may be running."""
+        self._call("cuModuleUnload", module)
+
+    def find_kernel(self, module: int, name: bytes) -> int:
+        """Return the handle of a module's kernel."""
+        kernel = ctypes.c_void_p()
+        self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name)
+        return kernel.value or 0
+
+    def launch(
+        self, kernel: int, blocks: int, threads: int, stream: int, numbers: Sequence[int]
+    ) -> None:
+        """Launch a kernel whose arguments are 8-byte integers and device addresses."""
+        values = (ctypes.c_int64 * len(numbers))(*numbers)
+        start, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
+        pointers = (ctypes.c_void_p * len(numbers))(
+            *(start + i * size for i in range(len(numbers)))
+        )
+        grid = (blocks, 1, 1, threads, 1, 1, 0)
+        self._call("cuLaunchKernel", kernel, *grid, stream, ctypes.addressof(pointers), None)
 
     def _find_batch_copy(self) -> Any | None:
         address = ctypes.c_void_p()
@@ -277,8 +336,8 @@ class Driver:
             0,
             ctypes.byref(found),
         )
-        # ``found`` 0 is CU_GET_PROC_ADDRESS_SUCCESS; older drivers know no such function.
-        if code != _SUCCESS or found.value != 0 or not address.value:
+        # Older drivers know no such function.
+        if code != _SUCCESS or found.value != _SYMBOL_FOUND or not address.value:
             return None
         return _BatchCopy(address.value)
 
@@ -299,10 +358,10 @@ class Driver:
 
 
 @functools.cache
-def load_driver() -> Driver:
+def load_driver(path: str = "libcuda.so.1") -> Driver:
     """The machine's driver. Raises ``DriverError`` where there is none or no device."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise DriverError(f"this machine has no CUDA driver ({error})") from error
     try:

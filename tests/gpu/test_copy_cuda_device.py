@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from tiers.copy.base import CopyBatch, GroupRegions, PageRegion, Ticket, TransferError
-from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine, gpu_node
+from tiers.copy.cuda_engine import CudaCopyEngine, gpu_node
+from tiers.copy.cuda_paths import CopyPath
 from tiers.cuda_driver import load_driver
 from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab, SlabError
@@ -99,7 +100,7 @@ def path(request: pytest.FixtureRequest) -> CopyPath:
 @pytest.fixture
 def device(path: CopyPath) -> Iterator[Device]:
     one = Device(32768, contiguous=False, path=path)
-    assert one.engine.paths() == {0: path}
+    assert {choice.path for choice in one.engine.choices().values()} == {path}
     yield one
     one.close()
 

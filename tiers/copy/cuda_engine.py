@@ -5,80 +5,44 @@ stream by events alone: a store reads its blocks only after the forward pass tha
 overwrites its blocks only after the forward pass that may still read them, and a ticket is done
 only when the copy engine has finished.
 
-How a group's bytes move is chosen once, from the size of its pages (``choose_path``), and logged.
+How a group's bytes move in each direction is measured once, when the engine starts
+(``tiers.copy.cuda_paths``), and logged.
 
-Not yet run on a GPU: checked against the driver's documentation and, in the tests, against a
-driver that is simulated behind the same C functions. ``tests/gpu`` waits for a machine.
+Not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu`` waits for a
+machine.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+
+import numpy as np
 
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
+from tiers.copy.cuda_kernel import CopyKernel
 from tiers.copy.cuda_lanes import CudaEvent, CudaLane, EventPool
+from tiers.copy.cuda_paths import (
+    SAMPLE_BYTES,
+    SAMPLE_COPIES,
+    Choice,
+    CopyPath,
+    Means,
+    choose,
+    possible_paths,
+    rate_of,
+)
 from tiers.copy.descriptors import CopyShape, DescriptorBuilder, Descriptors
 from tiers.copy.failures import Failures, type_name
-from tiers.cuda_driver import Addresses, Driver, DriverError, load_driver
+from tiers.cuda_driver import Driver, DriverError, load_driver
 from tiers.slab.numa import NODES, PCI_DEVICES, node_count, pci_node
 from tiers.slab.slab import HostSlab
 
 logger = logging.getLogger(__name__)
-
-KERNEL_BELOW_BYTES = 16 * 1024
-"""Copies smaller than this go through the kernel: at 50 GB/s their bytes take less than about
-0.3 us, which is less than a copy engine needs for a descriptor. Not measured yet."""
-
-KERNEL_ALIGNMENT = 16
-"""The kernel requires this alignment of every address and size."""
-
-
-class CopyPath(enum.Enum):
-    """The way in which copies are submitted to the GPU."""
-
-    BATCH = "one batched driver call"
-    KERNEL = "a gather/scatter kernel"
-    EACH = "one driver call per copy"
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """The capabilities of this machine: the batched call (CUDA 12.8), and the kernel (Triton, and
-    registered memory that kernels reach at its host address)."""
-
-    batch: bool
-    kernel: bool
-
-
-def choose_path(shape: CopyShape, means: Means, wanted: CopyPath | None = None) -> CopyPath:
-    """Choose the path for copies of this shape. ``wanted`` overrides the choice where possible."""
-    kernel = means.kernel and shape.alignment % KERNEL_ALIGNMENT == 0
-    if wanted is CopyPath.KERNEL and kernel:
-        return wanted
-    if wanted is CopyPath.BATCH and means.batch:
-        return wanted
-    if wanted is CopyPath.EACH:
-        return wanted
-    if kernel and shape.smallest_bytes < KERNEL_BELOW_BYTES and shape.copies_per_block > 1:
-        return CopyPath.KERNEL
-    return CopyPath.BATCH if means.batch else CopyPath.EACH
-
-
-class Kernel(Protocol):
-    """The gather/scatter kernel."""
-
-    def launch(
-        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
-    ) -> None:
-        """Submit copies to ``stream``. Everything that they read is first appended to ``kept``,
-        which must be held until they have run, also when this raises."""
 
 
 class CudaCopyEngine(CopyEngine):
@@ -87,13 +51,14 @@ class CudaCopyEngine(CopyEngine):
 
     ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not pinned, or not yet, work
     too: the driver copies them one by one through its internal memory, slowly, and no other job
-    waits for the pinning. ``num_blocks`` bounds block ids. ``path`` forces a way of copying where
-    possible, for measurements. ``driver``, ``kernel`` and ``compute_stream`` (the model's stream,
-    as a handle) replace CUDA in tests.
+    waits for the pinning. ``num_blocks`` bounds block ids; without it nothing is measured. ``path``
+    forces a way of copying where possible, for measurements. ``driver``, ``compute_stream`` (the
+    model's stream, as a handle) and ``clock`` replace CUDA in tests.
 
-    The model-runner thread, on whose current stream the model runs, calls ``record_event``; one
-    other thread calls everything else. Raises ``DriverError`` where there is no CUDA and
-    ``ValueError`` when a chunk does not fit a slot.
+    While it starts it copies blocks to the first pinned slots and back, so nothing else may use
+    either by then. The model-runner thread, on whose current stream the model runs, calls
+    ``record_event``; one other thread calls everything else. Raises ``DriverError`` where there is
+    no CUDA and ``ValueError`` when a chunk does not fit a slot.
     """
 
     def __init__(
@@ -105,10 +70,12 @@ class CudaCopyEngine(CopyEngine):
         num_blocks: int | None = None,
         path: CopyPath | None = None,
         driver: Driver | None = None,
-        kernel: Callable[[int], Kernel] | None = None,
         compute_stream: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._slab = slab
+        self._groups = {group.group: group for group in groups}
+        self._num_blocks = num_blocks
         self._descriptors = DescriptorBuilder(
             groups,
             slab_address=slab.address,
@@ -117,22 +84,24 @@ class CudaCopyEngine(CopyEngine):
             num_blocks=num_blocks,
         )
         self._driver = driver or load_driver()
-        device = _torch_device() if device is None else device
+        self._device = device = _torch_device() if device is None else device
         self._handle = self._driver.device(device)
-        shapes = {group.group: self._descriptors.shape(group.group) for group in groups}
-        self._kernel = self._load_kernel(kernel or _triton_kernel, device, shapes, path)
-        means = Means(batch=self._driver.has_batch_copy, kernel=self._kernel is not None)
-        self._paths = {group: choose_path(shape, means, path) for group, shape in shapes.items()}
         self._compute_stream = compute_stream or (lambda: _torch_stream(device))
         self._failures = Failures(_kind_of)
         self._closed = False
+        self._kernel: CopyKernel | None = None
+        shapes = {group: self._descriptors.shape(group) for group in self._groups}
         with ExitStack() as undo:
             self._context = self._driver.retain_context(self._handle)
             undo.callback(self._driver.release_context, self._handle)
             self._events = EventPool(self._driver)
             undo.callback(self._close_events)
+            undo.callback(self._close_kernel)  # after the lanes: they have run everything by then
             self._store = self._lane("store", undo)
             self._load = self._lane("load", undo)
+            paths = self._possible_paths(shapes, path)
+            with self._driver.within(self._context):
+                self._choices = self._measure(paths, clock)
             self._report(shapes)
             self._undo = undo.pop_all()
 
@@ -154,9 +123,12 @@ class CudaCopyEngine(CopyEngine):
         self._closed = True
         self._undo.close()
 
-    def paths(self) -> dict[int, CopyPath]:
-        """Return the path chosen for each group."""
-        return dict(self._paths)
+    def choices(self) -> dict[tuple[int, str], Choice]:
+        """Return how each group is copied, by group and direction (``store``, ``load``)."""
+        return {
+            (group, "store" if to_slab else "load"): choice
+            for (group, to_slab), choice in self._choices.items()
+        }
 
     def failures(self) -> dict[str, int]:
         """Count the failures by kind; each kind is logged once (``tiers.copy.failures``)."""
@@ -166,6 +138,11 @@ class CudaCopyEngine(CopyEngine):
         lane = CudaLane(name, self._driver, self._context, self._events, self._failures)
         undo.callback(lane.close)
         return lane
+
+    def _close_kernel(self) -> None:
+        if self._kernel is not None:
+            with self._driver.within(self._context):
+                self._kernel.close()
 
     def _close_events(self) -> None:
         with self._driver.within(self._context):
@@ -184,7 +161,8 @@ class CudaCopyEngine(CopyEngine):
         checked before the first byte moves."""
         by_path: dict[CopyPath, list[CopyBatch]] = {}
         for batch in batches:
-            by_path.setdefault(self._paths.get(batch.group, CopyPath.EACH), []).append(batch)
+            choice = self._choices.get((batch.group, to_slab))
+            by_path.setdefault(choice.path if choice else CopyPath.EACH, []).append(batch)
         built = [(path, self._descriptors.build(some)) for path, some in by_path.items()]
         self._refuse_lost_slots(built)
         pinned_end = self._slab.slot_address(self._slab.pinned_slots)
@@ -208,7 +186,7 @@ class CudaCopyEngine(CopyEngine):
             to, source = source, to
         kept.append(copies)  # the driver may still read the arrays after it returns
         if path is CopyPath.KERNEL and self._kernel is not None:
-            self._kernel.launch(to, source, copies.sizes, stream, kept)
+            self._kernel.launch(to, source, copies.sizes, stream)
         elif path is CopyPath.BATCH:
             self._driver.copy_batch(to, source, copies.sizes, stream)
         else:
@@ -222,40 +200,110 @@ class CudaCopyEngine(CopyEngine):
         if failure and any((copies.slots >= ready_end).any() for _, copies in built):
             raise TransferError(f"the slab is not ready: {failure}") from failure
 
-    def _load_kernel(
-        self,
-        load: Callable[[int], Kernel],
-        device: int,
-        shapes: dict[int, CopyShape],
-        wanted: CopyPath | None,
-    ) -> Kernel | None:
-        """Return the kernel if a group would use it and it is available."""
-        ideal = Means(batch=True, kernel=self._driver.can_use_host_pointers(self._handle))
-        choices = [choose_path(shape, ideal, wanted) for shape in shapes.values()]
-        if CopyPath.KERNEL not in choices:
-            return None
-        try:
-            return load(device)
-        except Exception as error:  # no Triton, no compiler, an unsupported GPU
-            logger.warning(
-                "the gather/scatter kernel cannot be used (%s: %s); small pages are copied by "
-                "the copy engine, which is slower",
-                type(error).__name__,
-                error,
-            )
-            return None
+    def _possible_paths(
+        self, shapes: Mapping[int, CopyShape], wanted: CopyPath | None
+    ) -> dict[int, tuple[CopyPath, ...]]:
+        """The ways in which this machine can copy each group; loads the kernel if one needs it."""
+        # Where registered memory has another address on the GPU (WSL2), both fail for good.
+        shared = self._driver.can_use_host_pointers(self._handle)
+        means = Means(batch=self._driver.has_batch_copy and shared, kernel=shared)
+        paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
+        if any(CopyPath.KERNEL in some for some in paths.values()):
+            self._kernel = self._load_kernel()
+        if self._kernel is None:
+            means = Means(batch=means.batch, kernel=False)
+            paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
+        return paths
 
-    def _report(self, shapes: dict[int, CopyShape]) -> None:
-        for group, shape in shapes.items():
+    def _load_kernel(self) -> CopyKernel | None:
+        with self._driver.within(self._context), ExitStack() as undo:
+            try:
+                kernel = CopyKernel(self._driver, self._events, self._device)
+                undo.callback(kernel.close)
+                for lane in (self._store, self._load):
+                    kernel.attach(lane.stream)
+            except Exception as error:  # an unsupported GPU, no memory: the batch does it all
+                text = "the gather/scatter kernel cannot be used (%s: %s); small pages are slower"
+                logger.warning(text, type(error).__name__, error)
+                return None
+            undo.pop_all()
+        return kernel
+
+    def _measure(
+        self, paths: Mapping[int, tuple[CopyPath, ...]], clock: Callable[[], float]
+    ) -> dict[tuple[int, bool], Choice]:
+        """Choose the path of each group and direction. The store comes first, so that the load
+        puts back what is there already; without the one, the other is not measured either."""
+        samples = {group: self._sample(group) if len(paths[group]) > 1 else None for group in paths}
+        if any(samples.values()):
+            after = self._events.record(self._compute_stream())  # the caches may yet be zeroed
+            for lane in (self._store, self._load):
+                self._driver.stream_wait_event(lane.stream, after.handle)
+        choices = {}
+        for group, some in paths.items():
+            stored = self._rates(samples[group], some, True, clock)
+            loaded = self._rates(samples[group], some, False, clock) if stored else {}
+            choices[group, True] = choose(some, stored)
+            choices[group, False] = choose(some, loaded)
+        return choices
+
+    def _rates(
+        self,
+        copies: Descriptors | None,
+        paths: tuple[CopyPath, ...],
+        to_slab: bool,
+        clock: Callable[[], float],
+    ) -> dict[CopyPath, float]:
+        """Copy the sample by each path; empty without a sample, or if a path fails."""
+        if copies is None:
+            return {}
+        stream = (self._store if to_slab else self._load).stream
+        kept: list[object] = []
+
+        def copy(path: CopyPath) -> None:
+            self._launch(path, copies, to_slab, stream, kept)
+            self._driver.synchronize_stream(stream)
+
+        try:
+            return {path: rate_of(partial(copy, path), copies.nbytes, clock) for path in paths}
+        except DriverError as error:
+            logger.warning("the ways of copying could not be compared: %s", error)
+            return {}
+
+    def _sample(self, group: int) -> Descriptors | None:
+        """Copies of the first blocks and pinned slots; ``None`` if there are too few to tell."""
+        regions = self._groups[group]
+        chunks = min(
+            self._slab.pinned_slots,
+            (self._num_blocks or 0) // regions.chunk_blocks,
+            max(1, SAMPLE_BYTES // regions.chunk_bytes),
+            max(1, SAMPLE_COPIES // (regions.chunk_blocks * len(regions.regions))),
+        )
+        if chunks < 1:
+            return None
+        blocks = np.arange(chunks * regions.chunk_blocks).reshape(chunks, -1)
+        return self._descriptors.build([CopyBatch(group, blocks, np.arange(chunks))])
+
+    def _report(self, shapes: Mapping[int, CopyShape]) -> None:
+        for (group, to_slab), choice in self._choices.items():
+            shape = shapes[group]
             logger.info(
-                "group %d: %d copies per block of at least %s bytes, by %s",
+                "group %d, %s: %d copies per block of at least %s bytes, by %s%s",
                 group,
+                "store" if to_slab else "load",
                 shape.copies_per_block,
                 f"{shape.smallest_bytes:,}",
-                self._paths[group].value,
+                choice.path.value,
+                _rates_text(choice),
             )
         if not self._slab.pinned:
             logger.warning("the slab is not pinned: copies to and from the GPU will be slow")
+
+
+def _rates_text(choice: Choice) -> str:
+    """The measured rates, in brackets; empty if nothing was measured."""
+    rates = [f"{path.value} {rate / 1e9:.1f} GB/s" for path, rate in choice.rates.items()]
+    return f" (measured: {', '.join(rates)})" if rates else ""
 
 
 def gpu_node(
@@ -280,12 +328,6 @@ def gpu_node(
 
 def _kind_of(error: Exception) -> str:
     return error.kind if isinstance(error, DriverError) else type_name(error)
-
-
-def _triton_kernel(device: int) -> Kernel:
-    from tiers.copy.cuda_kernel import CopyKernel
-
-    return CopyKernel(device)
 
 
 def _torch_device() -> int:

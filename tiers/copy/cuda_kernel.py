@@ -1,125 +1,135 @@
-"""A Triton kernel that performs a list of copies between the GPU and registered host memory.
+"""The copy kernel: performs a list of copies between the GPU and registered host memory.
 
 For pages so small that the copy engine spends more time on a descriptor than on its bytes. A few
 thread blocks keep enough bytes in flight for the bus, so the model loses a few of its
 multiprocessors, and only while a copy runs.
 
-Importing this module needs torch and Triton, so the engine imports it only when a group asks for
-the kernel. Compiled for Hopper and run in Triton's interpreter by the tests; not yet run on a GPU.
+Its source is ``copy_list.cu``. The driver loads ``copy_list.ptx``, made from it, so neither Triton
+nor a compiler is needed. The tests run the source on the host and assemble the PTX for four
+generations of GPUs; it has not yet run on a GPU.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-import torch
-import triton
-import triton.language as tl
 
-Addresses = npt.NDArray[np.int64]
+from tiers.copy.cuda_lanes import CudaEvent, EventPool
+from tiers.cuda_driver import Addresses, Driver
+from tiers.slab.cuda_registrar import CudaRegistrar
+from tiers.slab.slab import HostSlab
 
-PROGRAMS = 16
-"""Thread blocks per launch. 16 x 8 KiB in flight cover the bus's latency times its rate (50 GB/s
-x 1 to 2 us) with an eighth of an H100's multiprocessors. Not measured."""
+PTX = Path(__file__).with_name("copy_list.ptx")
+NAME = b"kvtiers_copy_list"
 
-WORDS = 1024
-"""8-byte words that one thread block moves per step."""
+BLOCKS = 16
+"""Thread blocks per launch. Each of their 128 warps has 2 KiB in flight: 256 KiB cover the bus's
+latency times its rate (50 GB/s x 1 to 2 us) with an eighth of an H100's multiprocessors."""
 
-WARPS = 8
+THREADS = 256
 
 LIST_COPIES = 8192
 """Copies of one launch at most: 192 KiB of list."""
 
-PREPARED_LISTS = 8
+LISTS = 8
+"""Launches of one stream that may wait to run; the next one waits for the oldest of them."""
 
-
-# Not specialized on the count: every length of list is then one compiled kernel.
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]  # Triton has no types
-def copy_list_kernel(lists, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # ditto
-    """``lists`` is ``[3, count]`` int64: targets, sources, sizes in bytes; every number a multiple
-    of 16, which lets a thread move 16 bytes at once. Each program takes every n-th copy."""
-    for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        to = tl.load(lists + i).to(tl.pointer_type(tl.int64))
-        source = tl.load(lists + count + i).to(tl.pointer_type(tl.int64))
-        words = tl.load(lists + 2 * count + i) // 8
-        to = tl.multiple_of(to, 16)
-        source = tl.multiple_of(source, 16)
-        words = tl.multiple_of(words, 2)
-        for start in range(0, words, WORDS):
-            at = start + tl.arange(0, WORDS)
-            inside = at < words
-            values = tl.load(source + at, mask=inside)
-            tl.store(to + at, values, mask=inside)
-
-
-class _Lists:
-    """Memory for one launch's list, pinned and on the device. It returns to the pool when it is no
-    longer referenced; the launcher holds it until the launch has run."""
-
-    def __init__(self, host: Any, device: Any, pool: deque[tuple[Any, Any]]) -> None:
-        self.host = host
-        self.device = device
-        self._pool = pool
-
-    def __del__(self) -> None:
-        self._pool.append((self.host, self.device))
+_COPY_BYTES: Final = 3 * 8  # target, source, size
 
 
 class CopyKernel:
-    """Launches the kernel on one device. It compiles and allocates at construction, so that later
-    no copy waits for a compiler, and no allocation makes the GPU's streams wait for each other.
-    Raises whatever torch or Triton raise where they cannot be used.
+    """Launches the kernel on one device. It loads, allocates and pins at construction and in
+    ``attach``, so that later no copy waits for a compiler, and no allocation makes the GPU's
+    streams wait for each other. Raises ``DriverError`` or ``SlabError`` where it cannot be used.
 
-    Ownership: any thread may launch; the pool is a deque, whose ``append`` and ``pop`` are atomic.
+    The context must be current wherever this is called. ``close`` only when every stream has run
+    what was launched on it.
+
+    Ownership: each attached stream has one launching thread.
     """
 
-    list_copies = LIST_COPIES
+    def __init__(self, driver: Driver, events: EventPool, device: int) -> None:
+        self._driver = driver
+        self._events = events
+        self._device = device
+        self._lists: dict[int, _Lists] = {}
+        with ExitStack() as undo:
+            module = driver.load_module(PTX.read_bytes())
+            undo.callback(driver.unload_module, module)
+            self._kernel = driver.find_kernel(module, NAME)
+            self._undo = undo.pop_all()
 
-    def __init__(self, device: int) -> None:
-        self._device = torch.device("cuda", device)
-        self._pool: deque[tuple[Any, Any]] = deque(self._allocate() for _ in range(PREPARED_LISTS))
-        self._warm_up()
-
-    def launch(
-        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
-    ) -> None:
-        """Submit all copies to ``stream``. Shapes ``[n]``. Everything that the GPU reads for them
-        is appended to ``kept``: hold it until they have run, also when this raises, since the first
-        of several launches may be in progress."""
-        for start in range(0, len(sizes), self.list_copies):
-            part = slice(start, start + self.list_copies)
-            self._launch_one(to[part], source[part], sizes[part], stream, kept)
-
-    def _launch_one(
-        self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, kept: list[object]
-    ) -> None:
-        count = len(sizes)
-        try:
-            host, device = self._pool.pop()
-        except IndexError:
-            host, device = self._allocate()
-        kept.append(_Lists(host, device, self._pool))
-        np.concatenate([to, source, sizes], out=host.numpy()[: 3 * count])
-        self._submit(host, device, count, stream)
-
-    # The three functions below are all that needs a GPU.
-
-    def _submit(self, host: Any, device: Any, count: int, stream: int) -> None:
-        external = torch.cuda.ExternalStream(stream, device=self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(external):
-            device[: 3 * count].copy_(host[: 3 * count], non_blocking=True)
-            copy_list_kernel[(PROGRAMS,)](device, count, WORDS=WORDS, num_warps=WARPS)
-
-    def _allocate(self) -> tuple[Any, Any]:
-        host = torch.empty(3 * LIST_COPIES, dtype=torch.int64, pin_memory=True)
-        return host, torch.empty(3 * LIST_COPIES, dtype=torch.int64, device=self._device)
-
-    def _warm_up(self) -> None:
+    def attach(self, stream: int) -> None:
+        """Prepare launches on ``stream``, and launch once: a kernel may be loaded only then."""
+        lists = _Lists(self._driver, self._events, self._device)
+        self._undo.callback(lists.close)
+        self._lists[stream] = lists
         nothing = np.empty(0, dtype=np.int64)
-        stream = torch.cuda.Stream(self._device)
-        kept: list[object] = []
-        self._launch_one(nothing, nothing, nothing, stream.cuda_stream, kept)
-        stream.synchronize()
+        self._launch(nothing, nothing, nothing, stream)
+        self._driver.synchronize_stream(stream)
+
+    def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
+        """Submit all copies to ``stream``. Shapes ``[n]``. Waits for the oldest launch if too many
+        of this stream have not run."""
+        for start in range(0, len(sizes), LIST_COPIES):
+            part = slice(start, start + LIST_COPIES)
+            self._launch(to[part], source[part], sizes[part], stream)
+
+    def close(self) -> None:
+        """Free what the launches read."""
+        self._lists.clear()
+        self._undo.close()
+
+    def _launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
+        count = len(sizes)
+        lists = self._lists[stream]
+        host, on_host, on_device = lists.take(stream)
+        np.concatenate([to, source, sizes], out=host[: 3 * count])
+        if count:
+            self._driver.copy_one(on_device, on_host, count * _COPY_BYTES, stream)
+        self._driver.launch(self._kernel, BLOCKS, THREADS, stream, (on_device, count))
+        lists.launched(stream)
+
+
+class _Lists:
+    """Memory for the lists of one stream, registered and on the device. They are used in turn;
+    each is written again only when the launch that read it last has run."""
+
+    def __init__(self, driver: Driver, events: EventPool, device: int) -> None:
+        self._driver = driver
+        self._events = events
+        self._next = 0
+        # A list that was taken is busy until its event; without one, until its stream has run all.
+        self._busy: list[CudaEvent | int | None] = [None] * LISTS
+        nbytes = LIST_COPIES * _COPY_BYTES
+        with ExitStack() as undo:
+            self._device = driver.allocate(LISTS * nbytes)
+            undo.callback(driver.free, self._device)
+            registrar = CudaRegistrar(device, driver)
+            self._slab = HostSlab(nbytes, LISTS, pin=True, registrar=registrar, background=False)
+            undo.callback(self._slab.close)
+            self._undo = undo.pop_all()
+
+    def take(self, stream: int) -> tuple[Addresses, int, int]:
+        """The next list: its memory, its address on the host and on the device."""
+        busy = self._busy[self._next]
+        if isinstance(busy, CudaEvent):
+            self._driver.synchronize_event(busy.handle)
+        elif busy is not None:
+            self._driver.synchronize_stream(busy)
+        self._busy[self._next] = stream
+        device = self._device + self._next * self._slab.slot_bytes
+        host = self._slab.slot_view(self._next, self._slab.slot_bytes).view(np.int64)
+        return host, self._slab.slot_address(self._next), device
+
+    def launched(self, stream: int) -> None:
+        """The launch that reads the list taken last is on its stream."""
+        at, self._next = self._next, (self._next + 1) % LISTS
+        self._busy[at] = self._events.record(stream)
+
+    def close(self) -> None:
+        self._busy.clear()
+        self._undo.close()

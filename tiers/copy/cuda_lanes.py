@@ -10,6 +10,7 @@ pooled in a deque, whose ``append`` and ``pop`` are atomic.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -21,7 +22,7 @@ from typing import TypeAlias
 from tiers.copy.base import Ticket, TransferError
 from tiers.copy.failures import Failures
 from tiers.copy.lanes import FutureTicket
-from tiers.cuda_driver import Driver
+from tiers.cuda_driver import Driver, DriverError
 
 Job: TypeAlias = Callable[[int, list[object]], None]
 """``job(stream, kept)`` submits copies to ``stream``. It appends everything that the GPU reads for
@@ -113,6 +114,11 @@ class CudaLane:
             self.close()
             raise
 
+    @property
+    def stream(self) -> int:
+        """The lane's stream; submit to it only before the first job."""
+        return self._stream
+
     def submit(self, job: Job, after: CudaEvent | None) -> Ticket:
         """Queue a job that runs after ``after``; the ticket completes when it has been copied."""
         ticket = FutureTicket()
@@ -123,7 +129,7 @@ class CudaLane:
         return ticket
 
     def close(self) -> None:
-        """Run what is queued, then end the threads and free the stream. Idempotent."""
+        """Run everything, then end the threads and free the stream. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -132,6 +138,8 @@ class CudaLane:
             (self._flights if number else self._jobs).put(None)
             thread.join()
         with self._driver.within(self._context):
+            with contextlib.suppress(DriverError):  # each job reports its errors
+                self._driver.synchronize_stream(self._stream)
             self._driver.destroy_stream(self._stream)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:

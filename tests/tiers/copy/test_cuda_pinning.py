@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.libcuda import strict_cuda
 from tests.patience import PATIENCE_S
-from tests.tiers.copy.engine_on_fake_cuda import BLOCKS, SLOTS, World
-from tests.tiers.copy.fake_cuda import FakeCuda
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, SLOTS, World
 from tests.tiers.copy.known_caches import Cache, batch, separate_layers
 from tiers.copy.base import TransferError
-from tiers.copy.cuda_engine import CopyPath, CudaCopyEngine
-from tiers.cuda_driver import Driver
+from tiers.copy.cuda_engine import CudaCopyEngine
+from tiers.copy.cuda_paths import CopyPath
 from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab, SlabError
 
@@ -60,8 +60,8 @@ async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
     await asyncio.wait_for(stored.completed(), PATIENCE_S)
     for slot, row in zip(slots, rows, strict=True):
         np.testing.assert_array_equal(slow.slot(slot), slow.cache.chunk(row), f"seed {seed}")
-    assert slow.cuda.calls.count("cuMemcpyBatchAsync") == 1  # slot 0: 4 copies
-    assert slow.cuda.calls.count("cuMemcpyAsync") == 4 * (SLOTS - 1)
+    assert slow.cuda.calls("cuMemcpyBatchAsync") == 1  # slot 0: 4 copies
+    assert slow.cuda.calls("cuMemcpyAsync") == 4 * (SLOTS - 1)
     slow.cache.storage[:] = 0
     await slow.engine.submit_load([batch(slots, rows)], slow.engine.record_event()).completed()
     np.testing.assert_array_equal(slow.cache.storage, ~before, f"seed {seed}")
@@ -69,7 +69,7 @@ async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
     Slow.permits.release(SLOTS)
     slow.slab.wait_ready()
     await slow.engine.submit_store([batch(slots, rows)]).completed()
-    assert slow.cuda.calls.count("cuMemcpyAsync") == 2 * 4 * (SLOTS - 1), "all are pinned now"
+    assert slow.cuda.calls("cuMemcpyAsync") == 2 * 4 * (SLOTS - 1), "all are pinned now"
 
 
 async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: World) -> None:
@@ -96,37 +96,33 @@ async def test_closing_does_not_wait_for_the_pinning(slow: World) -> None:
 
 async def test_pieces_pinned_before_a_failure_stay_fast(cache: Cache) -> None:
     """With the fallback: slots before the failed piece go by the batch, the others one by one."""
-    cuda = FakeCuda()
-    cuda.on_device(cache.storage)
-    cuda.make_current()
-    driver = Driver(cuda)
-    cuda.fail_nth["cuMemHostRegister_v2"] = 3, 2
-    slab = HostSlab(
-        cache.regions.chunk_bytes,
-        SLOTS,
-        pin=True,
-        pin_fallback=True,
-        registrar=CudaRegistrar(0, driver),
-        piece_bytes=1,
-        background=False,
-    )
-    engine = CudaCopyEngine(
-        [cache.regions],
-        slab,
-        device=0,
-        path=CopyPath.BATCH,
-        driver=driver,
-        compute_stream=lambda: 0,
-    )
-    await engine.submit_store([batch([0, 1], [[0, 1], [2, 3]])]).completed()
-    assert "cuMemcpyAsync" not in cuda.calls
-    await engine.submit_store([batch([1, 2], [[0, 1], [2, 3]])]).completed()
-    assert cuda.calls.count("cuMemcpyAsync") == 4
-    engine.close()
-    slab.close()
-    cuda.stop()
-    assert cuda.errors == []
-    assert cuda.retained == 0
+    with strict_cuda() as cuda:
+        cuda.on_device(cache.storage.ctypes.data, cache.storage.nbytes)
+        cuda.make_current()
+        cuda.fail("cuMemHostRegister_v2", 2, nth=3)
+        slab = HostSlab(
+            cache.regions.chunk_bytes,
+            SLOTS,
+            pin=True,
+            pin_fallback=True,
+            registrar=CudaRegistrar(0, cuda.driver),
+            piece_bytes=1,
+            background=False,
+        )
+        engine = CudaCopyEngine(
+            [cache.regions],
+            slab,
+            device=0,
+            path=CopyPath.BATCH,
+            driver=cuda.driver,
+            compute_stream=lambda: 0,
+        )
+        await engine.submit_store([batch([0, 1], [[0, 1], [2, 3]])]).completed()
+        assert cuda.calls("cuMemcpyAsync") == 0
+        await engine.submit_store([batch([1, 2], [[0, 1], [2, 3]])]).completed()
+        assert cuda.calls("cuMemcpyAsync") == 4
+        engine.close()
+        slab.close()
 
 
 async def test_memory_that_is_not_pinned_is_copied_one_by_one(
@@ -135,31 +131,44 @@ async def test_memory_that_is_not_pinned_is_copied_one_by_one(
     world = World(cache, pin=False, path=CopyPath.BATCH)
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
-    assert "cuMemcpyBatchAsync" not in world.cuda.calls
+    assert world.cuda.calls("cuMemcpyBatchAsync") == 0
     assert "the slab is not pinned" in caplog.text
     world.close()
 
 
 async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: Cache) -> None:
-    cuda = FakeCuda()
-    cuda.on_device(cache.storage)
-    cuda.make_current()
-    driver = Driver(cuda)
-    cuda.fail["cuMemHostRegister_v2"] = 2
-    slab = HostSlab(cache.regions.chunk_bytes, SLOTS, pin=True, registrar=CudaRegistrar(0, driver))
-    engine = CudaCopyEngine(
-        [cache.regions],
-        slab,
-        device=0,
-        path=CopyPath.BATCH,
-        driver=driver,
-        compute_stream=lambda: 0,
-    )
-    with pytest.raises(SlabError):
-        slab.wait_ready()
-    with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
-        await engine.submit_store([batch([0], [[0, 1]])]).completed()
-    engine.close()
-    slab.close()
-    cuda.stop()
-    assert cuda.errors == []
+    with strict_cuda() as cuda:
+        cuda.on_device(cache.storage.ctypes.data, cache.storage.nbytes)
+        cuda.make_current()
+        cuda.fail("cuMemHostRegister_v2", 2)
+        registrar = CudaRegistrar(0, cuda.driver)
+        slab = HostSlab(cache.regions.chunk_bytes, SLOTS, pin=True, registrar=registrar)
+        engine = CudaCopyEngine(
+            [cache.regions],
+            slab,
+            device=0,
+            path=CopyPath.BATCH,
+            driver=cuda.driver,
+            compute_stream=lambda: 0,
+        )
+        with pytest.raises(SlabError):
+            slab.wait_ready()
+        with pytest.raises(TransferError, match=r"not ready: cannot pin .* out of memory \(2\)"):
+            await engine.submit_store([batch([0], [[0, 1]])]).completed()
+        engine.close()
+        slab.close()
+
+
+async def test_memory_that_was_unregistered_too_early_is_noticed(cache: Cache) -> None:
+    """The control of every test here: the library sees a slab that goes before its copies."""
+    world = World(cache, path=CopyPath.BATCH)
+    world.cuda.hold()
+    ticket = world.engine.submit_store([batch([0], [[0, 1]])])
+    world.cuda.await_call("cuMemcpyBatchAsync")
+    [(address, _)] = list(world.cuda.registered().items())[-1:]
+    world.cuda.driver.unregister(address)
+    world.cuda.release()
+    await ticket.completed()
+    assert set(world.cuda.notes()) == {"a batched copy of memory that was unregistered or freed"}
+    with pytest.raises(AssertionError, match="unregistered or freed"):
+        world.close()

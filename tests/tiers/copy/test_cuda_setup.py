@@ -2,67 +2,163 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.tiers.copy.fake_cuda import FakeCuda
-from tiers.copy.cuda_engine import KERNEL_BELOW_BYTES, CopyPath, Means, choose_path, gpu_node
+from tests.libcuda import strict_cuda
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, MODEL_STREAM, World
+from tests.tiers.copy.known_caches import separate_layers
+from tiers.copy.cuda_engine import gpu_node
+from tiers.copy.cuda_paths import (
+    KERNEL_BELOW_BYTES,
+    KERNEL_UP_TO_BYTES,
+    Choice,
+    CopyPath,
+    Means,
+    choose,
+    possible_paths,
+)
 from tiers.copy.descriptors import CopyShape
-from tiers.cuda_driver import Driver, DriverError, load_driver
+from tiers.cuda_driver import DriverError
 from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.pinning import PinningError
 from tiers.slab.slab import HostSlab, SlabError
 
-SMALL, LARGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES
+BATCH, KERNEL, EACH = CopyPath.BATCH, CopyPath.KERNEL, CopyPath.EACH
+SMALL, LARGE, HUGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES, KERNEL_UP_TO_BYTES + 16
 ALL = Means(batch=True, kernel=True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "means", "wanted", "path"),
+    ("shape", "means", "wanted", "paths"),
     [
-        (CopyShape(32, LARGE, 4096), ALL, None, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 16), ALL, None, CopyPath.KERNEL),
-        (CopyShape(32, SMALL, 8), ALL, None, CopyPath.BATCH),
-        (CopyShape(1, SMALL, 4096), ALL, None, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), Means(batch=True, kernel=False), None, CopyPath.BATCH),
-        (CopyShape(32, LARGE, 4096), Means(batch=False, kernel=True), None, CopyPath.EACH),
-        (CopyShape(32, LARGE, 4096), ALL, CopyPath.KERNEL, CopyPath.KERNEL),
-        (CopyShape(32, SMALL, 8), ALL, CopyPath.KERNEL, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), ALL, CopyPath.BATCH, CopyPath.BATCH),
-        (CopyShape(32, SMALL, 4096), ALL, CopyPath.EACH, CopyPath.EACH),
+        (CopyShape(32, LARGE, 4096), ALL, None, (BATCH, KERNEL)),
+        (CopyShape(32, SMALL, 16), ALL, None, (KERNEL, BATCH)),
+        (CopyShape(32, HUGE, 16), ALL, None, (BATCH,)),
+        (CopyShape(32, SMALL, 8), ALL, None, (BATCH,)),
+        (CopyShape(1, SMALL, 4096), ALL, None, (BATCH,)),
+        (CopyShape(32, SMALL, 4096), Means(batch=True, kernel=False), None, (BATCH,)),
+        (CopyShape(32, LARGE, 4096), Means(batch=False, kernel=True), None, (EACH, KERNEL)),
+        (CopyShape(32, SMALL, 4096), Means(batch=False, kernel=False), None, (EACH,)),
+        (CopyShape(32, LARGE, 4096), ALL, KERNEL, (KERNEL,)),
+        (CopyShape(32, SMALL, 8), ALL, KERNEL, (BATCH,)),
+        (CopyShape(32, SMALL, 4096), ALL, BATCH, (BATCH,)),
+        (CopyShape(32, SMALL, 4096), ALL, EACH, (EACH,)),
     ],
 )
-def test_the_path_follows_from_page_size_and_means(
-    shape: CopyShape, means: Means, wanted: CopyPath | None, path: CopyPath
+def test_what_is_compared_follows_from_page_size_and_means(
+    shape: CopyShape, means: Means, wanted: CopyPath | None, paths: tuple[CopyPath, ...]
 ) -> None:
-    assert choose_path(shape, means, wanted) is path
+    assert possible_paths(shape, means, wanted) == paths
+
+
+@pytest.mark.parametrize(
+    ("paths", "rates", "path"),
+    [
+        ((BATCH, KERNEL), {BATCH: 10.0, KERNEL: 12.6}, KERNEL),
+        ((BATCH, KERNEL), {BATCH: 10.0, KERNEL: 12.4}, BATCH),
+        ((KERNEL, BATCH), {BATCH: 10.0, KERNEL: 11.0}, BATCH),
+        ((EACH, KERNEL), {EACH: 1.0, KERNEL: 50.0}, KERNEL),
+        ((KERNEL, BATCH), {}, KERNEL),
+        ((BATCH, KERNEL), {}, BATCH),
+        ((BATCH, KERNEL), {KERNEL: 50.0}, BATCH),
+    ],
+)
+def test_the_kernel_must_be_clearly_faster(
+    paths: tuple[CopyPath, ...], rates: dict[CopyPath, float], path: CopyPath
+) -> None:
+    assert choose(paths, rates) == Choice(path, rates)
+
+
+async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Here the kernel wins for loads and loses for stores, as on an H100."""
+    cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
+    before = cache.storage.copy()
+    with caplog.at_level(logging.INFO, "tiers.copy.cuda_engine"):
+        world = World(
+            cache,
+            batch_store_ns=500,
+            batch_load_ns=500,
+            kernel_store_ns=450,
+            kernel_load_ns=100,
+        )
+    try:
+        assert world.paths() == (BATCH, KERNEL)
+        rate = (4096 + 8192) / 2 / 500e-9
+        store, load = (world.engine.choices()[0, way].rates for way in ("store", "load"))
+        assert store == {KERNEL: pytest.approx(rate / 0.9), BATCH: pytest.approx(rate)}
+        assert load == {KERNEL: pytest.approx(rate * 5), BATCH: pytest.approx(rate)}
+        np.testing.assert_array_equal(cache.storage, before, "the measurement changed the cache")
+    finally:
+        world.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "group 0, store: 2 copies per block of at least 4,096 bytes, by one batched driver call "
+        "(measured: a gather/scatter kernel 13.7 GB/s, one batched driver call 12.3 GB/s)",
+        "group 0, load: 2 copies per block of at least 4,096 bytes, by a gather/scatter kernel "
+        "(measured: a gather/scatter kernel 61.4 GB/s, one batched driver call 12.3 GB/s)",
+    ]
+
+
+async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
+    """vLLM's zeroes may still be under way: what is copied back must not be older."""
+    cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
+    world = World(cache)
+    world.engine.close()
+    try:
+        world.cuda.hold(MODEL_STREAM)
+        world.cuda.launch(lambda: cache.storage.fill(0))
+        opening = asyncio.create_task(asyncio.to_thread(world.open_engine))
+        await asyncio.to_thread(world.cuda.await_call, "cuStreamWaitEvent", 4)
+        world.cuda.release()
+        await opening
+        assert not cache.storage.any()
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("nth", [3, 4, 9])
+async def test_without_a_measurement_the_size_decides(nth: int) -> None:
+    """A copy that fails while it is timed: cuStreamSynchronize 1 and 2 belong to the kernel."""
+    cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
+    world = World(cache, failing=("cuStreamSynchronize", nth))
+    try:
+        assert world.paths() == (KERNEL, KERNEL)
+        assert world.engine.choices()[0, "load"].rates == {}
+    finally:
+        world.close()
 
 
 def test_registration_goes_through_the_driver_and_reports_its_words() -> None:
-    cuda = FakeCuda()
-    driver = Driver(cuda)
-    slab = HostSlab(
-        4096, 3, pin=True, registrar=CudaRegistrar(1, driver), piece_bytes=1, background=False
-    )
-    assert cuda.registered == {slab.slot_address(i): 4096 for i in range(3)}
-    slab.close()
-    assert cuda.registered == {}
-    cuda.fail["cuMemHostRegister_v2"] = 2
-    with pytest.raises(SlabError, match=r"cuMemHostRegister_v2: out of memory \(2\)"):
-        HostSlab(4096, 3, pin=True, registrar=CudaRegistrar(1, driver), background=False)
-    with pytest.raises(PinningError, match="cuDeviceGet"):
-        CudaRegistrar(7, driver)
-    cuda.stop()
-    assert cuda.errors == []
+    with strict_cuda() as cuda:
+        slab = HostSlab(
+            4096,
+            3,
+            pin=True,
+            registrar=CudaRegistrar(1, cuda.driver),
+            piece_bytes=1,
+            background=False,
+        )
+        assert cuda.registered() == {slab.slot_address(i): 4096 for i in range(3)}
+        slab.close()
+        cuda.fail("cuMemHostRegister_v2", 2)
+        with pytest.raises(SlabError, match=r"cuMemHostRegister_v2: out of memory \(2\)"):
+            HostSlab(4096, 3, pin=True, registrar=CudaRegistrar(1, cuda.driver), background=False)
+        with pytest.raises(PinningError, match="cuDeviceGet"):
+            CudaRegistrar(7, cuda.driver)
 
 
 def test_the_registrar_takes_the_context_of_the_caller() -> None:
-    cuda = FakeCuda()
-    cuda.make_current()
-    CudaRegistrar(None, Driver(cuda))
-    assert cuda.retained == 0, "no context of another GPU was opened"
-    cuda.stop()
+    with strict_cuda() as cuda:
+        cuda.make_current()
+        CudaRegistrar(None, cuda.driver).close()
+        assert cuda.calls("cuDevicePrimaryCtxRetain") == 0, "no context of another GPU was opened"
 
 
 @pytest.fixture
@@ -76,35 +172,21 @@ def machine(tmp_path: Path) -> Path:
 
 
 def test_the_slab_goes_to_the_node_of_its_gpu(machine: Path) -> None:
-    cuda = FakeCuda()
-    driver = Driver(cuda)
-    assert gpu_node(0, driver=driver, nodes=machine, devices=machine) == 1
-    assert gpu_node(1, driver=driver, nodes=machine, devices=machine) is None
-    with pytest.raises(DriverError, match="cuDeviceGet"):
-        driver.device(7)
-    assert gpu_node(7, driver=driver, nodes=machine, devices=machine) is None
-    (machine / "has_memory").write_text("0\n")
-    assert gpu_node(0, driver=driver, nodes=machine, devices=machine) is None
-    cuda.stop()
-    assert cuda.errors == []
+    with strict_cuda() as cuda:
+        driver = cuda.driver
+        assert gpu_node(0, driver=driver, nodes=machine, devices=machine) == 1
+        assert gpu_node(1, driver=driver, nodes=machine, devices=machine) is None
+        with pytest.raises(DriverError, match="cuDeviceGet"):
+            driver.device(7)
+        assert gpu_node(7, driver=driver, nodes=machine, devices=machine) is None
+        (machine / "has_memory").write_text("0\n")
+        assert gpu_node(0, driver=driver, nodes=machine, devices=machine) is None
 
 
 def test_a_registrar_lets_go_of_what_it_opened_and_of_nothing_else() -> None:
-    cuda = FakeCuda()
-    one = CudaRegistrar(1, Driver(cuda))
-    assert cuda.retained == 1
-    one.close()
-    one.close()
-    assert cuda.retained == 0
-    cuda.make_current()
-    CudaRegistrar(None, Driver(cuda)).close()
-    assert cuda.retained == 0
-    cuda.stop()
-    assert cuda.errors == []
-
-
-def test_without_a_driver_everything_says_so() -> None:
-    if Path("/dev/nvidiactl").exists():
-        pytest.skip("this machine has a CUDA driver")
-    with pytest.raises(DriverError, match="no CUDA driver"):
-        load_driver()
+    with strict_cuda() as cuda:
+        one = CudaRegistrar(1, cuda.driver)
+        assert cuda.count("retained") == 1
+        one.close()
+        one.close()
+        assert cuda.count("retained") == 0

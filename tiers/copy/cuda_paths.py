@@ -1,0 +1,100 @@
+"""The way of copying that a group uses in each direction: measured when the engine starts.
+
+One batched driver call costs about half a microsecond per copy whatever its size; the copy kernel
+costs none, but takes multiprocessors from the model. Which is faster depends on the size of the
+copies, the bus and the driver, so both copy a few MiB at the start, in a few milliseconds. The
+kernel must be clearly faster to be chosen.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from tiers.copy.descriptors import CopyShape
+
+KERNEL_ALIGNMENT = 16
+"""The kernel requires this alignment of every address and size."""
+
+KERNEL_UP_TO_BYTES = 64 * 1024
+"""Larger copies never go through the kernel: their bytes take longer than a descriptor."""
+
+KERNEL_BELOW_BYTES = 16 * 1024
+"""Without a measurement, copies smaller than this go through the kernel."""
+
+KERNEL_MUST_GAIN = 1.25
+"""The kernel must be faster by this factor: it takes multiprocessors, copy engines do not."""
+
+SAMPLE_BYTES = 4 * 2**20
+SAMPLE_COPIES: Final = 2048
+ROUNDS = 3
+"""Timed copies of each way, after one that is not timed; the fastest counts."""
+
+
+class CopyPath(enum.Enum):
+    """The way in which copies are submitted to the GPU."""
+
+    BATCH = "one batched driver call"
+    KERNEL = "a gather/scatter kernel"
+    EACH = "one driver call per copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """The capabilities of this machine: the batched call (CUDA 12.8), and the kernel. Both also
+    need registered memory that the GPU reaches at its host address."""
+
+    batch: bool
+    kernel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The path of one group in one direction, and the bytes per second of the paths that were
+    measured for it."""
+
+    path: CopyPath
+    rates: Mapping[CopyPath, float] = field(default_factory=dict)
+
+
+def possible_paths(
+    shape: CopyShape, means: Means, wanted: CopyPath | None = None
+) -> tuple[CopyPath, ...]:
+    """The paths worth a comparison, the one to take without a measurement first. ``wanted``
+    overrides the choice where possible."""
+    plain = CopyPath.BATCH if means.batch else CopyPath.EACH
+    kernel = means.kernel and shape.alignment % KERNEL_ALIGNMENT == 0
+    if wanted is CopyPath.EACH or (wanted is CopyPath.BATCH and means.batch):
+        return (wanted,)
+    if wanted is CopyPath.KERNEL and kernel:
+        return (wanted,)
+    if not kernel or shape.copies_per_block == 1 or shape.smallest_bytes > KERNEL_UP_TO_BYTES:
+        return (plain,)
+    if shape.smallest_bytes < KERNEL_BELOW_BYTES:
+        return (CopyPath.KERNEL, plain)
+    return (plain, CopyPath.KERNEL)
+
+
+def choose(paths: tuple[CopyPath, ...], rates: Mapping[CopyPath, float]) -> Choice:
+    """Choose among ``possible_paths`` by their measured rates."""
+    if len(rates) < len(paths) or len(paths) == 1:
+        return Choice(paths[0], dict(rates))
+    plain = next(path for path in paths if path is not CopyPath.KERNEL)
+    is_worth_it = rates[CopyPath.KERNEL] > KERNEL_MUST_GAIN * rates[plain]
+    return Choice(CopyPath.KERNEL if is_worth_it else plain, dict(rates))
+
+
+def rate_of(
+    copy: Callable[[], object], nbytes: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Bytes per second of ``copy``, which returns when the bytes have arrived."""
+    copy()
+    times = []
+    for _ in range(ROUNDS):
+        began = clock()
+        copy()
+        times.append(clock() - began)
+    return nbytes / max(min(times), 1e-9)
