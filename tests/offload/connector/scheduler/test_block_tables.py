@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from offload.connector.scheduler.block_tables import BlockTables
+import pytest
+
+from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
+from offload.layout.prefix_match import PrefixMatcher
 
 GROUPS = (GroupLayout(0, FULL, 4, 1, ("full",)), GroupLayout(2, STATE, 8, 1, ("state",)))
 TABLES = BlockTables(ModelLayout(100, 4, 8, GROUPS))
@@ -50,3 +53,23 @@ def test_a_step_writes_what_it_gives_to_requests_and_what_precedes_it() -> None:
     found = list(TABLES.rewritten(step))
     assert found == [2, 3, 4, 5, 6, 8, 9, 10, 30, 31, 41]
     assert list(TABLES.rewritten(output())) == []
+
+
+@pytest.mark.parametrize(
+    ("hit", "blocks"),
+    [
+        (range(24), [10, 11, 12, 13, 14, 15]),
+        (range(4, 24), [-1, 11, 12, 13, 14, 15]),
+        (range(12, 24), [-1, 13, 14, 15]),
+        (range(12, 20), [-1, 13, 14, -1]),
+    ],
+)
+def test_a_load_skips_the_blocks_outside_its_hit(hit: range, blocks: list[int]) -> None:
+    """Chunks have two blocks. vLLM's own cache may share the first of them with other requests."""
+    layout = ModelLayout(100, 4, 8, (GroupLayout(0, FULL, 4, 2, ("full",)),))
+    identity: Any = SimpleNamespace(keys=[[b"a", b"b", b"c"]], origin=None)
+    chunks = range(hit.start // 8, 3)
+    wanted = WantedChunks(layout, PrefixMatcher(layout))
+    (found,) = wanted.of_load(identity, [[10, 11, 12, 13, 14, 15]], [chunks], hit)
+    assert list(found.blocks) == blocks
+    assert list(found.keys) == [b"a", b"b", b"c"][chunks.start :]
