@@ -102,6 +102,8 @@ def unfit(base: Run, mutants: Iterable[Mutant]) -> list[str]:
     if base.code != 0:
         wrong.append(base.output[-4000:])
         wrong.append(f"mutants: the tests fail without a fault (pytest: {base.code})")
+    if not base.outcomes:  # pytest has named the test that does not exist and run none
+        return wrong
     for mutant in mutants:
         missing = [test for test in mutant.tests if not base.of([test])]
         if missing:
