@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import order, processor
+from tests import model_runner, order, processor
 
 processor.pretend()
+model_runner.pretend()
 
 # The GPU tests run on machines that have little more than torch.
 with contextlib.suppress(ImportError):

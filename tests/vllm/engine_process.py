@@ -24,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests import processor
+from tests import model_runner, processor
 from tests.models.inspection import inspect_models_here
 from tests.patience import PATIENCE_S
 from tests.vllm.interpreted import interpret_state_kernels
@@ -44,7 +44,7 @@ class EngineHost:
         inspect_models_here()
         if os.environ.get("KVTEST_KEEP_PREFIX_CACHING"):
             _keep_prefix_caching()
-        if engine_kwargs.get("speculative_config"):
+        if engine_kwargs.get("speculative_config") and not model_runner.IS_V2:
             interpret_state_kernels()
         self.llm = LLM(**engine_kwargs)
         self._finished: dict[str, Generation] = {}
@@ -280,6 +280,7 @@ def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
 def nursery(control: socket.socket) -> None:
     """Import vLLM, then fork an engine for each order until the control socket closes."""
     processor.pretend()
+    model_runner.pretend()
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
