@@ -150,9 +150,9 @@ class Lookups:
                     self.given_up(state)
         self.seconds += time.perf_counter() - started
         self.count += 1
-        if is_waiting:
-            return None
-        return 0 if lookup.refused else lookup.hit_end_tokens - computed_tokens
+        tokens = 0 if lookup.refused else lookup.hit_end_tokens - computed_tokens
+        lookup.is_promised = tokens > 0
+        return None if is_waiting else tokens
 
     def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
         """True if shared tiers may soon know more about this request's chunks.
@@ -209,9 +209,10 @@ class Lookups:
             self._planner.stats.shortened()
         return hit
 
-    def accepted(self, state: RequestState, request: Request) -> None:
+    def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
         """Make the request's record, once: vLLM goes on with the hit of the last lookup."""
         lookup, identity = state.lookup, state.identity
+        lookup.is_promised = False
         lookup.known.clear()
         if lookup.record is not None:
             return
@@ -227,8 +228,10 @@ class Lookups:
         elif lookup.refused:
             record.miss = Miss(Reason.BUDGET)
         else:
-            record.hit_tokens = end - start
-            if lookup.shortened:
+            record.hit_tokens = min(end - start, external_tokens)
+            if record.hit_tokens < end - start:
+                record.miss = Miss(Reason.FILTERED, note="vLLM took fewer tokens than were found")
+            elif lookup.shortened:
                 record.miss = Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
             else:
                 record.miss = self._explainer.why(self._planner, identity, start, end, limits)

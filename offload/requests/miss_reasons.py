@@ -67,7 +67,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.RESET: "all tiers were cleared on request, for example after a change of weights",
     Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, "
     "though the layers that keep every token may have it",
-    Reason.FILTERED: "the request excluded it, or may not use the cache",
+    Reason.FILTERED: "the request or vLLM excluded it, or the request may not use the cache",
     Reason.BUDGET: "too many loads were under way",
     Reason.BREAKER: "the circuit breaker of its tier is open",
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",

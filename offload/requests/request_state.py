@@ -59,14 +59,16 @@ class LookupState:
     """The last lookup of a request. Written by `offload.requests.lookup`.
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
-    results of all lookups; ``wait`` is the last query to shared tiers. ``refused`` means that too
-    many loads were under way, ``shortened`` that an end not worth loading was cut off. ``load`` has
-    the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the
-    request's record, once vLLM has accepted the hit.
+    results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that
+    vLLM was given a hit and has not allocated blocks for it. ``refused`` means that too many loads
+    were under way, ``shortened`` that an end not worth loading was cut off. ``load`` has the chunks
+    to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the request's
+    record, once vLLM has accepted the hit.
     """
 
     __slots__ = (
         "hit_end_tokens",
+        "is_promised",
         "known",
         "load",
         "load_end_tokens",
@@ -81,6 +83,7 @@ class LookupState:
         self.start = 0
         self.hit_end_tokens = 0
         self.known = PartialLookup()
+        self.is_promised = False
         self.refused = False
         self.shortened = False
         self.load: tuple[range, ...] = ()

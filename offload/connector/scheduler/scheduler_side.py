@@ -140,7 +140,7 @@ class SchedulerSide:
         self._unseen.forget(request.request_id)
         if self.planner is None:
             return
-        self._explain(request)
+        self._explain(request, external_tokens)
         if external_tokens <= 0:
             return
         self._unseen.begin(request.request_id)
@@ -153,10 +153,10 @@ class SchedulerSide:
             self.planner.loads.plan_failed(request.request_id)
             raise
 
-    def _explain(self, request: Request) -> None:
+    def _explain(self, request: Request, external_tokens: int) -> None:
         try:
             if self.lookups is not None:
-                self.lookups.accepted(self._state(request), request)
+                self.lookups.accepted(self._state(request), request, external_tokens)
         except Exception as error:  # a record that fails must not cost the load
             self._faults.note("explain", error)
 
@@ -192,6 +192,8 @@ class SchedulerSide:
         pinned_tokens = 0
         if not state.outcome.loading and block_ids:
             limit = min(request.num_computed_tokens, request.num_tokens)
+            if state.lookup.is_promised:  # vLLM counts the hit, and its load has not begun
+                limit = min(limit, state.lookup.start)
             if self._digests is not None:
                 self._digests.completed(state, request, limit, block_ids, ended=True)
             self._stores.ended(state, request, limit, block_ids)
