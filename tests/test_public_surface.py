@@ -99,7 +99,7 @@ def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
     assert not re.search(r'(?m)^version = "', text)
     read = config.read_configuration(ROOT / "pyproject.toml")
     assert read["project"]["version"] == offload.__version__
-    assert read["tool"]["setuptools"]["package-data"] == {"": ["py.typed"]}, "in every package"
+    assert read["tool"]["setuptools"]["package-data"][""] == ["py.typed"], "in every package"
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").exists()] == []
 
 

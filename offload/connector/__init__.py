@@ -2,6 +2,7 @@
 
 vLLM finds ``OffloadConnector`` here by ``kv_connector_module_path``. It is imported on first use,
 because vLLM loads the plugin (`offload.connector.plugin`) while it is still importing itself.
+`offload.connector.contract.at_start` looks at an untested vLLM first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ __all__ = ["OffloadConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "OffloadConnector":
+        from offload.connector.contract.at_start import check_installed
+
+        check_installed()
         from offload.connector.connector import OffloadConnector
 
         return OffloadConnector

@@ -10,6 +10,6 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
-        KVConnectorFactory.register_connector(NAME, "offload.connector.connector", NAME)
+        KVConnectorFactory.register_connector(NAME, "offload.connector", NAME)
     except ValueError:
         return  # registered before in this process

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.config.machine_checks import load_config
 from offload.config.schema import OffloadConfig, parse_config
+from offload.connector.contract.at_start import check_installed
 from offload.connector.model.geometry import describe, kernel_of
 from offload.connector.model.identity import geometry_fields, hash_fields, namespace_fields
 from offload.connector.model.layout import model_layout, page_regions
@@ -143,6 +144,8 @@ class ServerSetup:
 
     def announce(self) -> None:
         """Say in the log what was chosen and what a user should know."""
+        if untested := check_installed():
+            logger.warning("kvtiers: %s", untested)
         if recompute_failed_loads(self.vllm_config):
             logger.info(
                 "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' "

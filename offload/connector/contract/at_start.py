@@ -1,0 +1,127 @@
+"""The check of the installed vLLM before our connector is imported.
+
+A version that was tested is not looked at. Any other is compared with the nearest contract, in
+less than a tenth of a second, and refused only if something differs that a server must not run
+with: what is imported or read has gone, calls do not fit, or hooks come in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from functools import cache
+
+from offload.connector.contract import calls
+from offload.connector.contract.answers import CALLS, ORDER, Answers, Facts
+from offload.connector.contract.check import our_parameters
+from offload.connector.contract.compare import Break, breaks
+from offload.connector.contract.declared import declared
+from offload.connector.contract.kept import Contract, load, minor_of
+from offload.connector.contract.library import Library
+from offload.connector.contract.source import INSTALLED, Source, open_source, ours
+from offload.errors import OffloadError
+
+TESTED = ("0.32.0", "0.33.0")
+"""The versions of vLLM that the test suite runs with."""
+SHOWN_MAX = 8
+
+
+class VersionError(OffloadError):
+    """The installed vLLM cannot be used with this version of kvtiers."""
+
+
+@cache
+def check_installed() -> str:
+    """Compare the vLLM of this process with what we use, unless it was tested. Returns what to say
+    of it in the log, if anything. Raises ``VersionError``."""
+    started = time.perf_counter()
+    try:
+        source = open_source(INSTALLED)
+        version = source.version().partition("+")[0]
+        if version in TESTED:
+            return ""
+        against = load(_nearest_tested(version))
+        with _no_collection():
+            found = stopping(source, against)
+    except VersionError:
+        raise
+    except Exception as error:  # a check that fails is no reason not to serve
+        return f"this vLLM could not be compared with those that were tested: {error!r}"
+    if found:
+        raise VersionError(_refusal(version, found))
+    spent = 1000 * (time.perf_counter() - started)
+    return (
+        f"vLLM {version} was not tested with this kvtiers ({' and '.join(TESTED)} were). What a "
+        f"server needs of it is as in {against.version} (compared in {spent:.0f} ms). "
+        f"python -m offload.connector.contract {INSTALLED} lists what differs at all"
+    )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Parsing makes so many objects that the collector would walk all of vLLM's meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _nearest_tested(version: str) -> tuple[int, int]:
+    tested = sorted(minor_of(each) for each in TESTED)
+    return max((each for each in tested if each <= minor_of(version)), default=tested[0])
+
+
+def _refusal(version: str, found: list[Break]) -> str:
+    lines = [f"  {each}" for each in found[:SHOWN_MAX]]
+    lines += [f"  and {len(found) - SHOWN_MAX} more"] * (len(found) > SHOWN_MAX)
+    return (
+        f"kvtiers: vLLM {version} lacks what this version of kvtiers needs. Use vLLM "
+        f"{' or '.join(TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)
+    )
+
+
+def stopping(source: Source, against: Contract) -> list[Break]:
+    """Finds the differences from a kept contract in this source that must stop a server."""
+    library, table = Library(source), declared()
+    answers = Answers(library, against.classes)
+    needed = {key: need for key, need in against.needs.items() if need.serves}
+    facts: Facts = {}
+    for key in needed:
+        if key.startswith(ORDER):
+            continue
+        if not key.startswith(CALLS):
+            facts[key] = answers.to(key)
+            if facts[key] is None and not _must_be_there(key, against, library):
+                facts[key] = against.facts.get(key)
+    hooks = [key for key, need in needed.items() if need.ours]
+    facts |= answers.calls(table, against.modules, hooks)
+    for order in table.orders:
+        steps = calls.names_in_order(library, order.at, order.watch)
+        facts[ORDER + order.at] = _as_kept(steps, against.facts.get(ORDER + order.at))
+    found = breaks(against, facts, our_parameters(Library(ours())))
+    return [each for each in found if each.stops]
+
+
+def _must_be_there(key: str, against: Contract, library: Library) -> bool:
+    """Whether it matters that there is no answer. A class that we only meet in objects may have
+    moved to another file; what is in it cannot be seen then."""
+    name = key.partition(".")[0].partition(":")[0].removesuffix("()")
+    at = against.classes.get(name)
+    if at is None or at in against.needs:
+        return True
+    module, _, class_name = at.partition(":")
+    return library.resolve(module, class_name) is not None
+
+
+def _as_kept(steps: list[str] | None, kept: dict[str, object] | None) -> dict[str, object] | None:
+    """The order of steps as a fact; conditions are not looked at here."""
+    before = kept["steps"] if kept is not None else []
+    assert isinstance(before, list)
+    if steps is None or [name for name, _ in before] == steps:
+        return kept if steps is not None else None
+    return {"is": "order", "steps": [[name, ""] for name in steps]}

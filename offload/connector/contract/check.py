@@ -1,0 +1,69 @@
+"""The whole check of one source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offload.connector.contract.compare import Break, OursOf, breaks
+from offload.connector.contract.facts import AnyFunction, parameters
+from offload.connector.contract.kept import Version, contract_of, load, minor_of, nearest
+from offload.connector.contract.library import Library
+from offload.connector.contract.source import Source, ours
+from offload.connector.contract.uses import OURS
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome. ``unkept``: what we use and the kept contract does not have."""
+
+    version: str
+    label: str
+    against: str
+    compared: int
+    breaks: tuple[Break, ...]
+    unkept: tuple[str, ...]
+
+
+def check(source: Source, against: Version | None = None) -> Checked:
+    """Compare a source with a kept contract, by default the nearest one's. Raises
+    ``SourceError``."""
+    kept = load(against if against is not None else nearest(minor_of(source.version())))
+    now = contract_of(source)
+    own = ours()
+    places = dict(now.places)
+    for key in kept.facts:
+        if key not in places and now.facts.get(key) is None:
+            places[key] = tuple(places_of(own, key))
+    named = breaks(kept, now.facts, our_parameters(Library(own)), places)
+    unkept = [key for key in now.needs if key not in kept.facts]
+    return Checked(
+        now.version, source.label, kept.version, len(kept.facts), tuple(named), tuple(unkept)
+    )
+
+
+def places_of(own: Source, key: str) -> Iterator[str]:
+    """Where a name stands in our source, for a use that could not be derived because what is used
+    has gone."""
+    name = re.split(r"[.:]", key.removesuffix("()").removesuffix(":base"))[-1]
+    pattern = re.compile(rf"\b{re.escape(name)}\b")
+    for path in own.paths():
+        if path.startswith(OURS) and "/contract/" not in path:
+            for number, line in enumerate((own.read(path) or "").splitlines(), 1):
+                if pattern.search(line):
+                    yield f"{path}:{number}"
+
+
+def our_parameters(library: Library) -> OursOf:
+    """Looks up the parameters of our methods."""
+
+    def find(name: str) -> list[str] | None:
+        module, _, path = name.partition(":")
+        class_name, _, method = path.partition(".")
+        owner = library.resolve(module, class_name)
+        member = library.member(owner, method) if owner is not None and owner.is_class else None
+        node = member.node if member is not None else None
+        return parameters(node.args) if isinstance(node, AnyFunction) else None
+
+    return find

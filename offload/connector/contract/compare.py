@@ -1,0 +1,205 @@
+"""Names what has changed between a kept contract and what a version of vLLM answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+
+from offload.connector.contract.answers import CALLS, ORDER, Facts
+from offload.connector.contract.facts import Fact
+from offload.connector.contract.kept import Contract, Need
+from offload.connector.contract.uses import Call
+
+FIELDS = frozenset({"field", "property", "value"})
+"""Our code reads all of these in the same way."""
+VERSIONS = frozenset({"vllm:__version__", "vllm.version:__version_tuple__"})
+Parameters = list[str]
+OursOf = Callable[[str], Parameters | None]
+"""The parameters of a method of ours, given as ``module:Class.method``."""
+
+
+@dataclass(frozen=True, order=True)
+class Break:
+    """Something we use is not as it was. ``stops``: a server must not run with it."""
+
+    what: str
+    text: str
+    stops: bool
+    places: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text}"
+
+
+def breaks(
+    kept: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
+) -> list[Break]:
+    """All differences that may matter to us. What we use and was never kept is not compared."""
+    named = []
+    read = {key for key, need in kept.needs.items() if need.serves}
+    for key, before in kept.facts.items():
+        if before is None or key not in kept.needs or key in VERSIONS:
+            continue
+        need = kept.needs[key]
+        for text, is_fatal in _differences(key, before, found.get(key), need, ours_of, read):
+            where = (places or {}).get(key, ())
+            named.append(Break(key, text, is_fatal and need.serves, where))
+    return sorted(named)
+
+
+def _differences(
+    key: str, before: Fact, now: Fact | None, need: Need, ours_of: OursOf, read: Set[str]
+) -> Iterator[tuple[str, bool]]:
+    """(text, whether it stops us where it is needed)."""
+    if now is None:
+        yield "nobody calls it any more" if key.startswith(CALLS) else "is gone", True
+        return
+    if before == now:
+        return
+    if key.startswith(CALLS):
+        yield from _calls(before, now, [p for name in need.ours if (p := ours_of(name))])
+    elif key.startswith(ORDER):
+        yield from _order(before["steps"], now["steps"])
+    elif before["is"] != now["is"]:
+        if not {before["is"], now["is"]} <= FIELDS:
+            yield f"is a {now['is']}, it was a {before['is']}", True
+    elif before["is"] == "base":
+        yield from _base(before, now, [name.rpartition(".")[2] for name in need.ours])
+    else:
+        yield from _enum(key, before.get("enum", {}), now.get("enum", {}), read)
+        if "parameters" in before:
+            yield from _parameters(before, now, need, ours_of)
+        for part, word in (("returns", "returns"), ("type", "is of type"), ("value", "is")):
+            if before.get(part) != now.get(part):
+                yield f"{word} {now.get(part)}, it was {before.get(part)}", False
+
+
+def _order(before: list[list[str]], now: list[list[str]]) -> Iterator[tuple[str, bool]]:
+    """A call that comes at another time stops us. One that is new, or another condition, is to be
+    looked at."""
+    names, old = [name for name, _ in now], [name for name, _ in before]
+    if names != old:
+        rest = iter(names)
+        has_all = all(name in rest for name in old)
+        yield f"the order is {_listed(names)}; it was {_listed(old)}", not has_all
+        return
+    for (name, condition), (_, old_condition) in zip(now, before, strict=True):
+        if condition != old_condition:
+            text = f"{name} is called {condition or 'always'}; it was {old_condition or 'always'}"
+            yield text, False
+
+
+def _listed(steps: Iterable[str]) -> str:
+    return ", ".join(steps) or "nothing"
+
+
+def _base(before: Fact, now: Fact, ours: list[str]) -> Iterator[tuple[str, bool]]:
+    for name in now["abstract"]:
+        if name not in before["abstract"] and name not in ours:
+            yield f"must have a method {name} now", True
+    for name in now["methods"]:
+        if name not in before["methods"] and name not in now["abstract"]:
+            yield f"has a new method {name}, which we inherit", False
+
+
+def _enum(
+    key: str, before: dict[str, str], now: dict[str, str], read: Set[str]
+) -> Iterator[tuple[str, bool]]:
+    """``read``: what we use; members that we do not name may come and go."""
+    for name, value in before.items():
+        is_used = f"{key.rpartition(':')[2]}.{name}" in read
+        if name not in now:
+            yield f"member {name} is gone", is_used
+        elif now[name] != value:
+            yield f"member {name} is {now[name]}, it was {value}", is_used
+    known = [value for name, value in now.items() if name in before]
+    for name, value in now.items():
+        if name not in before and [*now.values()].count(value) > 1 and value not in known:
+            same = ", ".join(each for each, other in now.items() if other == value and each != name)
+            yield f"member {name} is another name for {same}", False
+
+
+# -- parameters --------------------------------------------------------------------------------
+
+
+def _parameters(before: Fact, now: Fact, need: Need, ours_of: OursOf) -> Iterator[tuple[str, bool]]:
+    old, new = _split(before["parameters"]), _split(now["parameters"])
+    gone = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
+    is_method = now["is"] != "constructor" and new.keys() & {"self", "cls"}
+    cut = now["parameters"][1:] if is_method else now["parameters"]
+    is_bound = all(accepts(cut, call) for call in need.calls)
+    takes = [p for name in need.ours if (p := ours_of(name)) is not None]
+    for name in gone:
+        instead = f" ({', '.join(added)} is new)" if added else ""
+        yield f"parameter {name} is gone{instead}", not is_bound or bool(takes)
+    for name in added:
+        if takes and not all(_takes(each, name) for each in takes):
+            yield f"parameter {name} is new, and ours does not take it", True
+        elif not takes and new[name] is None and not name.startswith("*"):
+            yield f"parameter {name} is new and must be given", not is_bound
+    for name, default in old.items():
+        if name in new and new[name] != default:
+            yield f"the default of {name} is {new[name]}, it was {default}", not is_bound
+    common = [name for name in old if name in new]
+    if common != [name for name in new if name in old]:
+        yield f"the parameters are in the order {', '.join(new)}, it was {', '.join(old)}", True
+
+
+def _split(parameters: Parameters) -> dict[str, str | None]:
+    """Names with their defaults."""
+    found: dict[str, str | None] = {}
+    for each in parameters:
+        name, is_given, default = each.partition("=")
+        found[name] = default if is_given else None
+    return found
+
+
+def _takes(parameters: Parameters, name: str) -> bool:
+    return name in _split(parameters) or any(each.startswith("**") for each in parameters)
+
+
+def accepts(parameters: Parameters, call: Call) -> bool:
+    """Says whether a function with these parameters accepts the call."""
+    positional, named, required = [], set(), set()
+    is_keyword_only = takes_more = takes_any = False
+    for each in parameters:
+        name, is_given, _ = each.partition("=")
+        if name.startswith("**"):
+            takes_any = True
+        elif name.startswith("*"):
+            is_keyword_only, takes_more = True, takes_more or len(name) > 1
+        elif name != "/":
+            named.add(name)
+            if not is_keyword_only:
+                positional.append(name)
+            if not is_given:
+                required.add(name)
+    if call.is_open:
+        return takes_any or set(call.keywords) <= named
+    given = {*positional[: call.positional], *call.keywords}
+    fits = call.positional <= len(positional) or takes_more
+    return fits and (takes_any or set(call.keywords) <= named) and required <= given
+
+
+def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[str, bool]]:
+    """Compares the calls of our methods."""
+    for function, shapes in now["from"].items():
+        for shape in shapes:
+            if shape in before["from"].get(function, ()):
+                continue
+            is_fine = all(accepts(each[1:], as_call(shape)) for each in ours)
+            refused = "" if is_fine else ", which ours does not take"
+            yield f"{function} calls it with ({shape}){refused}", not is_fine
+    for function in before["from"]:
+        if function not in now["from"]:
+            yield f"{function} does not call it any more", False
+
+
+def as_call(shape: str) -> Call:
+    """A call from its text, see `offload.connector.contract.calls.arguments`."""
+    if shape == "read":
+        return Call(0, (), is_open=True)
+    count, *keywords = shape.split()
+    is_open = count.endswith("*") or "**" in keywords
+    return Call(int(count.rstrip("*")), tuple(k for k in keywords if k != "**"), is_open)

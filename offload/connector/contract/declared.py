@@ -1,0 +1,86 @@
+"""The table of what cannot be derived: ``declared.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("declared.toml")
+
+
+@dataclass(frozen=True)
+class Order:
+    """Calls whose order within a function of vLLM counts. ``ours`` is what relies on it, as
+    ``path:function``."""
+
+    what: str
+    at: str
+    watch: frozenset[str]
+    ours: str
+
+
+@dataclass(frozen=True)
+class Callers:
+    """Where vLLM calls the methods of a class (``also``: and of another) that we subclass.
+    ``receiver`` matches what stands before the dot."""
+
+    class_name: str
+    also: str
+    receiver: str
+    within: tuple[str, ...]
+    without: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Members that a file of ours reads from objects without a type."""
+
+    class_name: str
+    at: str
+    names: tuple[str, ...]
+    ours: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The whole table. ``names``: imports that count beyond ours, and what of ours they hit."""
+
+    apart: tuple[str, ...]
+    members: tuple[Members, ...]
+    names: tuple[tuple[str, str], ...]
+    orders: tuple[Order, ...]
+    callers: tuple[Callers, ...]
+
+    def serves(self, place: str) -> bool:
+        """Says whether a place of ours is part of a server."""
+        return not place.startswith(self.apart)
+
+
+@cache
+def declared() -> Declared:
+    """The table."""
+    table = tomllib.loads(TABLE.read_text())
+    return Declared(
+        tuple(table["apart"]),
+        tuple(
+            Members(each["class"], each["at"], tuple(each["names"].split()), each["ours"])
+            for each in table["members"]
+        ),
+        tuple((each["at"], each["ours"]) for each in table["names"]),
+        tuple(
+            Order(each["what"], each["at"], frozenset(each["watch"].split()), each["ours"])
+            for each in table["order"]
+        ),
+        tuple(
+            Callers(
+                each["class"],
+                each.get("also", ""),
+                each["receiver"],
+                tuple(each["within"]),
+                tuple(each["without"]),
+            )
+            for each in table["callers"]
+        ),
+    )
