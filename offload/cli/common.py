@@ -1,4 +1,4 @@
-"""Helpers of all commands: refusals, sizes and times, progress, and output."""
+"""Helpers of all commands: refusals, questions, progress, and output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import signal
 import stat
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from offload.errors import NamespaceError, Problem, TierUnavailableError
-from offload.sizes import format_size, parse_size
+from offload.sizes import parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -180,6 +179,12 @@ def _end(_number: int, _frame: object) -> None:
     signal.raise_signal(signal.SIGINT)  # which asyncio takes as well, and ends its tasks in order
 
 
+def confirm(question: str) -> bool:
+    """Ask on stderr; only a yes is one. Unlike ``typer.confirm`` it lets Ctrl-C through."""
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def print_json(value: Any) -> None:
     """One JSON object on stdout. What is no number in JSON, as an infinite rate, is ``null``."""
     print(json.dumps(_plain(value), indent=1, allow_nan=False))
@@ -221,19 +226,3 @@ def progress_bar(*, is_bytes: bool) -> Progress:
     columns = [TextColumn("{task.description}"), BarColumn(), *done, TimeRemainingColumn()]
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def size_text(size_bytes: float) -> str:
-    """A size, short."""
-    return format_size(int(size_bytes))
-
-
-def age_text(at_ns: int, now_s: float | None = None) -> str:
-    """The age of a time stamp as text, or ``?`` if it is unknown."""
-    if at_ns <= 0:
-        return "?"
-    seconds = max(0.0, (now_s or time.time()) - at_ns / 1e9)
-    for unit in ("w", "d", "h", "m"):
-        if seconds >= 2 * _SECONDS[unit]:
-            return f"{seconds / _SECONDS[unit]:.0f}{unit}"
-    return f"{seconds:.0f}s"

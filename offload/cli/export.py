@@ -19,8 +19,8 @@ from offload.cli.common import (
     make_app,
     print_json,
     progress_bar,
-    size_text,
 )
+from offload.cli.numbers import size_text
 from offload.cli.verify import LIVE_RATE
 
 if TYPE_CHECKING:

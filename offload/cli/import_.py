@@ -17,8 +17,8 @@ from offload.cli.common import (
     make_app,
     print_json,
     progress_bar,
-    size_text,
 )
+from offload.cli.numbers import size_text
 
 if TYPE_CHECKING:
     from offload.admin.import_ import Import, Imported, Target

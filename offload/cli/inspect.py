@@ -11,15 +11,14 @@ from offload.cli.common import (
     AsJson,
     Folder,
     Problems,
-    age_text,
     give_up,
     guarded_work,
     make_app,
     print_json,
     progress_bar,
     screen,
-    size_text,
 )
+from offload.cli.numbers import age_text, share_text, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -162,7 +161,7 @@ def _cells(store: RankSummary) -> list[str]:
     share = "?"
     if store.capacity_bytes:
         full = store.stored_bytes / store.capacity_bytes
-        share = f"{full:.0%} of {size_text(store.capacity_bytes)}"
+        share = f"{share_text(full)} of {size_text(store.capacity_bytes)}"
     sizes = [size_text(store.smallest_bytes), size_text(store.largest_bytes)]
     return [
         f"{store.replica}/{store.rank}",

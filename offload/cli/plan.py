@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.common import (
-    AsJson,
-    Problems,
-    give_up,
-    make_app,
-    print_json,
-    progress_bar,
-    screen,
-    size_text,
-)
+from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, progress_bar, screen
 from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm
+from offload.cli.numbers import share_text, size_text, speed_text
 
 if TYPE_CHECKING:
     from offload.admin.capacity_plan import Machine, ModelSize, Plan, Simulated
@@ -236,8 +228,8 @@ def _print(found: Plan) -> None:
             f"{tier.chunks:,}",
             f"{tier.loads_tokens_per_s:,.0f} tok/s",
             {None: "?", True: "yes", False: "no"}[tier.pays],
-            _percent(tier.hit_ratio),
-            "-" if tier.reads_bytes_per_s is None else f"{size_text(tier.reads_bytes_per_s)}/s",
+            share_text(tier.hit_ratio),
+            speed_text(tier.reads_bytes_per_s),
         )
     out.print(table)
     for line in _lines(found):
@@ -253,9 +245,9 @@ def _lines(found: Plan) -> list[str]:
         rate = f" at {asked:,.0f} prompt tokens/s" if asked else ""
         lines.append(f"requests: {found.requests}{rate}")
         lines.append(
-            f"hits: {_percent(found.hit_ratio)} of the prompt tokens, of "
-            f"{_percent(found.hit_ratio_max)} that an endless cache would have; "
-            f"{_percent(found.compute_saved)} of the arithmetic saved"
+            f"hits: {share_text(found.hit_ratio)} of the prompt tokens, of "
+            f"{share_text(found.hit_ratio_max)} that an endless cache would have; "
+            f"{share_text(found.compute_saved)} of the arithmetic saved"
         )
     else:
         lines.append("hits: give --trace or --mix to have them simulated")
@@ -263,10 +255,6 @@ def _lines(found: Plan) -> list[str]:
         text = f"disk writes: {size_text(found.disk_writes_per_day)} per day"
         if found.write_budget:
             share = found.disk_writes_per_day / found.write_budget
-            text += f", {_percent(share)} of the budget of {size_text(found.write_budget)}"
+            text += f", {share_text(share)} of the budget of {size_text(found.write_budget)}"
         lines.append(text)
     return lines + [f"note: {note}" for note in found.notes]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

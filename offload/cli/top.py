@@ -9,25 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, screen, size_text
+from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, screen
+from offload.cli.numbers import UNKNOWN, count_text, share_text, size_text, speed_text
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
     from offload.admin.metrics_client import Page, TierView, View
 
 app = make_app()
 
-COLUMNS = (
-    *("tier", "used", "chunks", "loaded tok/s", "hit tok/s", "missed tok/s", "stored ch/s"),
-    *("evicted ch/s", "read", "written", "queue", "state", "loading pays"),
-)
-LEFT = ("tier", "state", "loading pays")
-RATES = {
-    **{name: f"{name}_tokens_per_s" for name in ("loaded", "hit", "missed")},
-    **{name: f"{name}_chunks_per_s" for name in ("stored", "evicted")},
-}
+LABEL_WIDTH = 10
 REASONS_SHOWN = 5
 COUNT_NAMES = {
     "load_failures_total": "failed loads",
@@ -80,8 +73,6 @@ def top(
     except PageError as error:
         text = str(error)
         give_up("top", text if text.startswith("http") else f"{shown_url(address)}: {text}")
-    except KeyboardInterrupt:
-        raise SystemExit(0) from None
 
 
 def _look(address: str) -> Page:
@@ -135,74 +126,79 @@ def _views(address: str, interval: float) -> Iterator[RenderableType]:
         before = now
 
 
-def _shown(found: View) -> Group:
-    from rich.console import Group
-
-    parts: list[RenderableType] = [_head(found), _table(found.tiers)]
-    if any(found.rates[name] for name in ("load_bytes_per_s", "store_bytes_per_s")):
-        rates = {"to the GPU": "load_bytes_per_s", "from the GPU": "store_bytes_per_s"}
-        parts.append(", ".join(f"{name} {_speed(found.rates[r])}" for name, r in rates.items()))
-    counts = [f"{COUNT_NAMES[name]} {count:,.0f}" for name, count in found.counts.items() if count]
-    if counts:
-        parts.append("since the start: " + ", ".join(counts))
-    reasons = sorted(found.misses.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
-    if reasons:
-        parts.append("missed because: " + ", ".join(f"{why} {n:,.0f}" for why, n in reasons))
-    return Group(*parts)
-
-
-def _head(found: View) -> str:
-    parts = [
-        f"running {_number(found.running)}, waiting {_number(found.waiting)}",
-        f"prompt tokens/s {_number(found.prompt_tokens_per_s)}",
-        f"hits {_percent(found.hit_ratio)} of what was asked "
-        f"({_percent(found.hit_ratio_since_start)} since the start)",
-    ]
-    if found.rates.get("misses_per_s") is not None:
-        parts.append(f"misses/s {_number(found.rates['misses_per_s'])}")
-    return "; ".join(parts)
-
-
-def _table(tiers: list[TierView]) -> Table:
+def _shown(found: View) -> Table:
+    """One block for the server and one for each tier; lines that are too long go on below."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
-    for tier in tiers:
-        pays = "-" if tier.pays is None else "yes" if tier.pays else "no"
-        table.add_row(
-            tier.name,
-            _used(tier),
-            _number(tier.resident_chunks),
-            *(_number(tier.rates[name]) for name in RATES.values()),
-            _speed(tier.rates["read_bytes_per_s"]),
-            _speed(tier.rates["write_bytes_per_s"]),
-            _number(tier.queue_depth),
-            tier.breaker or "-",
-            pays,
-        )
-    return table
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+    blocks = [_server(found), *(_tier(tier) for tier in found.tiers)]
+    for number, block in enumerate(blocks):
+        if number:
+            grid.add_row()
+        for label, text in block.items():
+            if text:
+                grid.add_row(label, escape(text))
+    return grid
+
+
+def _server(found: View) -> dict[str, str]:
+    """Lines about the whole server, by label. Those without text are left out."""
+    counts = [f"{COUNT_NAMES[name]} {count:,.0f}" for name, count in found.counts.items() if count]
+    reasons = sorted(found.misses.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
+    copies = {"to the GPU": "load_bytes_per_s", "from the GPU": "store_bytes_per_s"}
+    copied = [f"{speed_text(found.rates[name])} {way}" for way, name in copies.items()]
+    missed = found.rates.get("misses_per_s")
+    return {
+        "requests": f"{count_text(found.running)} running, {count_text(found.waiting)} waiting; "
+        f"{count_text(found.prompt_tokens_per_s)} prompt tokens/s",
+        "hits": f"{share_text(found.hit_ratio)} of the tokens asked for "
+        f"({share_text(found.hit_ratio_since_start)} since the start)",
+        "misses": "" if missed is None else f"{count_text(missed)} requests/s",
+        "  because": ", ".join(f"{why} {n:,.0f}" for why, n in reasons),
+        "copies": ", ".join(copied) if any(map(found.rates.get, copies.values())) else "",
+        "faults": ", ".join(counts),
+    }
+
+
+def _tier(tier: TierView) -> dict[str, str]:
+    """Lines about one tier, by label."""
+    from rich.markup import escape
+
+    rates = tier.rates
+    tokens = [f"{count_text(rates[f'{n}_tokens_per_s'])} {n}" for n in ("loaded", "hit", "missed")]
+    chunks = [f"{count_text(rates[f'{n}_chunks_per_s'])} {n}" for n in ("stored", "evicted")]
+    read, written = rates["read_bytes_per_s"], rates["write_bytes_per_s"]
+    state = []
+    if tier.breaker is not None:
+        state.append(f"breaker: {tier.breaker}")
+    if tier.pays is not None:
+        state.append(f"loading pays: {'yes' if tier.pays else 'no'}")
+    if tier.queue_depth is not None:
+        state.append(f"queue: {count_text(tier.queue_depth)}")
+    is_disk = read is not None or written is not None
+    return {
+        f"[bold]{escape(tier.name)}[/bold]": _used(tier),
+        "  state": "; ".join(state),
+        "  tokens/s": ", ".join(tokens),
+        "  chunks/s": ", ".join(chunks),
+        "  disk": f"{speed_text(read)} read, {speed_text(written)} written" if is_disk else "",
+    }
 
 
 def _used(tier: TierView) -> str:
-    text = _percent(tier.used_ratio)
+    """How full it is, in bytes, percent and chunks, as far as the server says so."""
+    share, parts = tier.used_ratio, []
     if tier.used_bytes is not None:
-        text = f"{size_text(tier.used_bytes)}, {text}"
-    if tier.capacity_bytes is not None:
-        text += f" of {size_text(tier.capacity_bytes)}"
-    return text
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _speed(value: float | None) -> str:
-    return "-" if value is None else f"{size_text(value)}/s"
+        size = size_text(tier.used_bytes)
+        if tier.capacity_bytes:
+            size += f" of {size_text(tier.capacity_bytes)}"
+            share = tier.used_bytes / tier.capacity_bytes if share is None else share
+        parts.append(size)
+    if share is not None:
+        parts.append(f"{share_text(share)} full")
+    if tier.resident_chunks is not None:
+        parts.append(f"{count_text(tier.resident_chunks)} chunks")
+    return ", ".join(parts) or UNKNOWN

@@ -16,8 +16,8 @@ from offload.cli.common import (
     print_json,
     progress_bar,
     screen,
-    size_text,
 )
+from offload.cli.numbers import size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -29,7 +29,8 @@ app = make_app()
 
 LIVE_RATE = "100MiB"
 """Beside a server the disk is the server's."""
-SHOWN_MAX = 20
+LINES_MAX = 20
+"""Lines below the table, of all stores together: what concerns a whole store first."""
 
 
 @app.command()
@@ -73,9 +74,7 @@ def verify(
         stores = [result.to_json() for result in results]
         print_json({"folder": str(folder), "ok": ok, "stores": stores, "namespaces": faulty})
     else:
-        _print(results)
-        for name, problem in faulty.items():
-            screen().print(f"{folder / name}: {problem}", markup=False, soft_wrap=True)
+        _print(results, [f"{folder / name}: {problem}" for name, problem in faulty.items()])
     raise SystemExit(0 if ok else 1)
 
 
@@ -126,7 +125,7 @@ def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
         outside.close()
 
 
-def _print(results: list[Scrubbed]) -> None:
+def _print(results: list[Scrubbed], problems: list[str]) -> None:
     from rich.table import Table
 
     table = Table()
@@ -145,17 +144,21 @@ def _print(results: list[Scrubbed]) -> None:
         )
     out = screen()
     out.print(table)
-    for result in results:
-        for line in _remarks(result):
-            out.print(line, markup=False, soft_wrap=True)
+    lines = [line for result in results for line in _remarks(result)] + problems
+    lines += [line for result in results for line in _damaged(result)]
+    for line in lines[:LINES_MAX]:
+        out.print(line, markup=False, soft_wrap=True)
+    if len(lines) > LINES_MAX:
+        out.print(f"and {len(lines) - LINES_MAX:,} more lines (--json has everything)")
+
+
+def _damaged(result: Scrubbed) -> list[str]:
+    return [f"{result.store.folder}: damaged: key {found.key.hex()}" for found in result.damaged]
 
 
 def _remarks(result: Scrubbed) -> list[str]:
     place = str(result.store.folder)
     lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
-    lines += [f"{place}: damaged: key {found.key.hex()}" for found in result.damaged[:SHOWN_MAX]]
-    if len(result.damaged) > SHOWN_MAX:
-        lines.append(f"{place}: and {len(result.damaged) - SHOWN_MAX:,} more (--json has all)")
     if result.damaged and result.owner_pid is not None:
         lines.append(
             f"{place}: pid {result.owner_pid} uses it, so nothing was removed: it drops a damaged "

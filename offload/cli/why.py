@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.common import (
-    AsJson,
-    Problems,
-    age_text,
-    make_app,
-    print_json,
-    screen,
-)
+from offload.cli.common import AsJson, Problems, make_app, print_json, screen
+from offload.cli.numbers import age_text, duration_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,7 +61,7 @@ def why(
     screen().print(_table(chosen))
     for name, count in Counter(record["reason"] for record in chosen).most_common():
         meaning = meanings.get(name, "this version of kvtiers does not know this reason")
-        screen().print(f"{count:>6}  {name}: {meaning}", markup=False)
+        screen().print(f"{count:>6,}  {name}: {meaning}", markup=False)
 
 
 def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
@@ -130,10 +124,10 @@ def _table(records: list[dict[str, Any]]) -> Table:
         table.add_row(
             age_text(int(record["time"] * 1e9), now),
             escape(record["request"][-32:]),
-            str(record["prompt_tokens"]),
-            str(record["gpu_tokens"]),
-            escape(", ".join(f"{tokens} {tier}" for tier, tokens in loaded.items())),
-            str(record["wanted_tokens"] - sum(loaded.values())),
+            f"{record['prompt_tokens']:,}",
+            f"{record['gpu_tokens']:,}",
+            escape(", ".join(f"{tokens:,} {tier}" for tier, tokens in loaded.items())),
+            f"{record['wanted_tokens'] - sum(loaded.values()):,}",
             escape(record["reason"]),
             escape(_where(record)),
         )
@@ -145,13 +139,13 @@ def _where(record: dict[str, Any]) -> str:
     parts = []
     if "missing" in record:
         missing = record["missing"]
-        parts.append(f"token {missing['at_token']} of group {missing['group']}")
+        parts.append(f"token {missing['at_token']:,} of group {missing['group']}")
     if "tier" in record:
         parts.append(f"in {record['tier']}")
     if "policy" in record:
         parts.append(f"by {record['policy']}")
     if "ago_s" in record:
-        parts.append(f"{record['ago_s']:.0f} s before")
+        parts.append(f"{duration_text(record['ago_s'])} before")
     if "note" in record:
         parts.append(record["note"])
     return ", ".join(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,10 +24,12 @@ from policies.simulation.jobs import (
     parse_part,
     parse_spec,
     plan,
+    rounding_note,
     run_jobs,
 )
 from policies.simulation.report import Outcome, json_text, table, write_csv, write_plot
 from policies.simulation.simulator import HINT_LEVELS
+from policies.simulation.trace_formats import FORMATS
 from policies.simulation.two_tiers import MODES
 
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
@@ -68,32 +72,96 @@ def simulate(
     """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
+    capacities = capacity or ["1%", "5%", "10%"]
+    problems = [*_wrong_words(mode, hints, format), *_wrong_tiers(mode, lower, admission)]
+    problems += _wrong_policies([*(policy or []), lower_policy], admission)
+    if problems:
+        _refuse(problems)
+    wanted: list[Job] = []
+    notes: list[str] = []
     try:
-        for text in [*(policy or []), lower_policy]:
-            make_policy(parse_spec(text))
-        if admission:
-            make_admission(parse_spec(admission))
-        wanted: list[Job] = []
         for trace in traces:
             source = Source(str(trace), format, block_tokens or None, parse_part(part))
             wanted += plan(
                 source,
                 policy or ["lru", "adaptive"],
-                capacity or ["1%", "5%", "10%"],
+                capacities,
                 block_bytes=block_bytes,
                 lower=lower,
                 admission=admission,
                 hints=hints,
             )
+            texts = [*capacities, *([lower_capacity] if lower else [])]
+            notes += _rounded(source, texts, block_bytes)
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         _end(f"{error}{_hint(traces, as_json)}", WRONG)
     if as_json:
-        print(json_text(outcomes))
+        print(json_text(outcomes, notes))
     else:
-        _screen().print(table(outcomes))
+        screen = _screen()
+        screen.print(table(outcomes))
+        for note in notes:
+            screen.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     _write(outcomes, csv, plot)
+
+
+def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
+    """Options that must be one of a few words."""
+    known = {
+        "--mode": (mode, MODES),
+        "--hints": (hints, HINT_LEVELS),
+        "--format": (format, ("auto", *FORMATS)),
+    }
+    for option, (given, words) in known.items():
+        if given not in words:
+            near = difflib.get_close_matches(given, words, n=1)
+            fix = f'Did you mean "{near[0]}"?' if near else f"Use one of: {', '.join(words)}."
+            yield f'{option}: is unknown (got "{given}"). {fix}'
+
+
+def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str]:
+    """Options that do not fit each other."""
+    if lower is None and mode in MODES and mode != MODES[0]:
+        yield f"--mode: {mode} needs a lower tier. Give --lower-capacity."
+    if lower is not None and mode in MODES and (mode == "selective") != bool(admission):
+        yield (
+            "--admission: belongs to --mode selective, and is required there. "
+            "Give both or neither, for example --mode selective --admission second-use."
+        )
+
+
+def _wrong_policies(specs: list[str], admission: str) -> Iterator[str]:
+    for text in specs:
+        if problem := _problem_of(text, make_policy):
+            yield f"policy {text}: {problem}"
+    if admission and (problem := _problem_of(admission, make_admission)):
+        yield f"--admission: {problem}"
+
+
+def _problem_of(text: str, make: Callable[[Any], object]) -> str:
+    try:
+        make(parse_spec(text))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _rounded(source: Source, capacities: list[str], block_bytes: int) -> list[str]:
+    """Say which capacities are not quite what was asked for."""
+    trace = load(source)
+    unique = trace.unique_blocks()
+    found = [rounding_note(text, unique, block_bytes) for text in dict.fromkeys(capacities)]
+    return [f"{trace.name}: {note}" for note in found if note]
+
+
+def _refuse(problems: list[str]) -> NoReturn:
+    """Say everything that was asked wrongly, and end."""
+    if len(problems) == 1:
+        _end(problems[0], WRONG)
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    _end(f"{len(problems)} problems:{lines}", WRONG)
 
 
 def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None:

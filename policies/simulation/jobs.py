@@ -6,8 +6,10 @@ process reads a trace once.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from policies.simulation.simulator import Result, bound, simulate
 from policies.simulation.trace import Trace
 from policies.simulation.trace_formats import read_trace
 from policies.simulation.two_tiers import simulate_two
+
+ROUNDED_SILENTLY = 0.01
+"""The share of a capacity that rounding to whole blocks may change without a note."""
 
 OPTIMUM, INFINITE = "optimum", "infinite"
 
@@ -94,17 +99,32 @@ def parse_part(text: str) -> tuple[float, float]:
 
 def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
     """Blocks for ``5%`` (of the unique blocks), ``800blocks`` or ``10GiB``. At least 1."""
+    return max(1, int(exact_capacity(text, unique_blocks, block_bytes)))
+
+
+def rounding_note(text: str, unique_blocks: int, block_bytes: int) -> str:
+    """Say what a capacity was rounded to, if that changes it by more than ``ROUNDED_SILENTLY``."""
+    exact = exact_capacity(text, unique_blocks, block_bytes)
+    used = parse_capacity(text, unique_blocks, block_bytes)
+    if abs(used - exact) <= ROUNDED_SILENTLY * used:
+        return ""
+    blocks = "1 block is" if used == 1 else f"{used:,} blocks are"
+    return f"capacity {text} is {exact:,.2f} blocks: {blocks} used"
+
+
+def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
+    """The capacity in blocks before it is rounded to whole ones."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
     if not found:
         raise ValueError(f'capacity "{text}" must be like 5%, 800blocks or 10GiB')
     number, unit = float(found[1]), found[2]
     if unit == "%":
-        return max(1, int(number / 100 * unique_blocks))
+        return number * unique_blocks / 100
     if unit == "blocks":
-        return max(1, int(number))
+        return number
     if block_bytes <= 0:
         raise ValueError(f'capacity "{text}" in bytes needs the bytes of a block (--block-bytes)')
-    return max(1, int(number * _UNITS[unit]) // block_bytes)
+    return number * _UNITS[unit] / block_bytes
 
 
 def plan(
@@ -199,8 +219,12 @@ def run_jobs(
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     seen = 0
-    with ProcessPoolExecutor(processes, context, _start_worker, (counter,)) as pool:
-        waiting: dict[Future[Result], Job] = {pool.submit(_work, job): job for job in jobs}
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (counter,))
+    waiting: dict[Future[Result], Job] = {}
+    try:
+        with _without_interrupts():
+            waiting = {pool.submit(_work, job): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             count = counter.value
@@ -208,6 +232,22 @@ def run_jobs(
             seen = count
             for future in done:
                 yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(wait=not waiting, cancel_futures=True)
+        if waiting:  # it ends early: nobody waits for the runs under way
+            for worker in set(multiprocessing.active_children()) - before:
+                worker.terminate()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes started within never get SIGINT. A terminal sends it to them as well as to this
+    process, which ends them; they would print a traceback each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(counter: Synchronized[int]) -> None:

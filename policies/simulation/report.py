@@ -72,23 +72,25 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def _cells(row: dict[str, Any], two: bool) -> list[str]:
     limit = row["policy"] in (OPTIMUM, INFINITE)
-    share = "all" if row["policy"] == INFINITE else f"{row['capacity_share']:.2%}"
+    capacity = row["capacity_share"]
+    digits = 1 if capacity >= 0.01 else 3  # "0.0%" would be no capacity
+    share = "all" if row["policy"] == INFINITE else f"{capacity:.{digits}%}"
     cells = [row["trace"], share, f"{row['capacity_blocks']:,}", row["policy"]]
-    cells.append(f"{row['token_hit_ratio']:.4f}")
+    cells.append(f"{row['token_hit_ratio']:.1%}")
     cells.append("" if row["of_optimum"] is None else f"{row['of_optimum']:.1%}")
-    cells.append(f"{row['flops_saved']:.4f}")
+    cells.append(f"{row['flops_saved']:.1%}")
     cells.append("" if limit else f"{row['stored_blocks']:,}")
     if two:
-        cells.append(f"{row['upper_ratio']:.4f}" if "upper_ratio" in row else "")
-        cells.append(f"{row['lower_ratio']:.4f}" if "lower_ratio" in row else "")
+        cells.append(f"{row['upper_ratio']:.1%}" if "upper_ratio" in row else "")
+        cells.append(f"{row['lower_ratio']:.1%}" if "lower_ratio" in row else "")
         cells.append(f"{row['lower_writes']:,.0f}" if "lower_writes" in row else "")
-    cells.append("" if limit else f"{row['ns_per_op']:.0f}")
+    cells.append("" if limit else f"{row['ns_per_op']:,.0f}")
     return cells
 
 
-def json_text(outcomes: Sequence[Outcome]) -> str:
-    """One JSON object; ``runs`` are the rows."""
-    return json.dumps({"runs": rows(outcomes)}, indent=1, allow_nan=False)
+def json_text(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
+    """One JSON object; ``runs`` are the rows, ``notes`` say what was rounded."""
+    return json.dumps({"runs": rows(outcomes), "notes": [*notes]}, indent=1, allow_nan=False)
 
 
 def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -176,7 +176,8 @@ def test_beside_a_writer(root: Path) -> None:
         (["--namespace", "zz"], '--namespace: fits nothing (got "zz"). Known: '),
         (["--model", "x"], '--model: fits nothing (got "x"). Known: tiny/llama, tiny/qwen'),
         (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),
-        (["--all", "--json"], "--json: asks nothing. Add --yes, or --dry-run."),
+        (["--all", "--json"], "--yes: is required with --json. Add --yes, or --dry-run to look"),
+        (["--all"], "--yes: is required where there is no terminal to ask on. Add --yes, or"),
     ],
 )
 def test_bad_input(root: Path, options: list[str], words: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.admin.verify import Pace, Scrubbed, repair, scrub
+from offload.cli.verify import LINES_MAX
 from offload.namespaces.inventory import RankFolder, find_namespaces
 from tests.offload.cli.stores import (
     OTHER,
@@ -274,6 +275,21 @@ def test_every_store_below_a_path(tmp_path: Path) -> None:
     result = kvtiers("verify", tmp_path, "--json")
     assert result.code == 1
     assert sorted(store["good"] for store in result.json["stores"]) == [3, 4, 4]
+
+
+def test_many_damaged_stores_do_not_fill_the_screen(tmp_path: Path) -> None:
+    """What concerns a whole store comes first; all stores together have a limit of lines."""
+    for rank in range(3):
+        folder = make_store(tmp_path, range(15), rank=rank)
+        for number in range(12):
+            damage(folder, number)
+    (folder / PAYLOAD_NAME).unlink()
+    result = kvtiers("verify", tmp_path, "--check-only")
+    below = result.out.splitlines()[7:]  # the table has a head and three rows
+    assert len(below) == LINES_MAX + 1
+    assert "is missing" in below[0]
+    assert sum("damaged: key" in line for line in below) == LINES_MAX - 1
+    assert below[-1] == "and 5 more lines (--json has everything)"
 
 
 def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:

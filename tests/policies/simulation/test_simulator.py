@@ -12,7 +12,7 @@ from policies.admission import AdmitAll, FrequencyAdmission, SecondUse, WriteBud
 from policies.eviction.lru import LruPolicy
 from policies.eviction.ttl import TtlPolicy
 from policies.simulation.cli import app
-from policies.simulation.jobs import parse_capacity, parse_spec
+from policies.simulation.jobs import parse_capacity, parse_spec, rounding_note
 from policies.simulation.simulator import FlopModel, Infos, SimTier, bound, simulate
 from policies.simulation.trace import Request, Trace, TraceWriter
 from policies.simulation.two_tiers import MODES, simulate_two
@@ -146,6 +146,20 @@ def test_capacities(text: str, blocks: int) -> None:
     assert parse_capacity(text, 1000, 16384) == blocks
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0.01%", "capacity 0.01% is 0.10 blocks: 1 block is used"),
+        ("1.5blocks", "capacity 1.5blocks is 1.50 blocks: 1 block is used"),
+        ("100KiB", "capacity 100KiB is 6.25 blocks: 6 blocks are used"),
+        ("12.34%", ""),  # 123.4 blocks: nobody would see the difference
+        ("5%", ""),
+    ],
+)
+def test_a_capacity_that_is_rounded_is_named(text: str, words: str) -> None:
+    assert rounding_note(text, 1000, 16384) == words
+
+
 @pytest.mark.parametrize("text", ["5", "x%", "5 parsecs"])
 def test_bad_capacities(text: str) -> None:
     with pytest.raises(ValueError, match=r"must be like 5%, 800blocks or 10GiB"):
@@ -216,8 +230,15 @@ def test_command_line_with_two_tiers(trace_file) -> None:
     [
         (["--policy", "lfru"], 'Did you mean "lru"?'),
         (["--capacity", "5"], "must be like 5%"),
-        (["--format", "csv"], "unknown trace format"),
-        (["--hints", "some"], "unknown hint level"),
+        (["--format", "csv"], '--format: is unknown (got "csv"). Use one of: auto, kvtiers'),
+        (["--hints", "some"], '--hints: is unknown (got "some"). Use one of: none, end, all.'),
+        (["--mode", "exclusiv"], '--mode: is unknown (got "exclusiv"). Did you mean "exclusive"?'),
+        (["--mode", "write-back"], "--mode: is unknown"),
+        (["--mode", "exclusive"], "--mode: exclusive needs a lower tier. Give --lower-capacity."),
+        (["--lower-capacity", "9%", "--mode", "selective"], "--admission: belongs to --mode"),
+        (["--lower-capacity", "9%", "--admission", "all"], "--admission: belongs to --mode"),
+        (["--admission", "al"], "--admission: "),
+        (["--mode", "x", "--hints", "y", "--policy", "z"], "3 problems: "),
         (["--capacity", "1.2.3%"], 'capacity "1.2.3%" must be like'),
         (["--part", "a:b"], 'part "a:b" must be like 0.5:1'),
         (["--part", "0.5:0.2"], 'part "0.5:0.2" must be like 0.5:1'),
@@ -231,6 +252,15 @@ def test_command_line_says_what_is_wrong(trace_file, arguments, text) -> None:
     done = CliRunner().invoke(app, [str(trace_file), *arguments, "--jobs", "1"])
     assert done.exit_code == 2
     assert text in " ".join(done.output.replace("│", " ").split())
+
+
+def test_what_was_rounded_stands_below_the_table_and_in_the_json(trace_file) -> None:
+    arguments = [str(trace_file), "--capacity", "0.001%", "--policy", "lru", "--jobs", "1"]
+    shown = CliRunner().invoke(app, arguments)
+    words = "note: synthetic: capacity 0.001% is 0.0"
+    assert any(line.startswith(words) for line in shown.stdout.splitlines()), shown.stdout
+    [note] = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["notes"]
+    assert note.endswith("1 block is used")
 
 
 def test_results_are_printed_before_a_file_that_cannot_be_written_is_told(trace_file) -> None:

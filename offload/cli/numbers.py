@@ -1,0 +1,60 @@
+"""Numbers as every command prints them: sizes, shares, counts, rates and ages.
+
+Sizes have three significant digits, shares one decimal, whole numbers separators of thousands. What
+is not known is a dash.
+"""
+
+from __future__ import annotations
+
+import time
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+UNKNOWN = "-"
+_AGES = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60}
+
+
+def size_text(size_bytes: float | None) -> str:
+    """A size with three significant digits: ``1.13GiB``, ``390KiB``; without decimals if it is a
+    whole number of its unit."""
+    if size_bytes is None:
+        return UNKNOWN
+    value, unit = float(size_bytes), 0
+    while abs(value) >= (999.5 if unit else 1024) and unit < len(UNITS) - 1:
+        value /= 1024
+        unit += 1
+    if value == int(value):
+        return f"{value:.0f}{UNITS[unit]}"
+    decimals = 3 if abs(value) < 0.9995 else 2 if abs(value) < 9.995 else abs(value) < 99.95
+    return f"{value:.{int(decimals)}f}{UNITS[unit]}"
+
+
+def speed_text(bytes_per_s: float | None) -> str:
+    """Bytes per second."""
+    return UNKNOWN if bytes_per_s is None else f"{size_text(bytes_per_s)}/s"
+
+
+def share_text(ratio: float | None) -> str:
+    """A ratio as percent."""
+    return UNKNOWN if ratio is None else f"{ratio:,.1%}"
+
+
+def count_text(count: float | None) -> str:
+    """A whole number, or a small rate with one decimal."""
+    if count is None:
+        return UNKNOWN
+    return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
+
+
+def age_text(at_ns: int, now_s: float | None = None) -> str:
+    """The age of a time stamp, ``?`` if it is unknown."""
+    if at_ns <= 0:
+        return "?"
+    return duration_text(max(0.0, (now_s or time.time()) - at_ns / 1e9))
+
+
+def duration_text(seconds: float) -> str:
+    """A time in its largest unit of which it has at least two: ``90m``, ``3d``."""
+    for unit, length in _AGES.items():
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds:.0f}s"

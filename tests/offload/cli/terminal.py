@@ -1,0 +1,79 @@
+"""A program on a terminal that a test plays: what it shows, and the keys that are pressed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.offload.cli.stores import ROOT
+from tests.patience import PATIENCE_S
+
+CTRL_C = b"\x03"
+
+
+class Terminal:
+    """One program whose input and output are this terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], keys: int) -> None:
+        self._process = process
+        self._keys = keys
+        self.shown = ""
+
+    def wait_for(self, text: str) -> None:
+        """Read what is shown until ``text`` stands there."""
+        end = time.monotonic() + PATIENCE_S
+        while text not in self.shown:
+            assert self._read(end), f"it ended, or {PATIENCE_S} s passed: {self.shown[-2000:]}"
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._keys, keys)
+
+    def end(self) -> int:
+        """Read everything up to the end of the program; its exit code."""
+        end = time.monotonic() + PATIENCE_S
+        while self._read(end):
+            pass
+        return self._process.wait(PATIENCE_S)
+
+    def _read(self, end: float) -> bool:
+        """Take what comes next; ``False`` at the end."""
+        ready, _, _ = select.select([self._keys], [], [], max(0.0, end - time.monotonic()))
+        try:
+            found = os.read(self._keys, 1 << 16) if ready else b""
+        except OSError:  # the program has closed its side
+            found = b""
+        self.shown += found.decode(errors="replace")
+        return bool(found)
+
+
+@contextmanager
+def on_a_terminal(*words: object) -> Iterator[Terminal]:
+    """``kvtiers`` with these words, as in a shell: Ctrl-C reaches it and its children."""
+    keys, screen = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offload.cli", *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+        stdin=screen,
+        stdout=screen,
+        stderr=screen,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(screen)
+    try:
+        yield Terminal(process, keys)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait(PATIENCE_S)
+        os.close(keys)

@@ -1,0 +1,77 @@
+"""Ctrl-C on a terminal ends every command with 130, says nothing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from policies.simulation.trace import TraceWriter
+from policies.testing import synthetic_trace
+from tests.offload.cli.stores import make_store
+from tests.offload.cli.terminal import CTRL_C, on_a_terminal
+from tests.offload.cli.test_top import Server, serving
+
+TRACEBACK = "Traceback"
+
+
+def test_top() -> None:
+    server = Server()
+    server.fill()
+    with serving([server.page]) as address, on_a_terminal("top", address) as terminal:
+        terminal.wait_for("corrupt records 3")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_clear_asks_and_removes_nothing(tmp_path: Path) -> None:
+    folder = make_store(tmp_path, range(3))
+    with on_a_terminal("clear", tmp_path, "--all") as terminal:
+        terminal.wait_for("Remove this? [y/N]: ")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert folder.exists()
+    assert TRACEBACK not in terminal.shown
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1), (b"\x04", 1)])
+def test_clear_takes_an_answer(tmp_path: Path, answer: bytes, code: int) -> None:
+    folder = make_store(tmp_path, range(3))
+    with on_a_terminal("clear", tmp_path, "--all") as terminal:
+        terminal.wait_for("Remove this? [y/N]: ")
+        terminal.press(answer)
+        assert terminal.end() == code
+    assert folder.exists() == bool(code)
+
+
+def test_verify_at_one_byte_per_second(tmp_path: Path) -> None:
+    make_store(tmp_path, range(3))
+    with on_a_terminal("verify", tmp_path, "--rate", "1") as terminal:
+        terminal.wait_for("rank-0")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_simulate_in_one_process_and_in_several(tmp_path: Path, jobs: int) -> None:
+    """The runs under way would take minutes."""
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path, "synthetic", 16) as writer:
+        for request in synthetic_trace(7, requests=30_000).requests:
+            writer.write(request)
+    options = ["--policy", "lru", "--policy", "gdsf", "--jobs", jobs]
+    with on_a_terminal("simulate", path, *options) as terminal:
+        terminal.wait_for(" 1%")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_bench_waits_for_the_benchmark_to_clean_up(tmp_path: Path) -> None:
+    with on_a_terminal("bench", "tiers", "--folder", tmp_path, "--systems", "raw") as terminal:
+        terminal.wait_for("0/")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
