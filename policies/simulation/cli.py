@@ -73,10 +73,11 @@ def simulate(
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
     capacities = capacity or ["1%", "5%", "10%"]
-    problems = [*_wrong_words(mode, hints, format), *_wrong_tiers(mode, lower, admission)]
-    problems += _wrong_policies([*(policy or []), lower_policy], admission)
-    if problems:
-        _refuse(problems)
+    _refuse(
+        *_wrong_words(mode, hints, format),
+        *_wrong_tiers(mode, lower, admission),
+        *_wrong_policies([*(policy or []), lower_policy], admission),
+    )
     wanted: list[Job] = []
     notes: list[str] = []
     try:
@@ -91,20 +92,23 @@ def simulate(
                 admission=admission,
                 hints=hints,
             )
-            texts = [*capacities, *([lower_capacity] if lower else [])]
-            notes += _rounded(source, texts, block_bytes)
+            notes += _rounded(source, [*capacities, *filter(None, [lower_capacity])], block_bytes)
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
         _end(f"{error}{_hint(traces, as_json)}", WRONG)
+    _show(outcomes, notes, as_json)
+    _write(outcomes, csv, plot)
+
+
+def _show(outcomes: list[Outcome], notes: list[str], as_json: bool) -> None:
     if as_json:
         print(json_text(outcomes, notes))
-    else:
-        screen = _screen()
-        screen.print(table(outcomes))
-        for note in notes:
-            screen.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    _write(outcomes, csv, plot)
+        return
+    screen = _screen()
+    screen.print(table(outcomes))
+    for note in notes:
+        screen.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
@@ -156,8 +160,10 @@ def _rounded(source: Source, capacities: list[str], block_bytes: int) -> list[st
     return [f"{trace.name}: {note}" for note in found if note]
 
 
-def _refuse(problems: list[str]) -> NoReturn:
-    """Say everything that was asked wrongly, and end."""
+def _refuse(*problems: str) -> None:
+    """Say everything that was asked wrongly, and end; go on if there is nothing."""
+    if not problems:
+        return
     if len(problems) == 1:
         _end(problems[0], WRONG)
     lines = "".join(f"\n  {problem}" for problem in problems)
