@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,11 @@ from tests import model_runner, order, processor
 
 processor.pretend()
 model_runner.pretend()
+
+# A shell that starts the tests in the background of a script lets them ignore Ctrl-C. Processes
+# that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The GPU tests run on machines that have little more than torch.
 with contextlib.suppress(ImportError):
