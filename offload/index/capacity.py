@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A granted prefix of what was asked for: ``places[i]`` is for the i-th key asked.
+class Reservation(NamedTuple):
+    """A granted prefix of the keys asked for: ``places[i]`` is the location of the i-th key.
 
-    ``evicted`` are the keys that left the tier to make room.
+    ``evicted`` are the keys that left the tier to make space.
     """
 
     places: tuple[int, ...]

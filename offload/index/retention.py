@@ -1,25 +1,56 @@
-"""Which chunks of a tier may be evicted now: asked by policies, of one key or of many at once.
-
-Chunks that must stay where they are because somebody is about to use them.
-
-Part of the planner, on its thread. Made once per holder and given back as a whole: cheaper than a
-count per chunk, and asked only for what is about to be evicted.
-"""
+"""Which chunks of a tier must not be evicted now, and the callback that tells the policies."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from itertools import filterfalse
 
+_NOTHING: frozenset[bytes] = frozenset()
+
+
+class Retention:
+    """What eviction asks: the chunks of one tier that must stay. Owned by the tier's index.
+
+    ``pins`` counts the jobs that use a chunk. ``keep`` and ``hold`` register live containers: a
+    chunk must stay as long as it is in one of them. Such a chunk can still be dropped, when it is
+    damaged or the weights change.
+    """
+
+    def __init__(self) -> None:
+        self.pins: Counter[bytes] = Counter()
+        self._kept: Container[bytes] = _NOTHING
+        self._held: Container[bytes] = _NOTHING
+
+    def keep(self, keys: Container[bytes]) -> None:
+        """Retain the chunks in this container, which clients have asked to keep."""
+        self._kept = keys
+
+    def hold(self, keys: Container[bytes]) -> None:
+        """Retain the chunks in this container, which loads are about to use."""
+        self._held = keys
+
+    def is_in_use(self, key: bytes) -> bool:
+        """Whether a job uses this chunk now, or is about to."""
+        return key in self.pins or key in self._held
+
+    def evictable(self, protect: Container[bytes]) -> Evictable:
+        """The test for one eviction, which must spare the keys of ``protect`` too."""
+        return Evictable(self._kept, self.pins, protect, self._held)
+
 
 class LoadHolds:
-    """Sets of chunks, each with its owner's number."""
+    """Chunks that loads are about to use, by the load's job. Owned by the load planner.
+
+    A set per load that is entered and released as a whole is cheaper than a count per chunk; it is
+    asked only about chunks that are about to be evicted.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, frozenset[bytes]] = {}
 
     def __len__(self) -> int:
-        """Owners that hold some."""
+        """The number of loads that hold chunks."""
         return len(self._held)
 
     def __contains__(self, key: object) -> bool:
@@ -29,7 +60,7 @@ class LoadHolds:
         return False
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """Whether nobody holds any of these."""
+        """Whether no load holds any of these."""
         return all(held.isdisjoint(keys) for held in self._held.values())
 
     def hold(self, owner: int, keys: Iterable[bytes]) -> None:
@@ -37,21 +68,24 @@ class LoadHolds:
         self._held[owner] = frozenset(keys)
 
     def holds(self, owner: int) -> bool:
-        """Whether this owner holds some."""
+        """Whether this load holds chunks."""
         return owner in self._held
 
     def release(self, owner: int) -> None:
-        """Let go of what this owner holds, if anything."""
+        """Release the chunks of this load, if it holds any."""
         self._held.pop(owner, None)
 
 
 PASSED_MAX = 64
-"""From so many on that stay, a policy moves them out of its way."""
+"""When a policy has named more retained keys than this, it moves them out of its way."""
 
 
 class Evictable:
-    """Nothing that is in one of ``others`` (kept for clients, pinned, held for loads, protected).
-    ``passed`` are keys that a policy has asked for and that must stay, in its order."""
+    """The test that a policy applies while it chooses victims; lives for one eviction.
+
+    A key in one of ``others`` must stay; ``passed`` are the keys that the policy has asked about
+    and that must stay, in its order.
+    """
 
     def __init__(self, *others: Container[bytes]) -> None:
         self.passed: list[bytes] = []
@@ -64,8 +98,8 @@ class Evictable:
         return not stays
 
     def among(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
-        """Those that may be evicted; at the speed of C, because a tier that is slow to write to
-        keeps thousands pinned."""
+        """The keys that may be evicted. Without a Python call per key, because a tier that is slow
+        to write to keeps thousands pinned."""
         free = keys
         for names in self._others:
             if _holds_any(names, free):

@@ -1,21 +1,24 @@
-"""The life of a chunk in a tier, as a table (the rules are in `offload.index.tier_index`).
+"""The state machine of a chunk in one tier. ``TierIndex`` runs this table.
 
     ABSENT   -reserve-> FILLING   -commit-> RESIDENT  -pin-> PINNED
+    ABSENT   -recover-> RESIDENT
     FILLING  -abort->   ABSENT    (DOOMED while others pin it)
     RESIDENT -evict, drop-> ABSENT
     PINNED   -unpin (last)-> RESIDENT
     FILLING, PINNED -drop-> DOOMED   -last unpin, commit or abort-> ABSENT
 
-A DOOMED chunk cannot be hit; its place is not reused before the last job has let go of it.
+A DOOMED chunk cannot be hit; its location is not reused before the last job has let go of it. From
+the moment that a FILLING chunk is dropped the job that fills it counts as one more pin.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 
 class ChunkState(enum.Enum):
-    """Where a chunk stands in one tier."""
+    """The state of a chunk in one tier."""
 
     ABSENT = "absent"
     FILLING = "filling"
@@ -23,11 +26,14 @@ class ChunkState(enum.Enum):
     PINNED = "pinned"
     DOOMED = "doomed"
 
+    __hash__ = object.__hash__  # members are singletons; the hash of ``Enum`` is a Python function
+
 
 class ChunkEvent(enum.Enum):
-    """What can happen to a chunk."""
+    """An event in the life of a chunk."""
 
     RESERVE = "reserve"
+    RECOVER = "recover"
     COMMIT = "commit"
     ABORT = "abort"
     PIN = "pin"
@@ -35,26 +41,48 @@ class ChunkEvent(enum.Enum):
     DROP = "drop"
     EVICT = "evict"
 
+    __hash__ = object.__hash__
+
+
+class Transition(NamedTuple):
+    """The effect of an event: ``pins`` is added to the chunk's pins, which must not fall below 0;
+    then the chunk is ``free`` if it has no pins and ``pinned`` if it has some."""
+
+    free: ChunkState
+    pinned: ChunkState
+    pins: int = 0
+
 
 _S, _E = ChunkState, ChunkEvent
 
-TRANSITIONS: dict[tuple[ChunkState, ChunkEvent], frozenset[ChunkState]] = {
-    (_S.ABSENT, _E.RESERVE): frozenset({_S.FILLING}),
-    (_S.ABSENT, _E.DROP): frozenset({_S.ABSENT}),
-    (_S.FILLING, _E.COMMIT): frozenset({_S.RESIDENT, _S.PINNED}),
-    (_S.FILLING, _E.ABORT): frozenset({_S.ABSENT, _S.DOOMED}),
-    (_S.FILLING, _E.PIN): frozenset({_S.FILLING}),
-    (_S.FILLING, _E.UNPIN): frozenset({_S.FILLING}),
-    (_S.FILLING, _E.DROP): frozenset({_S.DOOMED}),
-    (_S.RESIDENT, _E.PIN): frozenset({_S.PINNED}),
-    (_S.RESIDENT, _E.DROP): frozenset({_S.ABSENT}),
-    (_S.RESIDENT, _E.EVICT): frozenset({_S.ABSENT}),
-    (_S.PINNED, _E.PIN): frozenset({_S.PINNED}),
-    (_S.PINNED, _E.UNPIN): frozenset({_S.PINNED, _S.RESIDENT}),
-    (_S.PINNED, _E.DROP): frozenset({_S.DOOMED}),
-    (_S.DOOMED, _E.UNPIN): frozenset({_S.DOOMED, _S.ABSENT}),
-    (_S.DOOMED, _E.COMMIT): frozenset({_S.DOOMED, _S.ABSENT}),
-    (_S.DOOMED, _E.ABORT): frozenset({_S.DOOMED, _S.ABSENT}),
-    (_S.DOOMED, _E.DROP): frozenset({_S.DOOMED}),
+TRANSITIONS: dict[ChunkEvent, dict[ChunkState, Transition]] = {
+    _E.RESERVE: {_S.ABSENT: Transition(_S.FILLING, _S.FILLING)},
+    _E.RECOVER: {_S.ABSENT: Transition(_S.RESIDENT, _S.PINNED)},
+    _E.COMMIT: {
+        _S.FILLING: Transition(_S.RESIDENT, _S.PINNED),
+        _S.DOOMED: Transition(_S.ABSENT, _S.DOOMED, pins=-1),
+    },
+    _E.ABORT: {
+        _S.FILLING: Transition(_S.ABSENT, _S.DOOMED),
+        _S.DOOMED: Transition(_S.ABSENT, _S.DOOMED, pins=-1),
+    },
+    _E.PIN: {
+        _S.FILLING: Transition(_S.FILLING, _S.FILLING, pins=1),
+        _S.RESIDENT: Transition(_S.RESIDENT, _S.PINNED, pins=1),
+        _S.PINNED: Transition(_S.RESIDENT, _S.PINNED, pins=1),
+    },
+    _E.UNPIN: {
+        _S.FILLING: Transition(_S.FILLING, _S.FILLING, pins=-1),
+        _S.PINNED: Transition(_S.RESIDENT, _S.PINNED, pins=-1),
+        _S.DOOMED: Transition(_S.ABSENT, _S.DOOMED, pins=-1),
+    },
+    _E.DROP: {
+        _S.ABSENT: Transition(_S.ABSENT, _S.ABSENT),
+        _S.FILLING: Transition(_S.DOOMED, _S.DOOMED, pins=1),
+        _S.RESIDENT: Transition(_S.ABSENT, _S.DOOMED),
+        _S.PINNED: Transition(_S.ABSENT, _S.DOOMED),
+        _S.DOOMED: Transition(_S.DOOMED, _S.DOOMED),
+    },
+    _E.EVICT: {_S.RESIDENT: Transition(_S.ABSENT, _S.PINNED)},
 }
-"""Every allowed event with the states it may lead to; anything else is an ``InvariantError``."""
+"""Every allowed event by the states in which it is allowed; any other is an ``InvariantError``."""

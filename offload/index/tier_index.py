@@ -1,37 +1,54 @@
-"""The index of one tier: which chunks it holds, in which state, at which place.
+"""The index of one tier: its chunks, their states and their locations.
 
-Pure and synchronous. The index owns states, pins and places; the eviction policy only orders
-the resident keys. Two dicts describe a resident chunk (ours and the policy's), nothing else does,
-because a disk tier may hold ten million of them; pins and the rarer states live beside.
+Pure and synchronous. The index owns states, pins and locations; the eviction policy only orders the
+resident keys. A resident chunk is in two dicts (the index's and the policy's) and nowhere else,
+because a disk tier may hold ten million of them; pins and the rarer states have dicts of their own.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import filterfalse, islice, repeat
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import PASSED_MAX, Evictable
-from offload.index.states import ChunkEvent, ChunkState
+from offload.index.retention import PASSED_MAX, Retention
+from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
 
 _NOTHING: frozenset[bytes] = frozenset()
 MANY = 16
-"""From so many keys on it pays to look at them all before they are changed all at once."""
+"""From this number of keys on, the bulk paths are faster than a loop."""
+
+
+class _Route(NamedTuple):
+    """The rows of one event for the chunks of one dict of locations, looked up once: they move to
+    ``free``, or to ``pinned`` if they have pins. ``None`` means out of the tier. Unless
+    ``takes_pinned`` the table has no row for chunks with pins."""
+
+    source: dict[bytes, int]
+    free: dict[bytes, int] | None
+    pinned: dict[bytes, int] | None
+    takes_pinned: bool
 
 
 class TierIndex:
-    """States and places of one tier's chunks. A policy that is not our LRU is watched: one that
-    raises, dawdles or names keys that it must not is replaced by LRU (``policies.guarded``).
+    """States and locations of one tier's chunks. Owned by the planner; used on its thread.
 
-    ``low_watermark`` < 1 makes eviction run ahead: once the tier is full it is emptied to this
-    share of its capacity, so that a disk has free places before it needs them.
+    States change as ``offload.index.states.TRANSITIONS`` says. The index looks up the rows of the
+    usual events when it is made (``_route``) and the others when they occur (``_apply``); only
+    pins that leave a chunk where it is are counted without the table. A policy other than our LRU
+    is guarded: one that raises, is slow or names keys that it must not is replaced by LRU
+    (``policies.guarded``).
+
+    With ``low_watermark`` < 1 eviction runs ahead: a full tier is emptied to this share of its
+    capacity, so that a disk has free space before it needs it. ``retention`` says which chunks must
+    not be evicted.
     """
 
     def __init__(
@@ -40,17 +57,30 @@ class TierIndex:
         self.name = name
         self.space = space
         self.evictions = 0
-        # Not to be evicted, but dropped like any other: what clients keep, what loads wait for.
-        self.kept: Container[bytes] = _NOTHING
-        self.held: Container[bytes] = _NOTHING
-        self.removals = RemovalLog()
+        self.retention = Retention()
+        self._removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}  # always this one: the policy's guard looks into it
         self.policy = contained(policy, name, self._resident)
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._infos: dict[bytes, EntryInfo] = {}
-        self._pins: Counter[bytes] = Counter()
+        self._pins = self.retention.pins
+        self._locations: dict[ChunkState, dict[bytes, int] | None] = {
+            ChunkState.ABSENT: None,
+            ChunkState.FILLING: self._filling,
+            ChunkState.RESIDENT: self._resident,
+            ChunkState.PINNED: self._resident,
+            ChunkState.DOOMED: self._doomed,
+        }
+        self._commits = self._route(ChunkEvent.COMMIT, ChunkState.FILLING, ChunkState.FILLING)
+        self._aborts = self._route(ChunkEvent.ABORT, ChunkState.FILLING, ChunkState.FILLING)
+        self._drops = self._route(ChunkEvent.DROP, ChunkState.RESIDENT, ChunkState.PINNED)
+        self._evictions = self._route(ChunkEvent.EVICT, ChunkState.RESIDENT, ChunkState.PINNED)
+
+    def log_removals(self, log: RemovalLog) -> None:
+        """Note in ``log`` what leaves this tier from now on."""
+        self._removals = log
 
     # -- questions ---------------------------------------------------------------------------
 
@@ -62,11 +92,11 @@ class TierIndex:
 
     @property
     def resident(self) -> Mapping[bytes, int]:
-        """The places of the keys that can be hit, for questions about many at once."""
+        """The locations of the keys that can be hit, for queries about many at once."""
         return self._resident
 
     def some(self, count: int) -> tuple[bytes, ...]:
-        """Up to ``count`` resident keys, whichever."""
+        """Up to ``count`` resident keys, in no particular order."""
         return tuple(islice(self._resident, count))
 
     @property
@@ -76,7 +106,7 @@ class TierIndex:
 
     def is_pinned(self, key: bytes) -> bool:
         """Whether a job uses this chunk now, or is about to."""
-        return key in self._pins or key in self.held
+        return self.retention.is_in_use(key)
 
     def is_filling(self, key: bytes) -> bool:
         """Whether a job is writing this chunk now."""
@@ -84,11 +114,11 @@ class TierIndex:
 
     @property
     def barred(self) -> tuple[Mapping[bytes, int], ...]:
-        """What is not resident and cannot be reserved all the same."""
+        """Keys that are not resident and still cannot be reserved."""
         return tuple(filter(None, (self._filling, self._doomed)))
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of ``keys`` that a job is writing now."""
+        """The keys that a job is writing now."""
         return set(filter(self._filling.__contains__, keys)) if self._filling else set()
 
     def are_absent(self, keys: Collection[bytes]) -> bool:
@@ -100,7 +130,7 @@ class TierIndex:
         return not (key in self._resident or key in self._filling or key in self._doomed)
 
     def place(self, key: bytes) -> int:
-        """Where a resident or filling chunk lies."""
+        """The location of a resident or filling chunk."""
         return self._filling[key] if key in self._filling else self._resident[key]
 
     def state(self, key: bytes) -> ChunkState:
@@ -126,10 +156,9 @@ class TierIndex:
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
 
-        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. Unless
-        the infos are remembered here, ``commit`` has to be told them.
-        Stops at the first key that finds no place, so the granted keys are never a prefix with
-        a hole.
+        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. The
+        infos must be given to ``commit`` unless they are remembered here. Stops at the first key
+        for which there is no space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
@@ -138,7 +167,7 @@ class TierIndex:
             granted, take = [], self.space.take
             for key, size in zip(keys, sizes, strict=True):
                 if not self.is_absent(key):
-                    self._refuse(key, ChunkEvent.RESERVE)
+                    self._check(key, ChunkEvent.RESERVE)  # raises: see the table
                 place = take(size)
                 if place is None and evict:
                     evicted += self._make_room(self.space.missing(size), protect)
@@ -158,7 +187,8 @@ class TierIndex:
         protect: Container[bytes] | None,
         evicted: list[bytes],
     ) -> Sequence[int] | None:
-        """Many keys, if all are absent; ``None``: none was. No ``protect``: nothing is evicted."""
+        """``reserve`` for many keys, if all are absent; ``None``: nothing was done. Without
+        ``protect`` nothing is evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
         places = self.space.take_all(sizes)
@@ -183,55 +213,26 @@ class TierIndex:
 
         ``keys`` are in prefix order; the head ends up youngest. ``infos``: if not remembered.
         """
-        if len(keys) >= MANY and self._commit_at_once(keys[::-1], infos):
-            return list(keys)
         kept: list[bytes] = []
-        resident, filling, doomed = self._resident, self._filling, self._doomed
-        told = self._infos if infos is None else dict(zip(keys, infos, strict=True))
         try:
-            for key in reversed(keys):
-                if key in doomed:
-                    self._let_go(key, ChunkEvent.COMMIT)
-                    continue
-                place = filling.pop(key, None)
-                if place is None:
-                    self._refuse(key, ChunkEvent.COMMIT)
-                resident[key] = place
-                kept.append(key)
-        finally:  # what is resident is known to the policy, whatever was wrong with another
-            self.policy.insert_all(kept, list(map(told.pop, kept)))
+            self._move(keys[::-1], ChunkEvent.COMMIT, self._commits, kept)
+        finally:  # the policy must know what is resident, whatever was wrong with another key
+            if infos is None:
+                infos = list(map(self._infos.pop, kept))
+            elif len(kept) == len(keys):
+                infos = infos[::-1]
+            else:
+                infos = list(map(dict(zip(keys, infos, strict=True)).__getitem__, kept))
+            self.policy.insert_all(kept, infos)
         kept.reverse()
         return kept
 
-    def _commit_at_once(
-        self, backwards: Sequence[bytes], infos: Sequence[EntryInfo] | None
-    ) -> bool:
-        """All of these, if all are FILLING; ``False``: nothing was done."""
-        filling = self._filling
-        places = list(map(filling.pop, backwards, repeat(None)))
-        if None in places:  # or one is named twice
-            filling.update({k: p for k, p in zip(backwards, places, strict=True) if p is not None})
-            return False
-        self._resident.update(zip(backwards, places, strict=True))  # type: ignore[arg-type]  # there is no None
-        told = list(map(self._infos.pop, backwards)) if infos is None else infos[::-1]
-        self.policy.insert_all(backwards, told)
-        return True
-
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
-        self.removals.note(keys := list(keys))  # somebody may have counted on them
+        self._removals.note(keys := list(keys))  # a lookup may have counted on them
+        self._move(keys, ChunkEvent.ABORT, self._aborts, [])
         for key in keys:
-            if key in self._doomed:
-                self._let_go(key, ChunkEvent.ABORT)
-                continue
-            place = self._filling.pop(key, None)
-            if place is None:
-                self._refuse(key, ChunkEvent.ABORT)
             self._infos.pop(key, None)
-            if key in self._pins:
-                self._doomed[key] = place
-            else:
-                self.space.give(place)
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """Enter chunks found after a restart, oldest first; returns those that did not fit."""
@@ -251,7 +252,7 @@ class TierIndex:
             if place is None:
                 rejected.append(key)
                 continue
-            self._resident[key] = place
+            self._apply(key, ChunkEvent.RECOVER, place)
             self.policy.insert(key, info)
         return rejected
 
@@ -260,26 +261,23 @@ class TierIndex:
     def pin(self, keys: Collection[bytes]) -> None:
         """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
         for key in filterfalse(self._resident.__contains__, keys):
-            if key not in self._filling:
-                self._refuse(key, ChunkEvent.PIN)
+            self._check(key, ChunkEvent.PIN)
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Undo one ``pin`` per key; a DOOMED chunk's place is freed by the last one."""
+        """Undo one ``pin`` per key; the last one frees the location of a DOOMED chunk."""
         pins, doomed, keys = self._pins, self._doomed, list(keys)
-        if len(keys) >= MANY and not doomed:
+        if len(keys) >= MANY and not doomed:  # mostly one pin of each
             counts = list(map(pins.pop, keys, repeat(0)))
             if counts.count(1) == len(keys):
                 return
             pins.update({key: n for key, n in zip(keys, counts, strict=True) if n})
         for key in keys:
             count = pins.get(key, 0)
-            if key in doomed:
-                self._let_go(key, ChunkEvent.UNPIN)
+            if count == 0 or key in doomed:
+                self._apply(key, ChunkEvent.UNPIN)
             elif count == 1:
-                pins.pop(key)
-            elif count == 0:
-                self._refuse(key, ChunkEvent.UNPIN)
+                pins.pop(key)  # ``del`` of a ``Counter`` is a Python function
             else:
                 pins[key] = count - 1
 
@@ -290,18 +288,13 @@ class TierIndex:
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget chunks; nobody can hit them from now on. Returns those that were resident."""
         dropped: list[bytes] = []
-        for key in keys:
-            place = self._resident.pop(key, None)
-            if place is not None:
-                self.policy.remove(key, RemoveCause.DROPPED)
-                dropped.append(key)
-                if key in self._pins:
-                    self._doomed[key] = place
-                else:
-                    self.space.give(place)
-            elif key in self._filling:
-                self._doom_filling(key)
-        self.removals.note(dropped)
+        keys = list(keys)
+        if self._infos:
+            for key in self.filling_among(keys):
+                self._infos.pop(key, None)
+        self._move(keys, ChunkEvent.DROP, self._drops, dropped)
+        self.policy.remove_all(dropped, RemoveCause.DROPPED)
+        self._removals.note(dropped)
         return dropped
 
     def evict(self, count_bytes: int) -> list[bytes]:
@@ -309,15 +302,16 @@ class TierIndex:
         return self._make_room(count_bytes, _NOTHING)
 
     def clear(self) -> None:
-        """Forget every chunk at once; what jobs still use stays DOOMED until they let go."""
-        for key in self._pins.keys() & self._resident.keys():
-            self._doomed[key] = self._resident.pop(key)
+        """Forget every chunk at once; chunks in use stay DOOMED until their jobs let go of them."""
+        pinned = self._pins.keys() & self._resident.keys()
+        self._move(list(pinned), ChunkEvent.DROP, self._drops, [])
         self.space.give_all(self._resident.values())
         self._resident.clear()
-        self.removals.note_all()
+        self._removals.note_all()
         self.policy.clear()
+        self._infos.clear()
         for key in list(self._filling):
-            self._doom_filling(key)
+            self._apply(key, ChunkEvent.DROP)
 
     def check(self) -> None:
         """Verify the invariants; raises ``InvariantError``. O(n), for tests and debug mode."""
@@ -343,8 +337,8 @@ class TierIndex:
     # -- inside ------------------------------------------------------------------------------
 
     def _make_room(self, missing: int, protect: Container[bytes]) -> list[bytes]:
-        """Evict so much, ahead to the low watermark, never more than needed there."""
-        space, evictable = self.space, Evictable(self.kept, self._pins, protect, self.held)
+        """Evict until ``missing`` is free, and on to the low watermark, but no further."""
+        space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
         evicted, freed = list[bytes](), 0
@@ -358,40 +352,97 @@ class TierIndex:
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
         if len(evictable.passed) > PASSED_MAX and self.policy.takes_parts:
-            self.policy.touch(evictable.passed[::-1])  # or each eviction would pass them by again
+            self.policy.touch(evictable.passed[::-1])  # or each eviction would meet them again
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
-        """RESIDENT -> ABSENT; how much that has freed."""
-        pins, resident = self._pins, self._resident
-        are_free = pins.keys().isdisjoint(keys)
-        places = list(map(resident.pop, keys, repeat(None))) if are_free else []
-        if not are_free or None in places:  # or named twice
-            resident.update((k, p) for k, p in zip(keys, places, strict=False) if p is not None)
-            wrong = (key for key in keys if key in pins or key not in resident)
-            self._refuse(next(wrong, keys[0]), ChunkEvent.EVICT)
+        """RESIDENT -> ABSENT; returns how much that has freed."""
         used = self.space.used
-        self.space.give_all(places)  # type: ignore[arg-type]  # there is no None
+        if not self._move_all(keys, self._evictions):
+            for key in keys:
+                self._check(key, ChunkEvent.EVICT)
+            self._refuse(keys[0], ChunkEvent.EVICT)  # a key is named twice
         self.policy.remove_all(keys, RemoveCause.EVICTED)
         self.evictions += len(keys)
-        self.removals.note(keys)
+        self._removals.note(keys)
         return used - self.space.used
 
-    def _doom_filling(self, key: bytes) -> None:
-        """The job that fills the chunk counts as one more pin from here on."""
-        self._doomed[key] = self._filling.pop(key)
-        self._infos.pop(key, None)
-        self._pins[key] = self._pins.get(key, 0) + 1
+    # -- the state machine -------------------------------------------------------------------
 
-    def _let_go(self, key: bytes, event: ChunkEvent) -> None:
-        count = self._pins.get(key, 0)
-        if count == 0:
+    def _check(self, key: bytes, event: ChunkEvent) -> tuple[ChunkState, Transition]:
+        """The chunk's state and the transition of this event; raises ``InvariantError``."""
+        state = self.state(key)
+        transition = TRANSITIONS[event].get(state)
+        if transition is None or self._pins.get(key, 0) + transition.pins < 0:
             self._refuse(key, event)
-        if count > 1:
-            self._pins[key] = count - 1
+        return state, transition
+
+    def _apply(self, key: bytes, event: ChunkEvent, location: int = 0) -> None:
+        """One event of one chunk. ``location`` is for a chunk that was absent."""
+        state, (free, pinned, pins) = self._check(key, event)
+        count = self._pins.get(key, 0)
+        if pins:
+            count += pins
+            if count:
+                self._pins[key] = count
+            else:
+                self._pins.pop(key)
+        source, target = self._locations[state], self._locations[pinned if count else free]
+        if source is target:
             return
-        self._pins.pop(key)
-        self.space.give(self._doomed.pop(key))
+        if source is not None:
+            location = source.pop(key)
+        if target is not None:
+            target[key] = location
+        else:
+            self.space.give(location)
+
+    def _route(self, event: ChunkEvent, free: ChunkState, pinned: ChunkState) -> _Route:
+        """The rows of an event for chunks in state ``free`` without and in ``pinned`` with pins."""
+        row = TRANSITIONS[event]
+        source, pinned_row = self._locations[free], row.get(pinned, row[free])
+        assert source is not None
+        assert row[free].pins == pinned_row.pins == 0
+        targets = self._locations[row[free].free], self._locations[pinned_row.pinned]
+        return _Route(source, *targets, pinned in row)
+
+    def _move(
+        self, keys: Sequence[bytes], event: ChunkEvent, route: _Route, moved: list[bytes]
+    ) -> None:
+        """One event of each of these chunks; adds those that took the route to ``moved``."""
+        if len(keys) >= MANY and self._move_all(keys, route):
+            moved += keys
+            return
+        source, free, pinned, takes_pinned = route
+        pins = self._pins
+        for key in keys:
+            if takes_pinned or key not in pins:
+                location = source.pop(key, None)
+                if location is not None:
+                    target = pinned if key in pins else free
+                    if target is None:
+                        self.space.give(location)
+                    else:
+                        target[key] = location
+                    moved.append(key)
+                    continue
+            self._apply(key, event)
+
+    def _move_all(self, keys: Sequence[bytes], route: _Route) -> bool:
+        """``_move`` of all these chunks at once. ``False``, with nothing done, if one is not in the
+        route's source or is named twice, or if they do not all have the same target."""
+        source, target, pinned, _ = route
+        if target is not pinned and self._pins and not self._pins.keys().isdisjoint(keys):
+            return False
+        locations: list[int | None] = list(map(source.pop, keys, repeat(None)))
+        if None in locations:
+            source.update((k, at) for k, at in zip(keys, locations, strict=True) if at is not None)
+            return False
+        if target is not None:
+            target.update(zip(keys, locations, strict=True))  # type: ignore[arg-type]  # there is no None
+        else:
+            self.space.give_all(locations)  # type: ignore[arg-type]  # there is no None
+        return True
 
     def _refuse(self, key: bytes, event: ChunkEvent) -> NoReturn:
         raise InvariantError(

@@ -28,7 +28,7 @@ class _Kept:
         self._most = most
         self._due: dict[int, set[bytes]] = {}
         self._seconds: list[int] = []  # the keys of ``_due``, as a heap
-        index.kept = self.until
+        index.retention.keep(self.until)
 
     def keep(self, keys: Sequence[bytes], until: int) -> int:
         """Keep a prefix of these keys, as far as there is room; returns its length."""

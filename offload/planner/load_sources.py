@@ -52,7 +52,7 @@ class LoadSources:
         self._stats = context.stats
         self._removals = context.removals
         for index in context.indexes.values():
-            index.removals = self._removals
+            index.log_removals(self._removals)
 
     def holders(
         self, read: frozenset[int] | None = None, above: int | None = None

@@ -87,7 +87,7 @@ class LoadPlanner:
         self._waited_for: dict[str, _Load] = {}
         self._queue: deque[_Load] = deque()
         for index in context.indexes.values():
-            index.held = self.held
+            index.retention.hold(self.held)
 
     def __len__(self) -> int:
         """Parts that were planned and not sent, and loads that are planned in part."""

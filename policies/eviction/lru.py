@@ -103,7 +103,9 @@ class LruPolicy(EvictionPolicy):
         self._part_of.pop(key, None)
 
     def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
-        deque(map(self._part_of.pop, keys, repeat(None)), maxlen=0)
+        pop = self._part_of.pop
+        for key in keys:
+            pop(key, None)
 
     def clear(self) -> None:
         self._part_of = {}

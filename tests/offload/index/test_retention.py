@@ -10,6 +10,10 @@ from policies.base import EntryInfo
 from policies.registry import make_policy
 
 CHUNKS = 200
+RETAIN = {
+    "kept": lambda index, keys: index.retention.keep(keys),
+    "held": lambda index, keys: index.retention.hold(keys),
+}
 PREFIX = [b"a%03d" % number for number in range(CHUNKS)]
 OTHERS = [b"b%03d" % number for number in range(CHUNKS)]
 
@@ -31,14 +35,14 @@ def test_the_head_of_a_prefix_that_had_to_stay_still_goes_last(policy: str, why:
     if why == "pinned":
         index.pin(PREFIX)
     else:
-        setattr(index, why, frozenset(PREFIX))
+        RETAIN[why](index, frozenset(PREFIX))
     gone = index.evict(CHUNKS // 2)
     assert len(gone) == CHUNKS // 2
     assert not set(gone) & set(PREFIX)
     if why == "pinned":
         index.unpin(PREFIX)
     else:
-        setattr(index, why, frozenset())
+        RETAIN[why](index, frozenset())
     order = [key for key in index.policy.victims(2 * CHUNKS, lambda key: True) if key in PREFIX]
     assert order == PREFIX[::-1]
 
@@ -49,7 +53,7 @@ def test_lru_passes_by_what_must_stay_once(why: str) -> None:
     if why == "pinned":
         index.pin(PREFIX)
     else:
-        setattr(index, why, frozenset(PREFIX))
+        RETAIN[why](index, frozenset(PREFIX))
     index.evict(1)
     asked: list[object] = []
     index.policy.victims(1, lambda key: asked.append(key) is None)
