@@ -223,15 +223,14 @@ class OffloadManager:
         """
         self._check_open()
         self._epoch += 1
-        errors = self._executor.stats.tier_errors
         shared = self.planner.presence.tiers
         tiers = range(len(self.planner.lower))
         epochs = {n: draw_epoch() if n in shared else self._epoch for n in tiers}
         self.planner.forget_all()
         self.planner.begin_epochs(epochs)
         self._pump()
-        is_durable = await self._ends(self._executor.settle(), timeout_s)
-        if not is_durable or self._executor.stats.tier_errors != errors:
+        is_settled = await self._ends(self._executor.settle(), timeout_s)
+        if not is_settled or self._executor.owes_epochs:
             raise TierUnavailableError(
                 "kvtiers: a tier could not be reset durably. This process finds none of its "
                 "records any more, but delete its folder before it is opened again."

@@ -1,14 +1,14 @@
-"""The ledger: jobs that workers have not finished, and the GPU blocks they read.
+"""Jobs that workers have not finished, and the GPU blocks they read.
 
 A job is opened once, answered once per rank, and closed when the last rank has answered. Late
-answers to jobs that are not open (a worker that was restarted) are counted, never acted on.
+answers to jobs that are not open (from a worker that was restarted) are counted and ignored.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from offload.errors import InvariantError
@@ -27,25 +27,41 @@ class JobKind(enum.Enum):
     PROBE = "probe"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class LoadTokens:
+    """The tokens of a load by source tier (``CPU`` or the lower tier's number): an estimate until
+    all its parts are planned. Written by the load planner, which replaces the mapping and never
+    changes it."""
+
+    by_tier: Mapping[int, int] = field(default_factory=dict)
+
+
+Pins = tuple[int, Sequence[bytes]]
+"""A tier's number and the keys that are pinned in it."""
+
+
+@dataclass(slots=True, eq=False)
 class Job:
-    """One open job and what it holds: ``fills`` are reserved keys of tier ``fill_tier``;
-    ``pins`` are pinned keys by tier; ``blocks`` are GPU blocks that a store reads, ``holds`` counts
-    those that a load fills; ``write`` are the lower tiers that may get what a store fills
-    (``None``: all); ``infos`` are of ``fills`` where the index does not remember them. What a
-    ``distrusted`` job fills is never committed, whatever the ranks
-    answer."""
+    """One job and what it holds. The part of the planner that opens it writes all fields but
+    ``result`` and ``distrusted``, which the ``JobTable`` writes.
+
+    ``fills`` are reserved keys of tier ``fill_tier``; ``pins`` are pinned keys by tier; ``blocks``
+    are GPU blocks that a store reads, ``holds`` counts those that a load fills; ``write`` are the
+    lower tiers that may get what a store fills (``None``: all); ``infos`` are those of ``fills``
+    where the index does not remember them. What a ``distrusted`` job fills is never committed,
+    whatever the ranks answer.
+    """
 
     job: int
     kind: JobKind
     fills: Sequence[bytes] = ()
     fill_tier: int = CPU
-    pins: Sequence[tuple[int, Sequence[bytes]]] = ()
+    pins: Sequence[Pins] = ()
     blocks: Sequence[int] = ()
     request: str = ""
     chunks: int = 0
     holds: int = 0
-    tokens_by_tier: Mapping[int, int] | None = None
+    tokens: LoadTokens | None = None
     write: frozenset[int] | None = None
     infos: Sequence[EntryInfo] | None = None
     result: JobResult | None = None
@@ -55,8 +71,13 @@ class Job:
     def answer(self) -> JobResult:
         """The answer of all ranks of a job that has ended."""
         if self.result is None:
-            raise InvariantError(f"ledger: job {self.job} ended without an answer")
+            raise InvariantError(f"job table: job {self.job} ended without an answer")
         return self.result
+
+    @property
+    def tokens_by_tier(self) -> Mapping[int, int]:
+        """The tokens that a load or a probe brings from each tier."""
+        return self.tokens.by_tier if self.tokens is not None else {}
 
     def verdict(self) -> tuple[list[bytes], list[bytes]]:
         """Which of the keys that an ended job filled may be committed, and which must not."""
@@ -96,7 +117,7 @@ class JobTable:
     def open(self, job: Job) -> None:
         """Enter a job."""
         if job.job in self._jobs:
-            raise InvariantError(f"ledger: job {job.job} is open already")
+            raise InvariantError(f"job table: job {job.job} is open already")
         self._jobs[job.job] = job
         if job.blocks:
             readers = self._readers
@@ -107,7 +128,7 @@ class JobTable:
             readers.update(mine)
 
     def close(self, job_id: int) -> Job:
-        """Take a job out, whatever its answers."""
+        """Remove a job, whatever its answers."""
         job = self._jobs.pop(job_id)
         blocks = set(job.blocks)
         found = list(map(self._readers.pop, blocks))
@@ -129,7 +150,7 @@ class JobTable:
             return None
         if job.result.ranks > self._ranks:
             raise InvariantError(
-                f"ledger: {job.kind.value} job {job_id} has {job.result.ranks} answers "
+                f"job table: {job.kind.value} job {job_id} has {job.result.ranks} answers "
                 f"from {self._ranks} ranks"
             )
         return self.close(job_id)

@@ -14,14 +14,12 @@ from offload.layout.keys import CPU
 from offload.messages.columns import Columns, one_width
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.planner.context import PlannerContext
-from offload.planner.jobs import Job
+from offload.planner.jobs import Job, Pins
 from offload.planner.step_budget import EVICTED_COST
 from policies.base import EntryInfo
 
 SAMPLE = 256
 """Chunks of a long load from which its sources are estimated in advance."""
-Pins = tuple[int, Sequence[bytes]]
-"""A tier's number and the keys that are pinned in it."""
 
 
 @dataclass(frozen=True, slots=True)

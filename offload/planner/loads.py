@@ -8,7 +8,7 @@ lost or forgotten, or its tier becomes unavailable, the load fails. Pure.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -19,8 +19,8 @@ from offload.messages.columns import NO_CHUNKS, Columns
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.planner.context import PlannerContext
-from offload.planner.jobs import Job, JobKind
-from offload.planner.load_sources import LoadSources, Pins
+from offload.planner.jobs import Job, JobKind, LoadTokens, Pins
+from offload.planner.load_sources import LoadSources
 from offload.planner.presence import PresenceCache
 from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUNKS
 from policies.hints import LOW
@@ -32,19 +32,21 @@ NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
-    """A load that a request waits for. ``fills``, ``pins`` and ``tokens`` belong to its job;
-    ``parts`` were planned; ``rest`` was not, from chunk ``at`` of its first run on."""
+class _Load(Job):
+    """A load that a request waits for: a job whose ``fills`` and ``pins`` grow part by part.
 
-    job: Job
-    fills: list[bytes]
-    pins: list[Pins]
-    rest: list[ChunkBatch]
-    read: frozenset[int] | None
+    ``parts`` were planned; ``rest`` was not, from chunk ``at`` of its first run on. It reads the
+    tiers ``read`` (``None``: all). ``counts`` are the planned chunks by group and tier.
+    """
+
+    fills: list[bytes] = field(default_factory=list)
+    pins: list[Pins] = field(default_factory=list)
+    tokens: LoadTokens = field(default_factory=LoadTokens)
+    rest: list[ChunkBatch] = field(default_factory=list)
+    read: frozenset[int] | None = None
     at: int = 0
     parts: int = 0
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
-    tokens: dict[int, int] = field(default_factory=dict)
 
     def take(self, most: int) -> list[ChunkBatch]:
         """Up to ``most`` chunks of the rest."""
@@ -111,7 +113,7 @@ class LoadPlanner:
     def ended(self, job: Job, now: float) -> None:
         """Every rank has answered a load."""
         failed = job.answer.failed or bool(job.answer.bad)
-        tokens = job.tokens_by_tier or {}
+        tokens = job.tokens_by_tier
         self._stats.loaded(tokens, failed=failed)
         if failed:
             self.failed.append((job.request, job.answer))
@@ -122,8 +124,7 @@ class LoadPlanner:
                 self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
             elif not failed:
                 self._health[slowest].loaded(tokens[slowest], job.answer.seconds, now)
-        load = self._waited_for.get(job.request)
-        if load is not None and load.job is job:
+        if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
 
     def request_ended(self, request: str) -> None:
@@ -131,8 +132,8 @@ class LoadPlanner:
         that hangs holds no GPU block, and must not count against loads from other tiers."""
         load = self._waited_for.pop(request, None)
         if load is not None:
-            self.loading -= load.job.chunks
-            self.holding -= load.job.holds
+            self.loading -= load.chunks
+            self.holding -= load.holds
             if load.rest:
                 self._cut(load, NOBODY)
 
@@ -148,39 +149,37 @@ class LoadPlanner:
             self._cut(load, NOBODY)
         self._sources.forget_all()
 
-    def plan(self, request: str, runs: Sequence[ChunkBatch]) -> Mapping[int, int]:
+    def plan(self, request: str, runs: Sequence[ChunkBatch]) -> LoadTokens:
         """Plan to restore these chunks for a request, in one step or, if they are too many, in
         several.
 
         Chunks in the CPU tier are pinned; chunks of a lower tier are read into a slot of the CPU
         tier, or through a staging buffer where no slot is free. A chunk that no tier holds (a bug
         of the caller) makes the load fail: the request recomputes, it never gets wrong bytes.
-        Returns the tokens that come from each tier (``CPU`` or the lower tier's number). For a load
-        that is planned in part they are an estimate, and the mapping changes later.
+        Returns the tokens that come from each tier, for the request's outcome.
         """
-        read = runs[0].origin.controls.read if runs else None
-        job = Job(
+        load = _Load(
             self._jobs.next_id(),
             JobKind.LOAD,
             request=request,
             chunks=sum(map(len, runs)),
             holds=sum(len(run.blocks) for run in runs),
+            rest=list(runs),
+            read=runs[0].origin.controls.read if runs else None,
         )
-        load = _Load(job, [], [], list(runs), read)
-        job.fills, job.pins, job.tokens_by_tier = load.fills, load.pins, load.tokens
-        at_once = not self._queue and job.chunks <= min(self._allowance.left, LOAD_PART_MAX)
+        at_once = not self._queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX)
         if at_once:
-            self._plan_part(load, job.chunks)
+            self._plan_part(load, load.chunks)
         else:
-            load.tokens |= self._sources.expected(runs, read)
-            self.held.hold(job.job, chain.from_iterable(run.keys for run in runs))
-            self._allowance.take(int(job.chunks * ACCEPTED_COST))
+            load.tokens.by_tier = self._sources.expected(runs, load.read)
+            self.held.hold(load.job, chain.from_iterable(run.keys for run in runs))
+            self._allowance.take(int(load.chunks * ACCEPTED_COST))
             self._queue.append(load)
-        self._jobs.open(job)
+        self._jobs.open(load)
         self.request_ended(request)
         self._waited_for[request] = load
-        self.loading += job.chunks
-        self.holding += job.holds
+        self.loading += load.chunks
+        self.holding += load.holds
         return load.tokens
 
     def advance(self) -> None:
@@ -199,12 +198,11 @@ class LoadPlanner:
             raise errors[0]
 
     def _plan_part(self, load: _Load, most: int) -> None:
-        job = load.job
         runs = load.take(most)
-        later = self.held.holds(job.job)
+        later = self.held.holds(load.job)
         if not load.rest:
-            self.held.release(job.job)
-        taken = self._sources.take(job.job, runs, load.read, later=later)
+            self.held.release(load.job)
+        taken = self._sources.take(load.job, runs, load.read, later=later)
         if taken is None:
             self._allowance.take(most)
             self._cut(load, NOBODY)
@@ -214,23 +212,20 @@ class LoadPlanner:
         load.pins += taken.pins
         load.counts.update(taken.counts)
         if not load.rest:
-            load.tokens.clear()
-            load.tokens |= self._sources.tokens(load.counts)
-            below = {tier: tokens for tier, tokens in load.tokens.items() if tier >= CPU}
-            self._stats.planned(below)
+            load.tokens.by_tier = self._sources.tokens(load.counts)
+            self._stats.planned(load.tokens.by_tier)
         self._send(load, taken.columns)
 
     def _send(self, load: _Load, chunks: Columns) -> None:
-        job, is_last = load.job, not load.rest
-        self._planned.append(LoadJob(job.job, job.request, chunks, load.parts, is_last))
+        is_last = not load.rest
+        self._planned.append(LoadJob(load.job, load.request, chunks, load.parts, is_last))
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
         """Plan no more of this load than these items. Its tokens are those planned so far."""
-        self.held.release(load.job.job)
+        self.held.release(load.job)
         load.rest = []
-        load.tokens.clear()
-        load.tokens |= self._sources.tokens(load.counts)
+        load.tokens.by_tier = self._sources.tokens(load.counts)
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
@@ -244,9 +239,8 @@ class LoadPlanner:
             return None
         job = self._jobs.next_id()
         index.pin(keys)
-        tokens = self._sources.tokens(Counter((group_of(key), tier) for key in keys))
-        pins = ((tier, keys),)
-        self._jobs.open(Job(job, JobKind.PROBE, pins=pins, tokens_by_tier=tokens))
+        tokens = LoadTokens(self._sources.tokens(Counter((group_of(key), tier) for key in keys)))
+        self._jobs.open(Job(job, JobKind.PROBE, pins=((tier, keys),), tokens=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
         self._planned.append(LoadJob(job, "", items))
         return job
@@ -260,7 +254,7 @@ class LoadPlanner:
                 health.drop_probe()
                 continue
             read = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
-            tokens = (job.tokens_by_tier or {}).get(tier, 0) * read // len(keys)
+            tokens = job.tokens_by_tier.get(tier, 0) * read // len(keys)
             health.probed(tokens, job.answer.seconds, now, good=read > 0)
 
     def plan_failed(self, request: str) -> None:

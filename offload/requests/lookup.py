@@ -257,8 +257,8 @@ class Lookups:
                 self._known(state.lookup.record)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
-        sources = state.outcome.sources
-        return {self._names[tier]: tokens for tier, tokens in sources.items() if tokens}
+        tokens_by_tier = state.outcome.tokens.by_tier
+        return {self._names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
     def _known(self, record: RequestRecord) -> None:
         self.log.known(record)

@@ -5,12 +5,13 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
+from offload.planner.jobs import LoadTokens
 from offload.requests.lookup_cache import PartialLookup
 
 
@@ -127,17 +128,17 @@ class StoreState:
 class RequestOutcome:
     """The results of the request's loads. Written by `offload.connector.scheduler.scheduler_side`.
 
-    ``loading`` means that a load is under way, ``failures`` counts the failed ones, ``sources`` has
-    the tokens of the last load by tier. ``has_answered`` means that the first output token was
+    ``loading`` means that a load is under way, ``failures`` counts the failed ones, ``tokens`` are
+    those of the last load by tier. ``has_answered`` means that the first output token was
     seen.
     """
 
-    __slots__ = ("failures", "has_answered", "loading", "sources")
+    __slots__ = ("failures", "has_answered", "loading", "tokens")
 
     def __init__(self) -> None:
         self.loading = False
         self.failures = 0
-        self.sources: Mapping[int, int] = {}
+        self.tokens = LoadTokens()
         self.has_answered = False
 
 

@@ -442,6 +442,11 @@ class Executor:
     def _degrade(self, why: str) -> None:
         self._health.degrade(why, time.monotonic())
 
+    @property
+    def owes_epochs(self) -> bool:
+        """True if a tier has not begun the epoch that was last posted for it."""
+        return any(writer.is_behind for writer in self._writers)
+
     async def settle(self) -> None:
         """Wait until the tiers have done everything that was posted so far."""
         await asyncio.sleep(0)  # a plan that was posted on this loop is accepted first

@@ -74,13 +74,15 @@ class TierWriter:
     async def caught_up(self, timeout_s: float) -> bool:
         """True if the tier has reached the epoch that was last requested; waits for that at most
         ``timeout_s``."""
-        if self._is_behind():
+        if self.is_behind:
             self._caught_up.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._caught_up.wait(), timeout_s)
-        return not self._is_behind()
+        return not self.is_behind
 
-    def _is_behind(self) -> bool:
+    @property
+    def is_behind(self) -> bool:
+        """True if the tier has not begun the epoch that was last requested."""
         return self._resets > 0 or self._epoch_due is not None
 
     async def finish(self) -> None:

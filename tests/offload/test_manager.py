@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +32,8 @@ from tests.offload.small_model import (
 )
 from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
-from tiers.base import TierClosedError, WriteOutcome
+from tiers.adapters.wrapper import TierWrapper
+from tiers.base import Tier, TierClosedError, TierIoError, WriteOutcome
 from tiers.testing.faults import (
     CountingTier,
     Damage,
@@ -327,6 +328,32 @@ async def test_a_reset_that_is_not_durable_is_an_error() -> None:
         await stored(manager, caches, 4)
         with pytest.raises(TierUnavailableError, match="reset durably"):
             await manager.reset()
+        assert manager.lookup(keys(4)) == 0
+
+
+class LosesTouches(TierWrapper):
+    """Holds the first note of use until ``may_fail`` is set, and fails it then."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.may_fail = asyncio.Event()
+
+    async def before(self, method: str, keys: Sequence[bytes]) -> None:
+        if method == "touch":
+            await self.may_fail.wait()
+            raise TierIoError("the note is lost")
+
+
+async def test_a_reset_is_durable_though_something_else_fails_meanwhile() -> None:
+    caches, tier = kv_caches(), LosesTouches(memory())
+    async with await open_manager(caches, [tier]) as manager:
+        await stored(manager, caches, 4)
+        await manager.flush()
+        assert await manager.restore(keys(4), [4, 5, 6, 7]) == 4  # queues the note of its use
+        resetting = asyncio.ensure_future(manager.reset())
+        await asyncio.sleep(0)
+        tier.may_fail.set()
+        await resetting
         assert manager.lookup(keys(4)) == 0
 
 

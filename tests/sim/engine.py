@@ -138,7 +138,7 @@ class Engine(Server):
 
     def _load(self, request: Request, hit: int) -> None:
         runs = [self._wanted(request, group, 0, hit) for group in GROUPS]
-        for tier, tokens in self.planner.loads.plan(request.name, runs).items():
+        for tier, tokens in self.planner.loads.plan(request.name, runs).by_tier.items():
             self.hits[tier] += tokens // CHUNK_TOKENS
         self.planner.recency.note_everywhere([key for run in runs for key in run.keys])
         request.hit, request.loading = hit, True

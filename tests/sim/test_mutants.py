@@ -150,7 +150,7 @@ def loads_end_with_their_first_part(patch: pytest.MonkeyPatch) -> None:
 
 def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LoadPlanner, load: Any, *_: Any) -> None:
-        self.held.release(load.job.job)
+        self.held.release(load.job)
         load.rest = []
         if load in self._queue:
             self._queue.remove(load)

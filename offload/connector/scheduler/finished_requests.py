@@ -111,4 +111,5 @@ class FinishedRequests:
         if state.outcome.failures or state.outcome.loading:
             return {}
         names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
-        return {names[tier]: tokens for tier, tokens in state.outcome.sources.items() if tokens}
+        tokens_by_tier = state.outcome.tokens.by_tier
+        return {names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}

@@ -171,7 +171,7 @@ class SchedulerSide:
         self.planner.stores.fence(self._tables.beyond(block_ids, start))
         chunks = self.lookups.load_ranges(state, end)
         wanted = self._wanted.of_load(state.identity, block_ids, chunks, range(start, end))
-        state.outcome.sources = self.planner.loads.plan(state.identity.request, wanted)
+        state.outcome.tokens = self.planner.loads.plan(state.identity.request, wanted)
         state.outcome.loading = True
         self._stores.load_planned(state, chunks)
         self._moved_at = time.monotonic()
@@ -207,7 +207,7 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return external_tokens, 0
-        below = sum(tokens for tier, tokens in state.outcome.sources.items() if tier != CPU)
+        below = sum(tokens for tier, tokens in state.outcome.tokens.by_tier.items() if tier != CPU)
         below = min(below, external_tokens)
         return external_tokens - below, below
 

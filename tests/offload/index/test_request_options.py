@@ -300,7 +300,7 @@ def test_only_allowed_tiers_are_read() -> None:
     assert not any(
         KEYS[2] in holder for holder in bed.planner.sources.holders(disk_only.controls.read)
     )
-    assert bed.planner.loads.plan("r", [run(range(2), disk_only)]) == {0: 32}
+    assert bed.planner.loads.plan("r", [run(range(2), disk_only)]).by_tier == {0: 32}
     items = bed.planner.step().loads[0].items
     assert {(item.tier, item.slot) for item in items} == {(0, STAGED)}
     bed = Bed()

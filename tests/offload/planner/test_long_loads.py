@@ -99,7 +99,7 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     if where == "disk":
         bed.cpu.clear()
     tokens = bed.planner.loads.plan("r", [run(LONG)])
-    assert tokens == {-1 if where == "cpu" else 0: 160}
+    assert tokens.by_tier == {-1 if where == "cpu" else 0: 160}
     parts = bed.parts()
     assert keys_in(parts) == [key_of(n) for n in LONG]
     assert {part.job for part in parts} == {parts[0].job}
@@ -112,9 +112,23 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     assert bed.planner.totals()[f"loaded_tokens:{where}"] == 160
 
 
+def test_the_estimate_of_a_long_load_is_replaced_and_not_changed() -> None:
+    """Its reader may keep the mapping: it is of the moment when it was read."""
+    bed = Bed()
+    bed.store(LONG)
+    tokens = bed.planner.loads.plan("r", [run(LONG)])
+    estimate = tokens.by_tier
+    bed.cpu.drop([key_of(n) for n in range(6, 10)])
+    parts = bed.parts()
+    assert estimate == {-1: 160}
+    assert tokens.by_tier == {-1: 96, 0: 64}
+    bed.end(parts[0].job)
+    assert bed.planner.totals()["loaded_tokens:disk"] == 64
+
+
 def test_a_load_of_nothing_is_a_load() -> None:
     bed = Bed()
-    assert bed.planner.loads.plan("r", []) == {}
+    assert bed.planner.loads.plan("r", []).by_tier == {}
     (load,) = bed.step().loads
     assert (load.items, load.is_last) == ((), True)
     bed.end(load.job)

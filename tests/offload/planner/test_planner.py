@@ -157,7 +157,7 @@ def test_a_committed_chunk_is_written_through_and_then_found_below() -> None:
     stored(planner, 3, 4)
     assert planner.stats.tier(CPU).evicted_chunks == 2
     tokens = planner.loads.plan("r", [wanted(1, 3)])
-    assert tokens == {0: 16, CPU: 16}
+    assert tokens.by_tier == {0: 16, CPU: 16}
     items = planner.step().loads[0].items
     assert [(item.tier, item.slot >= 0) for item in items] == [(0, True), (IN_SLAB, True)]
 
