@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, overload
 
 import msgspec
 
 from offload.layout.keys import pack_keys, unpack_keys
-from offload.messages.columns import NO_CHUNKS, Columns, Packed
 
 STAGED = -1
 """Slot of a load item that only passes through a staging buffer of the worker."""
@@ -25,7 +25,6 @@ IN_SLAB = -1
 _pack = msgspec.msgpack.encode
 _SLOTS = msgspec.msgpack.Decoder(list[int])
 _ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
-_PACKED = msgspec.msgpack.Decoder(Packed)
 
 
 class StoreJob:
@@ -102,6 +101,75 @@ class LoadItem(NamedTuple):
     blocks: tuple[int, ...]
     slot: int
     tier: int
+
+
+Row = tuple[bytes, int, tuple[int, ...], int, int]
+
+
+class Columns(NamedTuple):
+    """The chunks of a load by columns: key, group, GPU blocks, slot and tier, as in ``LoadItem``.
+
+    The blocks of all chunks are in one list; ``widths`` says how many each chunk has, with one
+    number if all have the same. A long load has thousands of chunks. They are planned and pickled
+    on vLLM's scheduler thread and unpickled on its model runner's: flat lists cost a fraction there
+    of what an object per chunk costs. The rank that carries the load out builds rows, on its own
+    thread.
+    """
+
+    keys: Sequence[bytes]
+    groups: Sequence[int]
+    blocks: Sequence[int]
+    widths: Sequence[int]
+    slots: Sequence[int]
+    tiers: Sequence[int]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Columns:
+        """The columns of these rows."""
+        keys, groups, blocks, slots, tiers = map(list, zip(*rows, strict=True))
+        flat = list(chain.from_iterable(blocks))
+        return cls(keys, groups, flat, one_width(list(map(len, blocks))), slots, tiers)
+
+    def rows(self) -> Iterator[Row]:
+        """One tuple per chunk."""
+        widths = list(self.widths)
+        if len(widths) == 1:
+            widths *= len(self.groups)
+        ends = accumulate(widths)
+        blocks = [tuple(self.blocks[e - w : e]) for e, w in zip(ends, widths, strict=True)]
+        return zip(self.keys, self.groups, blocks, self.slots, self.tiers, strict=True)
+
+    def pack(self) -> Packed:
+        """The same in fewer objects."""
+        return Packed(*pack_keys(self.keys), *self[1:])
+
+
+NO_CHUNKS = Columns((), (), (), (), (), ())
+
+
+def one_width(widths: list[int]) -> list[int]:
+    """One number if all are equal."""
+    return widths[:1] if len(set(widths)) == 1 else widths
+
+
+class Packed(NamedTuple):
+    """``Columns`` with all keys in one piece. ``key_bytes`` are their lengths: of each, or one
+    number if all are equal."""
+
+    keys: bytes
+    key_bytes: Sequence[int]
+    groups: Sequence[int]
+    blocks: Sequence[int]
+    widths: Sequence[int]
+    slots: Sequence[int]
+    tiers: Sequence[int]
+
+    def unpack(self) -> Columns:
+        """The columns that were packed."""
+        return Columns(unpack_keys(self.keys, self.key_bytes), *self[2:])
+
+
+_PACKED = msgspec.msgpack.Decoder(Packed)
 
 
 class LoadJob:

@@ -11,8 +11,7 @@ from operator import not_
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
-from offload.messages.columns import Columns, one_width
-from offload.messages.plan import IN_SLAB, STAGED
+from offload.messages.plan import IN_SLAB, STAGED, Columns, one_width
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, Pins
 from offload.planner.step_budget import EVICTED_COST

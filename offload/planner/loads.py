@@ -15,8 +15,7 @@ from itertools import chain
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.index.retention import LoadHolds
 from offload.layout.keys import CPU, group_of
-from offload.messages.columns import NO_CHUNKS, Columns
-from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
+from offload.messages.plan import IN_SLAB, NO_CHUNKS, STAGED, Columns, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, LoadTokens, Pins

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.messages.columns import NO_CHUNKS, Columns
-from offload.messages.plan import Keys, LoadItem, LoadJob, StoreJob, WriteThroughJob
+from offload.messages.plan import (
+    NO_CHUNKS,
+    Columns,
+    Keys,
+    LoadItem,
+    LoadJob,
+    StoreJob,
+    WriteThroughJob,
+)
 
 NUMBER = st.integers(-1, 2**40)
 
