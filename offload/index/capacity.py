@@ -1,6 +1,7 @@
-"""Places for chunks: numbered slots of a slab, or bytes of a lower tier.
+"""The capacity of a tier: numbered slots of a slab, or bytes of a lower tier.
 
-A place is an int. Both kinds answer the same three questions, so one index serves every tier.
+A location is an int: the number of the slot, or the number of bytes taken. Both kinds have the same
+methods, so that one index serves every tier.
 """
 
 from __future__ import annotations
@@ -11,68 +12,68 @@ from typing import NamedTuple
 
 
 class Reservation(NamedTuple):
-    """A granted prefix of the keys asked for: ``places[i]`` is the location of the i-th key.
+    """A granted prefix of the keys asked for: ``locations[i]`` is the location of the i-th key.
 
     ``evicted`` are the keys that left the tier to make space.
     """
 
-    places: tuple[int, ...]
+    locations: tuple[int, ...]
     evicted: tuple[bytes, ...]
 
 
 class Capacity(ABC):
-    """What a tier has to give away. ``used`` never exceeds ``capacity``."""
+    """The space of a tier. ``used`` never exceeds ``capacity``."""
 
     capacity: int
     used: int
 
     @abstractmethod
     def take(self, size: int) -> int | None:
-        """A place for ``size`` bytes, or ``None`` if there is no room."""
+        """A location for ``size`` bytes, or ``None`` if there is no space."""
 
     def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """A place for each of many, or ``None`` with nothing taken if there is no room for all."""
-        places = self.take_some(sizes)
-        if len(places) < len(sizes):
-            self.give_all(places)
+        """A location for each of these, or ``None`` with nothing taken if not all of them fit."""
+        locations = self.take_some(sizes)
+        if len(locations) < len(sizes):
+            self.give_all(locations)
             return None
-        return places
+        return locations
 
     def take_some(self, sizes: Sequence[int]) -> Sequence[int]:
-        """A place for each of the first ones, as long as there is room."""
-        places: list[int] = []
+        """A location for each of the first ones, as long as there is space."""
+        locations: list[int] = []
         for size in sizes:
-            place = self.take(size)
-            if place is None:
+            location = self.take(size)
+            if location is None:
                 break
-            places.append(place)
-        return places
+            locations.append(location)
+        return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many places whose sizes add up to this, where a place *is* its size; ``False``
-        with nothing taken if that is not so here, or there is no room."""
+        """Take many locations whose sizes add up to this, where a location *is* its size; ``False``
+        with nothing taken if that is not so here, or they do not fit."""
         return False
 
     @abstractmethod
-    def give(self, place: int) -> None:
-        """Take a place back."""
+    def give(self, location: int) -> None:
+        """Take a location back."""
 
-    def give_all(self, places: Collection[int]) -> None:
-        """Take many places back."""
-        for place in places:
-            self.give(place)
+    def give_all(self, locations: Collection[int]) -> None:
+        """Take many locations back."""
+        for location in locations:
+            self.give(location)
 
     @abstractmethod
     def missing(self, size: int) -> int:
-        """How much ``used`` has to fall so that ``size`` bytes fit; 0 if they fit now."""
+        """How much ``used`` must fall so that ``size`` bytes fit; 0 if they fit now."""
 
     def missing_all(self, sizes: Sequence[int]) -> int:
         """``missing`` for all of these together."""
         return self.missing(sum(sizes))
 
     @abstractmethod
-    def amount(self, place: int) -> int:
-        """What giving this place back takes off ``used``."""
+    def amount(self, location: int) -> int:
+        """How much ``used`` falls when this location is given back."""
 
 
 class SlotCapacity(Capacity):
@@ -94,17 +95,17 @@ class SlotCapacity(Capacity):
         if count > len(self._free):
             return None
         self.used += count
-        places = self._free[: -count - 1 : -1]
+        locations = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
-        return places
+        return locations
 
-    def give(self, place: int) -> None:
+    def give(self, location: int) -> None:
         self.used -= 1
-        self._free.append(place)
+        self._free.append(location)
 
-    def give_all(self, places: Collection[int]) -> None:
-        self.used -= len(places)
-        self._free += places
+    def give_all(self, locations: Collection[int]) -> None:
+        self.used -= len(locations)
+        self._free += locations
 
     def missing(self, size: int) -> int:
         return 0 if self._free else 1
@@ -112,12 +113,12 @@ class SlotCapacity(Capacity):
     def missing_all(self, sizes: Sequence[int]) -> int:
         return max(0, len(sizes) - len(self._free))
 
-    def amount(self, place: int) -> int:
+    def amount(self, location: int) -> int:
         return 1
 
 
 class ByteCapacity(Capacity):
-    """A budget of bytes; a place is the number of bytes taken."""
+    """A budget of bytes; a location is the number of bytes taken."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -135,14 +136,14 @@ class ByteCapacity(Capacity):
     def take_bytes(self, size: int) -> bool:
         return self.take(size) is not None
 
-    def give(self, place: int) -> None:
-        self.used -= place
+    def give(self, location: int) -> None:
+        self.used -= location
 
-    def give_all(self, places: Collection[int]) -> None:
-        self.used -= sum(places)
+    def give_all(self, locations: Collection[int]) -> None:
+        self.used -= sum(locations)
 
     def missing(self, size: int) -> int:
         return max(0, self.used + size - self.capacity)
 
-    def amount(self, place: int) -> int:
-        return place
+    def amount(self, location: int) -> int:
+        return location

@@ -17,7 +17,7 @@ def recover(
     index: TierIndex, columns: Sequence[KeyColumn], infos: Mapping[int, EntryInfo]
 ) -> list[bytes]:
     """Enter the chunks of these columns, oldest first; ``infos`` are what is known of those of each
-    group. Returns the others: of no group here, or without a place."""
+    group. Returns the others: of no group here, or that did not fit."""
     keys: list[bytes] = []
     entries: list[EntryInfo] = []
     rejected: list[bytes] = []

@@ -129,7 +129,7 @@ class TierIndex:
         """Whether the chunk could be reserved."""
         return not (key in self._resident or key in self._filling or key in self._doomed)
 
-    def place(self, key: bytes) -> int:
+    def location(self, key: bytes) -> int:
         """The location of a resident or filling chunk."""
         return self._filling[key] if key in self._filling else self._resident[key]
 
@@ -168,14 +168,14 @@ class TierIndex:
             for key, size in zip(keys, sizes, strict=True):
                 if not self.is_absent(key):
                     self._check(key, ChunkEvent.RESERVE)  # raises: see the table
-                place = take(size)
-                if place is None and evict:
-                    evicted += self._make_room(self.space.missing(size), protect)
-                    place = take(size)
-                if place is None:
+                location = take(size)
+                if location is None and evict:
+                    evicted += self._make_space(self.space.missing(size), protect)
+                    location = take(size)
+                if location is None:
                     break
-                self._filling[key] = place
-                granted.append(place)
+                self._filling[key] = location
+                granted.append(location)
         if remember:
             self._infos.update(zip(keys, infos[: len(granted)], strict=False))
         return Reservation(tuple(granted), tuple(evicted))
@@ -191,20 +191,20 @@ class TierIndex:
         ``protect`` nothing is evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
-        places = self.space.take_all(sizes)
-        if places is None and protect is not None:
-            evicted += self._make_room(self.space.missing_all(sizes), protect)
-            places = self.space.take_all(sizes)
-        if places is None:
-            places = self.space.take_some(sizes)
-            keys = keys[: len(places)]
+        locations = self.space.take_all(sizes)
+        if locations is None and protect is not None:
+            evicted += self._make_space(self.space.missing_all(sizes), protect)
+            locations = self.space.take_all(sizes)
+        if locations is None:
+            locations = self.space.take_some(sizes)
+            keys = keys[: len(locations)]
         filling, before = self._filling, len(self._filling)
-        filling.update(zip(keys, places, strict=True))
+        filling.update(zip(keys, locations, strict=True))
         if len(filling) < before + len(keys):  # one is named twice
             deque(map(filling.pop, keys, repeat(None)), maxlen=0)
-            self.space.give_all(places)
+            self.space.give_all(locations)
             return None
-        return places
+        return locations
 
     def commit(
         self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None
@@ -238,21 +238,21 @@ class TierIndex:
         """Enter chunks found after a restart, oldest first; returns those that did not fit."""
         sizes = sizes_of(infos)
         if len(keys) == len(sizes) > 0 and sizes.count(sizes[0]) == len(sizes):
-            places = dict.fromkeys(keys, sizes[0])  # in half the time
+            locations = dict.fromkeys(keys, sizes[0])  # in half the time
         else:
-            places = dict(zip(keys, sizes, strict=True))
+            locations = dict(zip(keys, sizes, strict=True))
         is_plain = not (self._resident or self._filling or self._doomed)
-        if is_plain and len(places) == len(keys) and self.space.take_bytes(sum(sizes)):
-            self._resident.update(places)
-            self.policy.insert_all(places, infos)  # which keeps them: millions are not copied again
+        if is_plain and len(locations) == len(keys) and self.space.take_bytes(sum(sizes)):
+            self._resident.update(locations)
+            self.policy.insert_all(locations, infos)  # keeps this dict: millions are not copied
             return []
         rejected = []
         for key, info in zip(keys, infos, strict=True):
-            place = self.space.take(info.size_bytes) if self.is_absent(key) else None
-            if place is None:
+            location = self.space.take(info.size_bytes) if self.is_absent(key) else None
+            if location is None:
                 rejected.append(key)
                 continue
-            self._apply(key, ChunkEvent.RECOVER, place)
+            self._apply(key, ChunkEvent.RECOVER, location)
             self.policy.insert(key, info)
         return rejected
 
@@ -299,7 +299,7 @@ class TierIndex:
 
     def evict(self, count_bytes: int) -> list[bytes]:
         """Evict by policy until ``used`` has fallen by this much or nothing more can go."""
-        return self._make_room(count_bytes, _NOTHING)
+        return self._make_space(count_bytes, _NOTHING)
 
     def clear(self) -> None:
         """Forget every chunk at once; chunks in use stay DOOMED until their jobs let go of them."""
@@ -315,11 +315,11 @@ class TierIndex:
 
     def check(self) -> None:
         """Verify the invariants; raises ``InvariantError``. O(n), for tests and debug mode."""
-        places = [*self._resident.values(), *self._filling.values(), *self._doomed.values()]
-        used = sum(self.space.amount(place) for place in places)
+        locations = [*self._resident.values(), *self._filling.values(), *self._doomed.values()]
+        used = sum(self.space.amount(location) for location in locations)
         problems = []
         if used != self.space.used or used > self.space.capacity:
-            problems.append(f"places {used}, used {self.space.used} of {self.space.capacity}")
+            problems.append(f"locations {used}, used {self.space.used} of {self.space.capacity}")
         if (known := len(self.policy)) != len(self):
             problems.append(f"policy {known} keys, resident {len(self)}")
         states = [set(self._resident), set(self._filling), set(self._doomed)]
@@ -336,7 +336,7 @@ class TierIndex:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _make_room(self, missing: int, protect: Container[bytes]) -> list[bytes]:
+    def _make_space(self, missing: int, protect: Container[bytes]) -> list[bytes]:
         """Evict until ``missing`` is free, and on to the low watermark, but no further."""
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:

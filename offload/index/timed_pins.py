@@ -31,7 +31,7 @@ class _Kept:
         index.retention.keep(self.until)
 
     def keep(self, keys: Sequence[bytes], until: int) -> int:
-        """Keep a prefix of these keys, as far as there is room; returns its length."""
+        """Keep a prefix of these keys, as far as there is space; returns its length."""
         for position, key in enumerate(keys):
             before = self.until.get(key)
             if before is None:

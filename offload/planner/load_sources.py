@@ -141,7 +141,7 @@ class LoadSources:
                 if slot != STAGED:
                     tiers[at] = IN_SLAB
                 elif joinable and self._joins(keys[at], tiers[at]):
-                    slots[at], tiers[at] = self._cpu.place(keys[at]), IN_SLAB
+                    slots[at], tiers[at] = self._cpu.location(keys[at]), IN_SLAB
         return slots, tiers
 
     def _below(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
@@ -202,7 +202,7 @@ class LoadSources:
             infos += self._groups[run.group].entries(below, 1)
         grant = self._cpu.reserve(keys, infos)
         self._stats.evicted(CPU, grant.evicted)
-        promoted = dict(zip(keys, grant.places, strict=False))
+        promoted = dict(zip(keys, grant.locations, strict=False))
         self.promoting.update(zip(promoted, repeat(job)))
         return promoted, len(grant.evicted)
 

@@ -161,8 +161,8 @@ class PresenceCache:
             if read is not None and tier not in read:
                 continue
             numbers.update(number for key in keys if (number := memory.asked.get(key)))
-            room = max(0, self.limits.asked_max - len(memory.asked))
-            unknown = memory.unknown(keys)[:room]
+            left = max(0, self.limits.asked_max - len(memory.asked))
+            unknown = memory.unknown(keys)[:left]
             if unknown:
                 number = self._ask(tier, tuple(unknown), now)
                 memory.asked.update(dict.fromkeys(unknown, number))

@@ -31,7 +31,7 @@ UNITS_PER_CHUNK = 3
 STEP_CHUNKS = 256
 """Chunks that a short step may load. One that gets a slot counts twice."""
 EVICTED_COST = 2
-"""Evicting a chunk to make room counts as much as loading two."""
+"""Evicting a chunk to make space counts as much as loading two."""
 ACCEPTED_COST = 1 / 16
 """Accepting a chunk of a long load, to be planned later."""
 LOAD_PART_MAX = 64

@@ -96,7 +96,7 @@ class StorePlanner:
         they got a slot. The rest may be asked for again, unless their request has ``ended``.
         """
         is_state = self._groups[run.group].kind == STATE
-        most = self.room(ended=ended or is_state)
+        most = self.available(ended=ended or is_state)
         if self._is_full or most <= 0:
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
@@ -107,19 +107,19 @@ class StorePlanner:
         evict = run.origin.priority != LOW
         grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict, remember=False)
         self._stats.evicted(CPU, grant.evicted)
-        if (granted := len(grant.places)) < len(fresh):
+        if (granted := len(grant.locations)) < len(fresh):
             self._is_full = evict
             self._stats.store_refusals += len(fresh) - granted
             self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_SPACE)
             settled = run.keys.index(fresh.keys[granted])
         if granted:
-            self._open(fresh.part(0, granted), infos[:granted], grant.places)
+            self._open(fresh.part(0, granted), infos[:granted], grant.locations)
         if not ended:
             self._budget.stores.take(granted)
         self._budget.spend(STORE_COST * granted + EVICT_COST * len(grant.evicted))
         return settled
 
-    def room(self, *, ended: bool = False) -> int:
+    def available(self, *, ended: bool = False) -> int:
         """How many chunks of a request may be stored in this step if none has to be evicted for
         them."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
@@ -128,7 +128,7 @@ class StorePlanner:
     @property
     def piece(self) -> int:
         """How many chunks of a running request to plan at a time; looking up more is wasted."""
-        return min(STEP_CHUNKS // 2, max(STORE_PIECE_MIN, self.room()))
+        return min(STEP_CHUNKS // 2, max(STORE_PIECE_MIN, self.available()))
 
     def _absent_prefix(
         self, run: ChunkBatch, holders: Sequence[Container[bytes]], most: int
@@ -139,15 +139,15 @@ class StorePlanner:
         if True not in wanted:
             return run.part(0, 0), len(run)
         # A recurrent state is offered once; what else is refused here is asked again.
-        left = room = len(run)
+        allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
-            left = max(0, self._max_chunks - self.storing)
-            room = min(left, most)
+            allowed = max(0, self._max_chunks - self.storing)
+            limit = min(allowed, most)
         if self._admission is not None:
-            wanted = self._admitted(self._admission, run, wanted, room)
-        if wanted.count(True) > room:
-            seen = next(islice(compress(count(), wanted), room, None))
-            if room == left:
+            wanted = self._admitted(self._admission, run, wanted, limit)
+        if wanted.count(True) > limit:
+            seen = next(islice(compress(count(), wanted), limit, None))
+            if limit == allowed:
                 self._stats.store_refusals += 1
                 self._stats.refused(CPU, [run.keys[seen]], Cause.NO_SPACE)
             run, wanted = run.part(0, seen), wanted[:seen]

@@ -190,7 +190,7 @@ class WriteThroughQueue:
         return self._count + self._flying
 
     @property
-    def _room(self) -> int:
+    def _limit(self) -> int:
         """How many chunks may wait, and stay pinned, for this tier: while its circuit breaker is
         half-open one batch, to find out whether the tier works."""
         if self._health.writes.closed:
@@ -210,8 +210,8 @@ class WriteThroughQueue:
         tier's policies; chunks that come with them are of one group."""
         if self._is_closed or self._read_only or not keys:
             return
-        room = self._room
-        if not room:
+        left = self._limit
+        if not left:
             self.skipped += len(keys)
             return
         if infos is None:
@@ -224,28 +224,28 @@ class WriteThroughQueue:
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
-        # Room first: an admission policy may spend a budget.
-        room = max(0, room - self._count)
+        # The limit first: an admission policy may spend a budget.
+        left = max(0, left - self._count)
         if self._admissions or _any_is_low(infos):
-            flags = self._admitted(keys, infos, room)
+            flags = self._admitted(keys, infos, left)
             keys, infos = list(compress(keys, flags)), chosen(infos, flags)
         else:
-            self.skipped += max(0, len(keys) - room)
-            keys, infos = keys[:room], infos[:room]
+            self.skipped += max(0, len(keys) - left)
+            keys, infos = keys[:left], infos[:left]
         if keys:
             cpu.pin(keys)
             self._waiting.append(_Waiting(keys, infos))
             self._count += len(keys)
 
-    def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], room: int) -> list[bool]:
-        """Which of these may wait for the tier, up to ``room``."""
+    def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], left: int) -> list[bool]:
+        """Which of these may wait for the tier, up to ``left``."""
         flags: list[bool] = []
         for key, info in zip(keys, infos, strict=True):
-            if not room:
+            if not left:
                 self.skipped += len(keys) - len(flags)
                 break
             flags.append(self._takes(key, info))
-            room -= flags[-1]
+            left -= flags[-1]
         return flags + [False] * (len(keys) - len(flags))
 
     def _takes(self, key: bytes, info: EntryInfo) -> bool:
@@ -273,8 +273,8 @@ class WriteThroughQueue:
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
         """Open write-throughs of about ``most`` chunks, within the bound on chunks being written:
         none while the tier's circuit breaker is open, one job while it is half-open. Looks at no
-        more chunks than that, even if the tier has no room for them. Returns the jobs, and the
-        chunks evicted from the tier to make room."""
+        more chunks than that, even if the tier has no space for them. Returns the jobs, and the
+        chunks evicted from the tier to make space."""
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
@@ -292,13 +292,13 @@ class WriteThroughQueue:
         self, most: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
     ) -> list[WriteThroughJob]:
         """Write-throughs of at most ``most`` chunks of one group. Adds to ``evicted`` what was
-        evicted, even if that made room for none of them."""
+        evicted, even if that made space for none of them."""
         keys, infos = self._take(most, cpu)
         if not keys:
             return []
         grant = self._index.reserve(keys, infos, remember=False)
         evicted += grant.evicted
-        granted = len(grant.places)
+        granted = len(grant.locations)
         self.skipped += len(keys) - granted
         cpu.unpin(keys[granted:])
         self._flying += granted

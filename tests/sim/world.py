@@ -281,7 +281,7 @@ class World(Engine):
             assert not owed, f"requests are owed an answer: {owed}"
             assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"
             for key in planner.cpu._resident:
-                slot = planner.cpu.place(key)
+                slot = planner.cpu.location(key)
                 assert rank.slot_is_right(key, slot, self.epoch), f"slot {slot} of {key.hex()}"
                 self.checked += 1
             for tier, index in enumerate(planner.lower):

@@ -98,7 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
         keys = [key for key in keys if self.index.is_absent(key)]
         granted, evicted = self.model.reserve(keys)
         answer = self.index.reserve(keys, [EntryInfo()] * len(keys))
-        assert len(answer.places) == granted
+        assert len(answer.locations) == granted
         assert list(answer.evicted) == evicted
         self.jobs += keys[:granted]
 
@@ -155,7 +155,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         assert {key: self.index.state(key) for key in KEYS} == self.model.state
         assert self.index.space.used == self.model.used()
-        places = [self.index.place(k) for k in KEYS if k in self.index or self.index.is_filling(k)]
+        places = [
+            self.index.location(k) for k in KEYS if k in self.index or self.index.is_filling(k)
+        ]
         assert len(places) == len(set(places))
 
 
@@ -339,7 +341,7 @@ def test_a_pinned_chunk_is_not_evicted() -> None:
         index.commit([key])
     index.pin([KEYS[0]])
     assert index.reserve([KEYS[2]], [EntryInfo()]).evicted == (KEYS[1],)
-    assert index.reserve([KEYS[3]], [EntryInfo()]).places == ()
+    assert index.reserve([KEYS[3]], [EntryInfo()]).locations == ()
 
 
 class _Evil(LruPolicy):
@@ -352,7 +354,7 @@ def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> Non
     index.reserve([KEYS[0]], [EntryInfo()])
     index.commit([KEYS[0]])
     index.pin([KEYS[0]])
-    assert index.reserve([KEYS[1]], [EntryInfo()]).places == ()
+    assert index.reserve([KEYS[1]], [EntryInfo()]).locations == ()
     assert isinstance(index.policy, GuardedPolicy)
     assert type(index.policy.active) is LruPolicy
     index.unpin([KEYS[0]])

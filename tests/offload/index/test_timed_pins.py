@@ -27,7 +27,8 @@ class Bed:
     def put(self, index: TierIndex, *numbers: int) -> None:
         size = 1 if index is self.cpu else 10
         for number in numbers:
-            index.commit([key(number)]) if index.reserve([key(number)], [_info(size)]).places else 0
+            if index.reserve([key(number)], [_info(size)]).locations:
+                index.commit([key(number)])
 
 
 def _info(size: int) -> EntryInfo:

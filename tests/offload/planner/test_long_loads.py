@@ -173,7 +173,7 @@ def keeps_its_chunks(tier: str) -> None:
         one = run(range(n, n + 1))
         (info,) = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
         grant = index.reserve([key_of(n)], [info])
-        index.commit([key_of(n)][: len(grant.places)])
+        index.commit([key_of(n)][: len(grant.locations)])
     allowance.left = left
     assert index.evictions, "the tier must overflow"
     assert all(index.is_pinned(key_of(n)) for n in LONG)
@@ -349,5 +349,5 @@ def test_a_part_in_the_slab_names_slots_that_hold_it() -> None:
     parts = [bed.load(), *bed.parts()]
     for part in parts:
         for item in part.items:
-            assert (item.tier, item.slot) == (IN_SLAB, bed.cpu.place(item.key))
+            assert (item.tier, item.slot) == (IN_SLAB, bed.cpu.location(item.key))
     bed.end(parts[0].job)
