@@ -127,7 +127,8 @@ HEALTH = {
         "Loaded chunks that were not what was computed (verify); their loads have failed."
     ),
     "unverified_chunks": Metric(
-        "Loaded chunks that could not be compared (verify): their digests were not known."
+        "Loaded chunks that could not be compared (verify): their digests were not known, or the "
+        "comparison has ended with an error."
     ),
     "scrubbed_records": _lower("Records verified while their tier was idle."),
     "scrubbed_bytes": _lower("Bytes of these records."),

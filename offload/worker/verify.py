@@ -16,6 +16,7 @@ thread that alone owns the table and the file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -51,12 +52,27 @@ _LENGTH = struct.Struct("<I")
 
 
 class _Entry(msgspec.Struct, array_like=True):
-    """One line of the file: the digests of a chunk, or (without a key) a mark that all earlier
-    lines are void."""
+    """One line of the file: the digests of a chunk, or (without a key) a mark that voids all
+    earlier lines of this file, and of other files the lines before the offsets in ``others``."""
 
     key: bytes
     layers: int
     digest: bytes
+    others: dict[str, int] = {}
+
+
+class _Known:
+    """One digest of a key, and the lines that hold it: each file with the last offset in it."""
+
+    __slots__ = ("digest", "lines")
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        self.lines: tuple[tuple[str, int], ...] = ()
+
+    def held_by(self, file: str, at: int) -> None:
+        """Note that this line of this file holds the digest."""
+        self.lines = (*(line for line in self.lines if line[0] != file), (file, at))
 
 
 class DigestTable:
@@ -67,22 +83,24 @@ class DigestTable:
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
-        self._digests: dict[bytes, list[Digest]] = {}
+        self._digests: dict[bytes, list[_Known]] = {}
         self._folder = folder
         self._name = name
         self._read: dict[str, int] = {}  # how far each file has been read
+        self._void: dict[str, int] = {}  # up to where a reset has voided each file
         self._own: int | None = None
+        self._own_name = ""
         self._written = 0
+        self._full = False
 
     def open(self) -> None:
         """Create the folder and this engine's file. Raises ``OSError``."""
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = f"{self._name}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        self._own_name = f"{self._name}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._own = os.open(self._folder / file, flags, 0o600)
-        self._read[file] = 1 << 62  # its content is already in memory
+        self._own = os.open(self._folder / self._own_name, flags, 0o600)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -91,49 +109,80 @@ class DigestTable:
             os.close(own)
 
     def enter(self, keys: Sequence[bytes], digests: Digest) -> None:
-        """Add digests ``[chunks, blocks of a chunk, layers]``."""
+        """Add digests ``[chunks, blocks of a chunk, layers]``. Raises ``OSError``."""
         entries = []
         for key, digest in zip(keys, digests, strict=True):
-            if self._remember(key, digest):
+            if self._remember(key, digest, self._own_name, self._written):
                 entries.append(_Entry(key, digest.shape[1], digest.tobytes()))
-        self._append(entries)
+        if not self._full:
+            self._append(entries)
 
     def clear(self) -> None:
-        """Forget everything, because the weights have changed."""
+        """Forget everything that any engine has digested so far, also after a restart, because the
+        weights have changed. Raises ``OSError``."""
         self._digests.clear()
-        self._append([_Entry(b"", 0, b"")])
+        others = {}
+        for path in self._other_files():
+            with contextlib.suppress(FileNotFoundError):
+                others[path.name] = path.stat().st_size
+        self._forget_before(others)
+        self._append([_Entry(b"", 0, b"", others)])
 
     def known(self, key: bytes) -> Sequence[Digest]:
         """The digests of a key; reads the other engines' files if there are none."""
         if key not in self._digests:
             self._read_others()
-        return self._digests.get(key, ())
+        return tuple(known.digest for known in self._digests.get(key, ()))
 
-    def _remember(self, key: bytes, digest: Digest) -> bool:
+    def _remember(self, key: bytes, digest: Digest, file: str, at: int) -> bool:
+        """Note that this file holds a digest at this offset. Returns False if it was known."""
         mine = self._digests.setdefault(key, [])
-        if any(np.array_equal(digest, known) for known in mine):
-            return False
-        mine.append(digest.copy())
-        del mine[:-DIGESTS_MAX]
-        if len(self._digests) > KEYS_MAX:
-            del self._digests[next(iter(self._digests))]
-        return True
+        same = next((known for known in mine if np.array_equal(digest, known.digest)), None)
+        is_new = same is None
+        if same is None:
+            same = _Known(digest.copy())
+            mine.append(same)
+            del mine[:-DIGESTS_MAX]
+            if len(self._digests) > KEYS_MAX:
+                del self._digests[next(iter(self._digests))]
+        same.held_by(file, at)
+        return is_new
+
+    def _forget_before(self, voided: dict[str, int]) -> None:
+        """Forget what only these files held, before these offsets."""
+        for file, end in voided.items():
+            self._void[file] = max(end, self._void.get(file, 0))
+        for key, mine in list(self._digests.items()):
+            for known in mine:
+                known.lines = tuple(line for line in known.lines if line[1] >= voided.get(*line))
+            mine[:] = [known for known in mine if known.lines]
+            if not mine:
+                del self._digests[key]
 
     def _append(self, entries: Sequence[_Entry]) -> None:
         if self._own is None or not entries:
             return
         frames = [msgspec.msgpack.encode(entry) for entry in entries]
         data = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
-        if self._written + len(data) > FILE_BYTES_MAX:
+        if not self._full and self._written + len(data) > FILE_BYTES_MAX:
+            self._full = True  # resets are still noted
             logger.warning("kvtiers: verify: the file of digests is full; no more are kept")
-            self.close()
-            return
-        self._written += os.write(self._own, data)
+            if entries[0].key:
+                return
+        written = os.write(self._own, data)
+        if written < len(data):
+            os.ftruncate(self._own, self._written)
+            raise OSError(errno.ENOSPC, "the file of digests could not be extended")
+        self._written += written
+
+    def _other_files(self) -> list[Path]:
+        if self._folder is None:
+            return []
+        found = sorted(self._folder.glob(f"{self._name}-*{SUFFIX}"))
+        return [path for path in found if path.name != self._own_name]
 
     def _read_others(self) -> None:
-        if self._folder is None:
-            return
-        for path in sorted(self._folder.glob(f"{self._name}-*{SUFFIX}")):
+        for path in self._other_files():
             at = self._read.get(path.name, 0)
             with contextlib.suppress(OSError):
                 if path.stat().st_size <= at:
@@ -141,21 +190,25 @@ class DigestTable:
                 with path.open("rb") as file:
                     file.seek(at)
                     data = file.read()
-                self._read[path.name] = at + self._take(data)
+                self._read[path.name] = at + self._take(data, path.name, at)
 
-    def _take(self, data: bytes) -> int:
-        """Add the complete frames in ``data``; returns their length in bytes."""
+    def _take(self, data: bytes, file: str, first: int) -> int:
+        """Add the complete frames in ``data``, which lies at ``first`` in the file; returns their
+        length in bytes."""
         at = 0
         while at + _LENGTH.size <= len(data):
             (size,) = _LENGTH.unpack_from(data, at)
             frame = data[at + _LENGTH.size : at + _LENGTH.size + size]
             if len(frame) < size:
                 break
-            at += _LENGTH.size + size
             entry = msgspec.msgpack.decode(frame, type=_Entry)
-            if entry.key:
+            if not entry.key:
+                before = {name: end for name, end in entry.others.items() if name != self._own_name}
+                self._forget_before(before | {file: first + at})
+            elif first + at >= self._void.get(file, 0):
                 digest = np.frombuffer(entry.digest, dtype=np.int64).reshape(-1, entry.layers)
-                self._remember(entry.key, digest)
+                self._remember(entry.key, digest, file, first + at)
+            at += _LENGTH.size + size
         return at
 
 
@@ -163,7 +216,8 @@ class Verifier:
     """Digests what is computed and what is loaded on one rank, and compares.
 
     Counts in ``stats`` (``verified_chunks``, ``differing_chunks``, ``unverified_chunks``).
-    `start` raises ``OSError`` if the folder for the digests cannot be used.
+    `start` raises ``OSError`` if the folder for the digests cannot be used. Once ``broken`` by an
+    error, it compares nothing, and every loaded chunk counts as unverified.
     """
 
     def __init__(
@@ -175,7 +229,7 @@ class Verifier:
         self._thread: DaemonThreads | None = None
         self._stream: Any = None
         self._post: Callable[..., object] = lambda *_: None
-        self._broken = False
+        self.broken = False
         self._logged = 0
 
     # -- the driver's thread -----------------------------------------------------------------
@@ -196,7 +250,7 @@ class Verifier:
 
         Never raises: a fault ends the verification, not the server.
         """
-        if not jobs or self._broken:
+        if not jobs or self.broken:
             return
         try:
             found = [(job, self._device.of(job.group, job.blocks)) for job in jobs]
@@ -209,9 +263,13 @@ class Verifier:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        if not self._broken:
-            self._broken = True
-            logger.error("kvtiers: verify: stopped; loads are no longer compared: %r", error)
+        if not self.broken:
+            self.broken = True
+            logger.error(
+                "kvtiers: verify: stopped; loads are no longer compared, but "
+                "counted in unverified_chunks: %r",
+                error,
+            )
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -248,17 +306,13 @@ class Verifier:
 
     async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
         """Return the keys of these loaded chunks whose bytes in the KV cache differ from those
-        computed.
+        computed. Chunks that cannot be compared are counted, and none of them is returned.
 
         Their blocks must not be written until this returns.
         """
-        if self._thread is None or self._broken:
+        if self._thread is None:
             return frozenset()
-        try:
-            return await self._thread.run(self._compare, items)
-        except Exception as error:  # serving goes on, whatever the error
-            self._give_up(error)
-            return frozenset()
+        return await self._thread.run(self._compare, items)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -270,33 +324,45 @@ class Verifier:
             self._table.enter(job.keys, digests.cpu().numpy().reshape(shape))
 
     def _compare(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+        if not self.broken:
+            try:
+                verdicts = self._verdicts(items)
+            except Exception as error:  # serving goes on, whatever the error
+                self._give_up(error)
+            else:
+                self.stats.verified_chunks += sum(verdict is True for _, verdict in verdicts)
+                self.stats.unverified_chunks += sum(verdict is None for _, verdict in verdicts)
+                wrong = [key for key, verdict in verdicts if verdict is False]
+                self.stats.differing_chunks += len(wrong)
+                return frozenset(wrong)
+        self.stats.unverified_chunks += len(items)
+        return frozenset()
+
+    def _verdicts(self, items: Sequence[LoadItem]) -> list[tuple[bytes, bool | None]]:
+        """For each key True if its chunk is as computed, None if its digest is not known."""
         by_group: dict[int, list[LoadItem]] = {}
         for item in items:
             by_group.setdefault(item.group, []).append(item)
-        wrong = set()
+        verdicts = []
         for group, mine in by_group.items():
             blocks = [block for item in mine for block in item.blocks if block >= 0]
             with self._own_stream():
                 found = self._device.of(group, blocks).cpu().numpy()
             for item in mine:
                 here = [at for at, block in enumerate(item.blocks) if block >= 0]
-                if not self._agrees(item, here, found[: len(here)]):
-                    wrong.add(item.key)
+                verdicts.append((item.key, self._agrees(item, here, found[: len(here)])))
                 found = found[len(here) :]
-        return frozenset(wrong)
+        return verdicts
 
-    def _agrees(self, item: LoadItem, here: Sequence[int], found: Digest) -> bool:
-        """Compare the loaded blocks of a chunk, and count the result."""
+    def _agrees(self, item: LoadItem, here: Sequence[int], found: Digest) -> bool | None:
+        """Compare the loaded blocks of a chunk; None if its digest is not known."""
         known = [digest[here] for digest in self._table.known(item.key)]
         if not known:
-            self.stats.unverified_chunks += 1
-        elif any(np.array_equal(found, digest) for digest in known):
-            self.stats.verified_chunks += 1
-        else:
-            self.stats.differing_chunks += 1
-            self._log(item, here, found, known[-1])
-            return False
-        return True
+            return None
+        if any(np.array_equal(found, digest) for digest in known):
+            return True
+        self._log(item, here, found, known[-1])
+        return False
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:

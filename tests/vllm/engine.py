@@ -229,6 +229,8 @@ class Engine:
         if not self._verifies:
             return
         found = self.verified()
+        if found.broken:
+            raise self._failure(f"the comparison of loads has ended with an error: {found}")
         if found.different and not self.may_differ:
             raise self._failure(f"loaded chunks are not what was computed: {found}")
         if found.unknown and not self.may_be_unknown:

@@ -12,13 +12,15 @@ from tests.vllm.probes import connector
 
 @dataclass(frozen=True)
 class Verified:
-    """Loaded chunks on all ranks: equal to what was computed, different, and not comparable because
-    the digest is not known; and tokens that requests were given from a tier."""
+    """Loaded chunks on all ranks: equal to what was computed, different, and not compared because
+    the digest is not known; tokens that requests were given from a tier; and the number of ranks on
+    which an error has ended the comparison."""
 
     equal: int
     different: int
     unknown: int
     loaded_tokens: int = 0
+    broken: int = 0
 
 
 def added(transfer: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -34,7 +36,8 @@ def count(llm: Any) -> Verified:
     planner = connector(llm)._scheduler.planner
     totals = planner.totals() if planner is not None else {}
     tokens = sum(n for name, n in totals.items() if name.startswith("loaded_tokens:"))
-    return Verified(*(sum(numbers) for numbers in zip(*ranks, strict=True)), int(tokens))
+    *counts, broken = (sum(numbers) for numbers in zip(*ranks, strict=True))
+    return Verified(*counts, loaded_tokens=int(tokens), broken=broken)
 
 
 def stop(worker: Any) -> None:
@@ -42,6 +45,8 @@ def stop(worker: Any) -> None:
     faults.executor(worker)._lane.verifier = None
 
 
-def _of_worker(worker: Any) -> tuple[int, int, int]:
-    stats = faults.executor(worker).stats
-    return stats.verified_chunks, stats.differing_chunks, stats.unverified_chunks
+def _of_worker(worker: Any) -> tuple[int, int, int, bool]:
+    executor = faults.executor(worker)
+    stats, verifier = executor.stats, executor._verifier
+    broken = verifier is None or verifier.broken
+    return stats.verified_chunks, stats.differing_chunks, stats.unverified_chunks, broken

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,6 +151,88 @@ def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) ->
     assert table.known(b"a") == ()
 
 
+def known(folder: Path, key: bytes) -> list[list[list[int]]]:
+    """What an engine that starts now knows of this key."""
+    table = opened(folder)
+    found = [digest.tolist() for digest in table.known(key)]
+    table.close()
+    return found
+
+
+@pytest.fixture(params=["123", "132", "213", "231", "312", "321"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order in which the files of the first three engines are read; later ones follow."""
+    names = itertools.chain(request.param, itertools.count(4))
+    monkeypatch.setattr(
+        "offload.worker.verify.uuid.uuid4", lambda: SimpleNamespace(hex=f"{next(names):0>8}")
+    )
+
+
+@pytest.mark.usefixtures("order")
+def test_a_reset_voids_every_digest_so_far_also_after_a_restart(tmp_path: Path) -> None:
+    """Of this engine, of one that ended before, and of one that runs beside it."""
+    ended, table, beside = opened(tmp_path), opened(tmp_path), opened(tmp_path)
+    ended.enter([b"ended"], entry(1)[None])
+    ended.close()
+    table.enter([b"own"], entry(2)[None])
+    beside.enter([b"beside"], entry(3)[None])
+    table.clear()
+    table.enter([b"new"], entry(4)[None])
+    beside.enter([b"later"], entry(5)[None])
+    for key in (b"ended", b"own", b"beside"):
+        assert known(tmp_path, key) == [], key
+        assert not table.known(key), key
+    assert known(tmp_path, b"new") == [entry(4).tolist()]
+    assert known(tmp_path, b"later") == [entry(5).tolist()]
+    assert [d.tolist() for d in beside.known(b"beside")] == [entry(3).tolist()], "of its weights"
+
+
+@pytest.mark.usefixtures("order")
+def test_a_digest_that_was_made_again_after_a_reset_is_known(tmp_path: Path) -> None:
+    """Equal bytes in several files: a reset voids the lines before it and no others."""
+    old, reset, new = opened(tmp_path), opened(tmp_path), opened(tmp_path)
+    old.enter([b"a"], entry(1)[None])
+    assert len(new.known(b"a")) == 1
+    reset.clear()
+    new.enter([b"a"], entry(1)[None])
+    assert new.known(b"b") == ()  # reads the other files, with the reset
+    assert [d.tolist() for d in new.known(b"a")] == [entry(1).tolist()]
+    reset.enter([b"a"], entry(1)[None])
+    new.close()
+    assert known(tmp_path, b"a") == [entry(1).tolist()]
+
+
+@pytest.mark.parametrize("is_noticed_first", [True, False])
+def test_a_full_file_of_digests_still_takes_a_reset(
+    is_noticed_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = opened(tmp_path)
+    table.enter([b"a"], entry(1)[None])
+    monkeypatch.setattr("offload.worker.verify.FILE_BYTES_MAX", table._written)
+    if is_noticed_first:
+        table.enter([b"b"], entry(2)[None])
+    assert known(tmp_path, b"a") == [entry(1).tolist()]
+    table.clear()
+    table.enter([b"b"], entry(2)[None])
+    assert known(tmp_path, b"a") == known(tmp_path, b"b") == []
+
+
+def test_a_disk_that_fills_up_leaves_whole_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = opened(tmp_path)
+    table.enter([b"a"], entry(1)[None])
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
+        with pytest.raises(OSError, match="could not be extended"):
+            table.enter([b"b"], entry(2)[None])
+    table.clear()
+    table.enter([b"c"], entry(3)[None])
+    assert known(tmp_path, b"a") == []
+    assert known(tmp_path, b"c") == [entry(3).tolist()]
+
+
 class HeldVerifier(Verifier):
     """Compares a loaded chunk when a test lets it."""
 
@@ -241,6 +326,36 @@ async def test_a_chunk_without_a_digest_is_counted_and_loaded() -> None:
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
         assert (await load_all(rank, (DigestJob(0, KEYS[:1], [1]),))).bad == frozenset()
         assert counts(rank) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("where", ["digesting", "comparing", "writing"])
+async def test_nothing_counts_as_compared_once_an_error_has_ended_the_comparison(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chunk with the flipped bit is loaded: the server goes on, and says so."""
+
+    def planted(*_: object) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+        await load_all(rank, BOTH)
+        verifier = rank.executor._verifier
+        assert verifier is not None
+        assert counts(rank) == (2, 0, 0)
+        if where == "writing":
+            verifier._table._append = planted
+        else:
+            verifier._device.of = planted
+        if where != "comparing":
+            plan = StepPlan(digests=(DigestJob(0, KEYS[2:3], (3,)),))
+            rank.executor.post(plan)
+            await rank.turn()
+            await verifier.settled()
+        rank.slab.slot(1)[0] ^= 1
+        assert (await load_again(rank)).bad == frozenset()
+        assert counts(rank) == (2, 0, 2)
+        assert verifier.broken
+        assert caplog.text.count("verify: stopped") == 1
 
 
 async def test_digests_are_forgotten_with_the_weights() -> None:
