@@ -152,7 +152,7 @@ def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) ->
 
 
 def known(folder: Path, key: bytes) -> list[list[list[int]]]:
-    """What an engine that starts now knows of this key."""
+    """The digests of this key that an engine finds that starts now."""
     table = opened(folder)
     found = [digest.tolist() for digest in table.known(key)]
     table.close()
