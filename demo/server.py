@@ -19,9 +19,8 @@ from typing import Any, Self
 from demo.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-START_DEADLINE_S = 600.0
-REQUEST_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 60.0
+DEADLINE_S = 600.0
+"""For a start, a request and a stop: far longer than any of them takes on the slowest machine."""
 LOG_CHARS = 20_000
 
 BASE_ENV = {
@@ -44,9 +43,11 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed chat completion. ``ttft_s`` is from sending to the first generated token."""
+    """One streamed chat completion. ``ttft_s`` is from sending to the first generated token;
+    ``cached_tokens`` needs ``--enable-prompt-tokens-details``."""
 
     prompt_tokens: int
+    cached_tokens: int
     tokens: tuple[int, ...]
     text: str
     ttft_s: float
@@ -55,7 +56,8 @@ class Answer:
 class VllmServer:
     """One ``vllm serve`` with everything it starts. Raises ``ServerError``.
 
-    ``connector`` is the value of ``--kv-transfer-config``; ``flags`` are other flags of vLLM.
+    ``connector`` is the value of ``--kv-transfer-config``; ``flags`` are other flags of vLLM. A
+    start, a request and a stop may each take ``deadline_s``.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class VllmServer:
         connector: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        start_deadline_s: float = START_DEADLINE_S,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self.log_path = log
+        self._deadline_s = deadline_s
         self.port = free_port()
         command = [sys.executable, "-m", "demo.vllm_cli", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
@@ -86,7 +89,7 @@ class VllmServer:
                 start_new_session=True,
             )
         try:
-            self._wait_until_healthy(start_deadline_s)
+            self._wait_until_healthy()
         except BaseException:  # also Ctrl-C: nothing may stay behind
             self.kill()
             raise
@@ -121,18 +124,18 @@ class VllmServer:
         first: float | None = None
         tokens: list[int] = []
         text: list[str] = []
-        prompt_tokens = 0
+        usage: dict[str, Any] = {}
         for event in self._stream("/v1/chat/completions", body):
             for choice in event.get("choices", ()):
                 if choice.get("token_ids"):
                     first = first or time.perf_counter()
                     tokens += choice["token_ids"]
                 text.append(choice["delta"].get("content") or "")
-            if event.get("usage"):
-                prompt_tokens = event["usage"]["prompt_tokens"]
+            usage = event.get("usage") or usage
         if first is None:
             raise ServerError(f"no token came{self._log_text()}")
-        return Answer(prompt_tokens, tuple(tokens), "".join(text), first - start)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Answer(usage["prompt_tokens"], cached, tuple(tokens), "".join(text), first - start)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """``/v1/completions`` for token ids: the choice of the answer, with ``token_ids``."""
@@ -158,7 +161,7 @@ class VllmServer:
         """Empty vLLM's own prefix cache (with ``external`` the tiers too); retried while blocks
         are still held by transfers in flight."""
         path = f"/reset_prefix_cache?reset_external={'true' if external else 'false'}"
-        end = time.monotonic() + REQUEST_DEADLINE_S
+        end = time.monotonic() + self._deadline_s
         while not json.loads(self._request("POST", path))["success"]:
             if time.monotonic() > end:
                 raise ServerError(f"the prefix cache cannot be reset{self._log_text()}")
@@ -181,25 +184,25 @@ class VllmServer:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(STOP_DEADLINE_S)
+                self._process.wait(self._deadline_s)
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise ServerError(
-                    f"no end {STOP_DEADLINE_S} s after SIGTERM{self._log_text()}"
+                    f"no end {self._deadline_s} s after SIGTERM{self._log_text()}"
                 ) from None
         self._kill_group()
 
     def kill(self) -> None:
         """SIGKILL to the server and everything that it started."""
         self._kill_group()
-        self._process.wait(STOP_DEADLINE_S)
+        self._process.wait(self._deadline_s)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # nothing is left
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _wait_until_healthy(self, deadline_s: float) -> None:
-        end = time.monotonic() + deadline_s
+    def _wait_until_healthy(self) -> None:
+        end = time.monotonic() + self._deadline_s
         while True:
             with contextlib.suppress(OSError, ServerError):  # not up yet
                 self._request("GET", "/health")
@@ -209,7 +212,7 @@ class VllmServer:
                     f"vllm serve ended with {self._process.returncode}{self._log_text()}"
                 )
             if time.monotonic() > end:
-                raise ServerError(f"not healthy after {deadline_s} s{self._log_text()}")
+                raise ServerError(f"not healthy after {self._deadline_s} s{self._log_text()}")
             time.sleep(0.2)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -227,7 +230,7 @@ class VllmServer:
     def _response(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_DEADLINE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._deadline_s)
         with contextlib.closing(connection):
             headers = {"Content-Type": "application/json"}
             connection.request(method, path, json.dumps(body) if body else None, headers)

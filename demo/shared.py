@@ -6,7 +6,8 @@
 4. The store's master is killed: both answer all the same. It is started again, empty, and is used
    again.
 
-Exit code 0: all tokens equal, and the second server restored what the first had computed.
+Exit code 0: all tokens and restored blocks equal, and the second server restored what the first had
+computed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from demo.mooncake import Master
-from demo.server import VllmServer
-from demo.sources import STORED, wait_until_on_disk
-from demo.talk import FLAGS, Reference, Row, ask_all, warm_up
+from demo.server import DEADLINE_S, VllmServer
+from demo.sources import STORED, Compared, read_compared, wait_until_on_disk
+from demo.talk import (
+    FLAGS,
+    PATIENT,
+    Reference,
+    Row,
+    answers_shown,
+    ask_all,
+    problems_of,
+    warm_up,
+)
 
-BACK_S = 90.0
 HASH = "--prefix-caching-hash-algo=sha256_cbor"
 """Equal in every process; vLLM's own choice may differ for equal content, which costs hits."""
 
 
-def connector_config(master: Master) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` of both servers: a CPU tier above the store."""
+def connector_config(master: Master, folder: Path) -> dict[str, Any]:
+    """The ``--kv-transfer-config`` of both servers: a CPU tier above the store. Each finds the
+    digests of what the other computed in ``folder``."""
     return {
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.connector",
@@ -34,9 +44,10 @@ def connector_config(master: Master) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "cpu": {"capacity": "64MiB", "policy": "lru"},
             "tiers": [master.tier()],
-            "lookup_timeout_s": 1.0,
-            "break_even": False,  # this model computes faster than anything loads
-        },
+            "verify": "device",  # compares every loaded block with what was computed
+            "verify_path": str(folder / "digests"),
+        }
+        | PATIENT,
     }
 
 
@@ -44,7 +55,7 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
     """The conversation on two servers, what went wrong, and one sentence on what was shown."""
     rows: list[Row] = []
     with Master(folder / "master.log") as master:
-        connector = connector_config(master)
+        connector = connector_config(master, folder)
 
         def server(number: int) -> VllmServer:
             log = folder / f"server-{number}.log"
@@ -60,22 +71,23 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
             rows += ask_all(two, "master killed", reference, reference.warm, True, "mooncake")
             master.start()
             problems = [] if _is_used_again(one) else ["the new master's store was not used"]
-    return rows, problems + verdict(rows), conclusion(rows)
+            compared = read_compared(one) + read_compared(two)
+    return rows, problems + verdict(rows, compared), conclusion(rows, compared)
 
 
-def conclusion(rows: list[Row]) -> str:
+def conclusion(rows: list[Row], compared: Compared) -> str:
     """One sentence that says what was shown."""
     found = sum(row.sources.disk for row in rows if row.phase == "second server")
     return (
         f"Shown: a second server restored {found:,} prompt tokens that only the first had "
-        "computed, both answered while the store's master was dead, and every answer has the "
-        "tokens of vLLM without offloading."
+        f"computed, it answered while the store's master was dead, {answers_shown(rows)}, and all "
+        f"{compared.equal:,} restored blocks have the bytes that were computed."
     )
 
 
 def _is_used_again(server: VllmServer) -> bool:
     """New prompts until the tier's breakers have closed and it is written again."""
-    end = time.monotonic() + BACK_S
+    end = time.monotonic() + DEADLINE_S
     before = _stored(server)
     number = 0
     while _stored(server) == before:
@@ -90,13 +102,9 @@ def _stored(server: VllmServer) -> float:
     return server.metrics().get(f'{STORED}{{tier="mooncake"}}', 0.0)
 
 
-def verdict(rows: list[Row]) -> list[str]:
+def verdict(rows: list[Row], compared: Compared) -> list[str]:
     """The problems found; empty if there are none."""
-    problems = [
-        f"{row.phase}, turn {row.turn}: other tokens than plain vLLM"
-        for row in rows
-        if not row.tokens_equal
-    ]
+    problems = problems_of(rows, compared)
     if not sum(row.sources.disk for row in rows if row.phase == "second server"):
         problems.append("the second server restored nothing that the first had computed")
     return problems

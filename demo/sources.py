@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from demo.server import Metrics, ServerError, VllmServer
+from demo.server import DEADLINE_S, Metrics, ServerError, VllmServer
 
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 LOADED = "vllm:kvtiers_loaded_tokens_total"
 STORED = "vllm:kvtiers_stored_chunks_total"
-SETTLE_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ def read_sources(
     Metrics are published a moment after the answer, so this waits until all tokens of the prompt
     are accounted for. Raises ``ServerError`` if they never are.
     """
-    end = time.monotonic() + SETTLE_DEADLINE_S
+    end = time.monotonic() + DEADLINE_S
     nudges = 0
     while True:
         now = server.metrics()
@@ -54,6 +53,11 @@ def read_sources(
             )
         server.nudge()
         nudges += 1
+
+
+def load_failures(metrics: Metrics) -> float:
+    """The number of loads that have failed, whose prompts were recomputed."""
+    return metrics.get("vllm:kvtiers_load_failures_total", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ def read_compared(server: VllmServer) -> Compared:
 
 def wait_until_on_disk(server: VllmServer, lower: str = "lmdb") -> None:
     """Wait until every chunk that reached the CPU tier has reached the disk tier too."""
-    end = time.monotonic() + SETTLE_DEADLINE_S
+    end = time.monotonic() + DEADLINE_S
     while True:
         now = server.metrics()
         cpu, disk = (now.get(f'{STORED}{{tier="{tier}"}}', 0) for tier in ("cpu", lower))

@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from demo.server import VllmServer
-from demo.sources import read_sources, wait_until_on_disk
+from demo.sources import read_compared, read_sources, wait_until_on_disk
+from demo.talk import PATIENT
 from demo.tiny_model import make_llama
 from policies import EntryInfo, EvictionPolicy, Key, RemoveCause, bound, make_policy, simulate
 from policies.testing import synthetic_trace
@@ -78,7 +79,8 @@ def in_the_simulator() -> None:
 
 
 def in_a_server(folder: Path) -> bool:
-    """Serve with it; return True if it chose victims and prompts came back from the disk."""
+    """Serve with it; return True if it chose victims, and prompts came back from the disk with the
+    bytes that were computed."""
     policy = {"name": "examples.custom_policy:HeadsLastPolicy", "head_tokens": 64}
     connector = {
         "kv_connector": "OffloadConnector",
@@ -94,9 +96,9 @@ def in_a_server(folder: Path) -> bool:
                     "policy": policy,
                 }
             ],
-            "tier_timeout_s": 60,  # a busy machine loses no block
-            "break_even": False,  # this model may compute faster than anything loads
-        },
+            "verify": "device",  # compares every loaded block with what was computed
+        }
+        | PATIENT,  # a busy machine loses no block
     }
     flags = (
         "--enforce-eager",
@@ -120,9 +122,12 @@ def in_a_server(folder: Path) -> bool:
                 restored["cpu"] += sources.cpu
                 restored["disk"] += sources.disk
                 wait_until_on_disk(server)
+        compared = read_compared(server)
     used = "HeadsLastPolicy names its first victims" in log.read_text(errors="replace")
     print(f"restored tokens: {restored}; the policy chose victims in the server: {used}")
-    return used and restored["disk"] > 0
+    print(f"restored blocks: {compared}")
+    all_right = compared.equal > 0 == compared.different == compared.unknown
+    return used and all_right and restored["disk"] > 0
 
 
 def main() -> int:

@@ -36,7 +36,8 @@ ASKED = prompts(3)
 
 
 def start(model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None) -> VllmServer:
-    return VllmServer(model, log=tmp_path / f"{name}.log", connector=connector, flags=FLAGS)
+    log = tmp_path / f"{name}.log"
+    return VllmServer(model, log=log, connector=connector, flags=FLAGS, deadline_s=PATIENCE_S)
 
 
 Answers = dict[tuple[int, int], tuple[Any, Any]]
