@@ -53,7 +53,7 @@ def test_a_plot_has_few_series_and_fits_a_page(series: int, cases: int, tmp_path
     report = report_of(series, cases)
     assert len(bars_of(report, "GB/s").series) <= SERIES_MAX
     width, height = plot(report, tmp_path / "a.png", "GB/s")
-    assert (width, height) <= PAGE_INCHES
+    assert width <= PAGE_INCHES[0]
     assert height <= PAGE_INCHES[1]
 
 

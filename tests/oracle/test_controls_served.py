@@ -165,18 +165,18 @@ def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> No
 
 def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the server's clock has it, also if nobody asks for anything pinned any more."""
-    ahead = 0.0
+    began, ahead = time.monotonic(), 0.0
     clock = SimpleNamespace(**vars(time))
-    clock.monotonic = lambda: time.monotonic() + ahead
+    clock.monotonic = lambda: began + ahead
     monkeypatch.setattr(scheduler_side, "time", clock)
     with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         pins = world.connector._scheduler._endings.pins
         serve(world, "a", PROMPT, pin_s=600)
         assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
-        ahead = 590.0
+        ahead = 599.0
         serve(world, "b", [200, *range(1, 40)])
         assert pins.used()["cpu"] == 6
-        ahead = 602.0
+        ahead = 601.0
         serve(world, "c", [201, *range(1, 40)])
         assert pins.used()["cpu"] == 0
         world.check_idle()

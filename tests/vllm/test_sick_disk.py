@@ -19,6 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.vllm import copy_faults, faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, connector, totals
+from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
     HASH,
     Reference,
@@ -160,6 +161,22 @@ def has_begun_to_copy(llm: Any) -> bool:
     return bool(faults.on_workers(llm, copy_faults.held_loads)[0])
 
 
+def copies_or_is_answered(llm: Any) -> bool:
+    return has_begun_to_copy(llm) or not llm.llm_engine.has_unfinished_requests()
+
+
+def submit_until_it_copies(engine: Engine, prompt: Prompt) -> str:
+    """Submit a prompt whose load is held while it copies; returns its name. On a slow machine a
+    load may come too late to copy at all; then the prompt is asked again."""
+    for turn in itertools.count():
+        engine.submit(name := f"late{turn}", prompt, max_tokens=8)
+        engine.step_until(copies_or_is_answered)
+        if engine.call(has_begun_to_copy):
+            return name
+        engine.reset_prefix_cache()
+    raise AssertionError  # not reached
+
+
 def blocks_of_requests(llm: Any) -> dict[str, set[int]]:
     """GPU blocks by the first word of the request's name."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -177,11 +194,10 @@ def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
     and nobody else gets its blocks, until the copy has ended."""
     settle(engine)
     engine.reset_prefix_cache()
-    on_disk(engine, sick_disk.set_limits, *SHORT)
+    on_disk(engine, sick_disk.set_limits, SHORT[0], LONG[1])
     on_disk(engine, copy_faults.hold_loads)
-    engine.submit("late", reference.prompts[0], max_tokens=8)
-    engine.step_until(has_begun_to_copy)
-    held = engine.call(blocks_of_requests)["late"]
+    late = submit_until_it_copies(engine, reference.prompts[0])
+    held = engine.call(blocks_of_requests)[late]
     os.kill(engine.pid, signal.SIGSTOP)
     time.sleep(SHORT[0] + STALL_S + 1.0)
     os.kill(engine.pid, signal.SIGCONT)
@@ -192,14 +208,14 @@ def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
     for _ in range(80):
         finished += engine.step()
         owners = engine.call(blocks_of_requests)
-        assert "late" in owners
+        assert late in owners
         for name, blocks in owners.items():
-            assert name == "late" or held.isdisjoint(blocks), "blocks of another are copied over"
+            assert name == late or held.isdisjoint(blocks), "blocks of another are copied over"
     assert finished, "others are served meanwhile"
     on_disk(engine, copy_faults.release_loads)
     answers = engine.run_until_finished()
     assert engine.call(totals)["load_failures"] > failures
-    assert len(answers["late"].tokens) == 8  # which: see ``ask``, others were computed beside it
+    assert len(answers[late].tokens) == 8  # which: see ``ask``, others were computed beside it
     on_disk(engine, sick_disk.set_limits, *LONG)
     ask_until(engine, reference, (True, True))
     settle(engine)

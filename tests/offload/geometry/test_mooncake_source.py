@@ -17,6 +17,7 @@ from offload.geometry.mooncake_source import board_of, dump
 from offload.namespaces.geometry import OWN
 from tests.offload.geometry.engines_in_a_store import engine, opened, store_specs
 from tests.offload.geometry.engines_on_disk import KEYS, geometry_of, namespace_of, payload, read
+from tests.patience import PATIENCE_S
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.adapters import remote_read_only as remote_foreign_tier
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
@@ -231,7 +232,7 @@ async def test_who_comes_later_is_read_or_told_of(
     async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
         assert await tier.present(KEYS) == [False] * 6
         async with engine(master, 2, model=model):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while await tier.present(KEYS) != [True] * 6:
                     pass
             assert await read(tier, KEYS[0], 1) is ReadOutcome.OK
@@ -300,7 +301,7 @@ async def test_a_master_that_comes_back_empty(tmp_path: Any, model: str) -> None
         async with (
             engine(own, 1, model=model) as (first,),
             opened(specs, 1) as tier,
-            asyncio.timeout(40),
+            asyncio.timeout(PATIENCE_S),
         ):
             assert await read(tier, KEYS[0], 2, 1) is ReadOutcome.OK
             own.kill()

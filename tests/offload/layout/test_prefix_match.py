@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import pytest
 
@@ -187,9 +186,8 @@ def test_presence_over_several_tiers():
     assert present_in({b"a"}, {b"c", b"a"}, {b"d": 1})(keys) == b"\1\0\1\1"
 
 
-def test_lookup_of_8192_chunks_in_two_groups(capsys):
-    """Prints the time; the bound of 1 ms is asserted on work, not on time: no key is asked for
-    twice, and presence is asked for in batches."""
+def test_lookup_of_8192_chunks_in_two_groups():
+    """The work has a bound: no key is asked for twice, and presence is asked for in batches."""
     layout = make_layout(make_group(0, FULL, 16), make_group(1, WINDOW, 16, window_tokens=4095))
     tokens = 8192 * 16
     keys = [[b"%032d" % i + bytes([g]) for i in range(8192)] for g in range(2)]
@@ -204,15 +202,6 @@ def test_lookup_of_8192_chunks_in_two_groups(capsys):
     assert matcher.longest_match(keys, counted, 0, tokens) == tokens
     assert sum(calls) <= 8192 + 4096 // 16 + 512
     assert len(calls) <= 8192 // 512 + 2
-    best = min(_timed(matcher, keys, present, tokens) for _ in range(20))
-    with capsys.disabled():
-        print(f"[8,192 chunks, 2 groups: {best * 1e3:.3f} ms]", end=" ")
-
-
-def _timed(matcher, keys, present, tokens) -> float:
-    begin = time.perf_counter()
-    matcher.longest_match(keys, present, 0, tokens)
-    return time.perf_counter() - begin
 
 
 def test_worst_case_asks_each_chunk_once():

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from offload.requests.background_writer import WAITING_MAX, BackgroundWriter
+from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
-
-GENEROUS_S = 60.0
 
 
 class Disk:
@@ -32,7 +31,7 @@ class Disk:
 
     def _take(self, batch: list[int]) -> None:
         self.busy.set()
-        assert self.free.wait(GENEROUS_S)
+        assert self.free.wait(PATIENCE_S)
         self.taken += batch
 
 
@@ -43,8 +42,8 @@ def test_everything_is_written_in_order_before_it_is_closed() -> None:
         writer = BackgroundWriter("test", "writing", disk.write)
         for number in range(WAITING_MAX):
             writer.put(number)
-        writer.close(GENEROUS_S)
-        writer.close(GENEROUS_S)
+        writer.close(PATIENCE_S)
+        writer.close(PATIENCE_S)
     assert disk.taken == list(range(WAITING_MAX))
     writer.put(-1)
     assert writer.dropped == 1
@@ -55,12 +54,12 @@ def test_a_disk_that_hangs_bounds_what_waits(caplog: pytest.LogCaptureFixture) -
     with no_thread_is_left():
         writer = BackgroundWriter("test", "writing", disk.write)
         writer.put(0)
-        assert disk.busy.wait(GENEROUS_S)
+        assert disk.busy.wait(PATIENCE_S)
         for number in range(1, WAITING_MAX + 4):
             writer.put(number)  # never waits: nobody frees the disk meanwhile
         assert writer.dropped == 3
         disk.free.set()
-        writer.close(GENEROUS_S)
+        writer.close(PATIENCE_S)
     assert disk.taken == list(range(WAITING_MAX + 1))
     assert not [record for record in caplog.records if "did not end" in record.message]
 
@@ -76,7 +75,7 @@ from offload.requests.miss_reasons import RequestRecord
 from offload.requests.request_log import RequestFile
 file = RequestFile(sys.argv[1], 8)
 file(RequestRecord("r", 0.0, 1, 0))
-assert hangs.wait(60)
+assert hangs.wait(float(sys.argv[2]))
 file.close(0.05)
 print("closed")
 """
@@ -86,6 +85,6 @@ def test_a_process_with_a_dead_disk_exits(tmp_path: Path) -> None:
     """A thread that the interpreter joins at exit would hold it up forever."""
     path = tmp_path / "requests.jsonl"
     path.write_text("{}\n")
-    command = [sys.executable, "-c", HUNG, str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=GENEROUS_S, check=False)
+    command = [sys.executable, "-c", HUNG, str(path), str(PATIENCE_S)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr

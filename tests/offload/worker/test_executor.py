@@ -65,6 +65,11 @@ class Rank:
             verifier=None if verifier is None else verifier(registration),
         )
 
+    async def plans_are_taken(self) -> None:
+        """Let the loop take the posted plans and start their tasks, but copy nothing."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
     async def turn(self, times: int = 20) -> Drained:
         """Let the loop and the streams run, and take what ended."""
         total = Drained()
@@ -165,7 +170,7 @@ async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
 async def test_a_fence_that_cannot_wait_fails_the_store() -> None:
     async with rank_with(fence_timeout_s=0.05) as rank:
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
-        await asyncio.sleep(0.01)
+        await rank.plans_are_taken()
         await asyncio.to_thread(rank.executor.fence, [1])
         assert rank.executor.stats.fence_timeouts == 1
         assert (await rank.turn()).report.results[1].failed
@@ -350,10 +355,10 @@ async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> Non
     assert staging.free == slots
     taken = await first.take(first.size)
     if slots > 1:
-        assert await asyncio.wait_for(second.take(second.size), 1.0)
+        assert await asyncio.wait_for(second.take(second.size), PATIENCE_S)
     if slots == 8:
         probe = staging.window(0, probe=True)
-        assert await asyncio.wait_for(probe.take(probe.size), 1.0)
+        assert await asyncio.wait_for(probe.take(probe.size), PATIENCE_S)
         assert first.size + probe.size == 4
     first.give(taken)
     assert first.free == first.size

@@ -256,10 +256,11 @@ async def test_a_plan_that_cannot_be_read_ends_the_loads_that_it_goes_on_with() 
         post(rank, part(0, [4]))
         await rank.turn()
         post(rank, LoadJob(8, "s", b"no message"), part(1, [5]))
-        await asyncio.sleep(0.01)
-        post(rank, part(2, [6], last=True))
         done = await rank.turn()
-        assert done.failed == {"r", "s"}
+        assert done.failed == {"r", "s"}, "it waits for its last part"
+        assert done.report.results[7].failed
+        post(rank, part(2, [6], last=True))
+        assert not (await rank.turn()).failed
 
 
 def test_a_chunk_that_nobody_holds_survives_being_pickled() -> None:

@@ -110,13 +110,13 @@ async def main(path, hangs):
         await asyncio.wait([asyncio.ensure_future(tier.touch([key_of(1)]))], timeout=0.1)
     print("ends", flush=True)
 
-EventLoopThread().call(main(Path(sys.argv[1]), sys.argv[2]), 30.0)
+EventLoopThread().call(main(Path(sys.argv[1]), sys.argv[2]), float(sys.argv[3]))
 """
 
 
 @pytest.mark.parametrize("hangs", ["make", "open"])
 def test_the_process_ends_while_opening_hangs(tmp_path: Path, hangs: str) -> None:
-    command = [sys.executable, "-c", ENDING, str(tmp_path / "tier"), hangs]
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "tier"), hangs, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "ends\n", done.stderr
 

@@ -218,6 +218,21 @@ async def test_a_reset_that_is_repeated_takes_the_old_records_from_the_others(
         await assert_holds(two, [key_of(1)], SIZE)
 
 
+class WatchedLock:
+    """Counts who has come to the lock, whether or not they have it."""
+
+    def __init__(self) -> None:
+        self.came = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.came.release()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 async def test_two_resets_at_once_are_both_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,10 +246,15 @@ async def test_two_resets_at_once_are_both_done(
     async with engines(tmp_path / "tier") as (one, two):
         await put(one, [key_of(0)], SIZE)
         monkeypatch.setattr(SharedFolder, "_retire", held)
+        lock = WatchedLock()
+        with one._working() as folder:
+            folder._resetting = lock
         first = asyncio.create_task(one.reset(1))
         assert await asyncio.to_thread(reached.wait, PATIENCE_S)
         second = asyncio.create_task(one.reset(3))
-        await asyncio.wait([second], timeout=0.2)
+        for _ in range(2):
+            assert await asyncio.to_thread(lock.came.acquire, timeout=PATIENCE_S)
+        assert not second.done()
         gate.set()
         await asyncio.gather(first, second)
         await assert_misses(two, [key_of(0)], SIZE)

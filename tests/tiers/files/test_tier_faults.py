@@ -106,12 +106,12 @@ async def main(path):
         await asyncio.wait(tasks, timeout=0.01)
     print("ends", flush=True)
 
-EventLoopThread().call(main(Path(sys.argv[1])), 30.0)
+EventLoopThread().call(main(Path(sys.argv[1])), float(sys.argv[2]))
 """
 
 
 def test_the_process_ends_while_the_mount_hangs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HUNG_END, str(tmp_path / "tier")]
+    command = [sys.executable, "-c", HUNG_END, str(tmp_path / "tier"), str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.stdout == "ends\n", done.stderr
 

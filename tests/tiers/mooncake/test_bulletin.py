@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
 from tiers.mooncake import bulletin as mooncake_board
 from tiers.mooncake import client as mooncake_client
@@ -150,7 +151,7 @@ async def test_what_the_store_has_lost_is_posted_again(
     try:
         assert contents_of(client, "lost") == [b"another's", b"document"]
         assert client._store.remove(slots_of("lost")[1], True) == 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(contents_of(client, "lost")) < 2:
                 await tier.present([key_of(0)])  # time passes
         assert heard == [[b"another's", b"document"]], "once"
