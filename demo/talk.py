@@ -142,7 +142,7 @@ def ask_all(
 
 
 def problems_of(rows: list[Row], compared: Compared) -> list[str]:
-    """What is wrong with these answers and restored blocks; empty if nothing is."""
+    """The problems of these answers and restored blocks; empty if there are none."""
     problems = [
         f"{row.phase}, turn {row.turn}: other tokens than plain vLLM"
         for row in rows

@@ -1,4 +1,4 @@
-"""What the demos conclude from their answers and metrics, shown on invented ones."""
+"""The demos' conclusions from their answers and metrics, shown on invented ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_blocks_that_differ_or_were_not_compared_are_a_problem(
 
 @DEMOS
 def test_nothing_restored_is_a_problem(verdict: Verdict, rows: list[Row]) -> None:
-    """What came from the lower tier before a restart, or to the first server, shows nothing."""
+    """Tokens from the lower tier before a restart, or on the first server, show nothing."""
     elsewhere = replace(rows[0], sources=Sources(0, 0, 576, 576))
     nothing = [replace(one, sources=Sources(600, 0, 0, 0)) for one in rows[1:]]
     [problem] = verdict([elsewhere, *nothing], ALL_EQUAL)
