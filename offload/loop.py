@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for drivers that are not asyncio themselves."""
+"""An asyncio loop in a separate thread, for drivers that do not use asyncio themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 END_S = 0.2
-"""The longest that tasks may take to end when the loop stops."""
+"""Maximum time for tasks to end when the loop stops."""
 
 
 class EventLoopThread:
@@ -31,7 +31,8 @@ class EventLoopThread:
             self.loop.close()
 
     def _end_tasks(self) -> None:
-        """Cancel what is left, so that it lets go of what it holds, and wait a little for that."""
+        """Cancel the remaining tasks, so that they release their resources, and wait briefly for
+        that."""
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
@@ -39,7 +40,7 @@ class EventLoopThread:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=END_S))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop and do not wait."""
+        """Run a coroutine on the loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:

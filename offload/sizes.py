@@ -1,8 +1,8 @@
 """Sizes in bytes as people write them: ``8GiB``, ``1.5TB``, ``4096``.
 
-Both families of units are understood, binary (``KiB`` = 1,024) and decimal (``KB`` = 1,000),
-in any case and with or without a space. A bare letter (``8G``) is refused, because the two
-readings differ by 7 % and a memory limit is no place to guess.
+Both families of units are understood, binary (``KiB`` = 1,024) and decimal (``KB`` = 1,000), in any
+case and with or without a space. A bare letter (``8G``) is refused, because the two readings differ
+by 7 % and a memory limit must not be guessed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_size(value: object) -> int:
     """Bytes from an integer or a text such as ``"8GiB"``; a fraction of a byte is cut off.
 
     Raises ``ValueError`` whose text says what is wrong and, after the first period, how to write
-    it. Zero is allowed here; the caller checks whether it makes sense.
+    it. Zero is allowed; the caller checks whether it makes sense.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -46,10 +46,11 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return a short text for a size: exact if two decimals or the next smaller unit allow it
-    (``8GiB``, ``5.75GiB``, ``1537MiB``), else with two decimals.
+    """Return a short text for a size.
 
-    It never rounds up, so that a limit that a hint quotes is a valid value.
+    It is exact if two decimals or the next smaller unit allow that (``8GiB``, ``5.75GiB``,
+    ``1537MiB``), else it has two decimals. It is never rounded up, so that a limit quoted in a hint
+    is a valid value.
     """
     if size < KIB:
         return f"{size}B"

@@ -1,1 +1,1 @@
-"""Offline operations behind the command line. Knows no vLLM and no worker."""
+"""Offline operations behind the command line. Does not know vLLM or the worker."""

@@ -1,8 +1,7 @@
 """The arithmetic of ``kvtiers plan``: capacity, hits, whether loading pays, and bytes written.
 
-Pure: sizes, speeds and the simulator's result in, a plan out.
-
-Nothing here is measured. Speeds are the user's, or estimates that say so.
+Pure: sizes, speeds and the simulator's result go in, a plan comes out. Nothing is measured here.
+Speeds are given by the user, or are marked as estimates.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ ARITHMETIC_SHARE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """``token_bytes`` and ``chunk_bytes`` are of all ranks together; ``parameters`` 0 if not
-    known."""
+    """``token_bytes`` and ``chunk_bytes`` are sums over all ranks; ``parameters`` is 0 if
+    unknown."""
 
     name: str
     token_bytes: float
@@ -42,9 +41,11 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and bytes per second; 0 for what is not there or not given. ``link_bytes_per_s`` is of
-    one rank, ``disk_*`` of the server. ``prefill_tokens_per_s`` and ``gpu_flops`` are of the
-    server; ``write_budget_bytes`` per day."""
+    """Bytes and bytes per second; 0 for values that do not exist or were not given.
+
+    ``link_bytes_per_s`` is for one rank, ``disk_*`` for the server. ``prefill_tokens_per_s`` and
+    ``gpu_flops`` are for the server; ``write_budget_bytes`` is per day.
+    """
 
     cpu_bytes: int
     disk_bytes: int = 0
@@ -57,8 +58,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier. ``loads_tokens_per_s`` is how many tokens a second it can bring back: loading pays
-    while the model computes fewer. ``pays`` is ``None`` if nobody knows how fast it computes."""
+    """One tier.
+
+    ``loads_tokens_per_s`` is how many tokens per second it can bring back: loading pays while the
+    model computes fewer. ``pays`` is ``None`` if the computing speed is unknown.
+    """
 
     name: str
     capacity_bytes: int
@@ -74,7 +78,8 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is printed. Ratios are of prompt tokens; ``None`` where it is not known."""
+    """Everything that is printed. Ratios are shares of the prompt tokens; ``None`` means
+    unknown."""
 
     model: ModelSize
     tiers: tuple[TierPlan, ...]
@@ -162,7 +167,8 @@ def make_plan(
 
 
 def _does_not_pay(tier: str) -> str:
-    """Say how a server reacts: it compares only lower tiers (``offload.planner.tier_health``)."""
+    """Describe how a server reacts: it compares lower tiers only
+    (``offload.planner.tier_health``)."""
     what = f"{tier}: computing is faster than loading"
     if tier == "cpu":
         return f"{what}, and break_even watches lower tiers only: loads would slow requests down"
@@ -183,7 +189,7 @@ def _prefill(model: ModelSize, machine: Machine, notes: list[str]) -> float | No
         )
         return speed
     notes.append(
-        "how fast the model computes prompts is not known: give --prefill-tokens-per-s, or "
+        "the speed of computing prompts is not known: give --prefill-tokens-per-s, or "
         "--gpu-tflops for an estimate"
     )
     return None
@@ -205,7 +211,7 @@ def _tiers(
     cpu_tokens, disk_tokens = _tokens(model, machine)
     speeds = [("cpu", machine.cpu_bytes, cpu_tokens, link * model.ranks)]
     if machine.disk_bytes:
-        # What comes from the disk crosses the link as well, at the same time.
+        # Data from the disk crosses the link as well, at the same time.
         speeds.append(("disk", machine.disk_bytes, disk_tokens, min(disk, link * model.ranks)))
     return tuple(
         TierPlan(
@@ -238,10 +244,10 @@ def _with_hits(
 def _judge(
     tiers: Sequence[TierPlan], writes: float | None, machine: Machine, notes: list[str]
 ) -> None:
-    """Say what will not hold."""
+    """Note which parts of the plan will not hold."""
     notes += [
-        f"{tier.name}: these hits need {tier.reads_bytes_per_s / 1e9:.2f} GB/s, more than "
-        f"the {tier.bytes_per_s / 1e9:.2f} it gives: part of them will be computed"
+        f"{tier.name}: these hits need {tier.reads_bytes_per_s / 1e9:.2f} GB/s, more than its "
+        f"{tier.bytes_per_s / 1e9:.2f} GB/s: some of them will be computed"
         for tier in tiers
         if tier.reads_bytes_per_s is not None and tier.reads_bytes_per_s > tier.bytes_per_s
     ]

@@ -1,8 +1,10 @@
-"""The work of ``kvtiers clear``: it removes whole namespaces, records that were not used for long,
-and folders that were moved aside. It leaves alone what a live server uses.
+"""The work of ``kvtiers clear``.
 
-What cannot be deleted is reported, stays visible to ``kvtiers inspect``, and is tried again by
-every later ``clear`` of the path, whatever that is asked for.
+It removes whole namespaces, records that have not been used for a long time, and folders that were
+moved aside. It leaves alone everything that a live server uses.
+
+Data that cannot be deleted is reported, stays visible to ``kvtiers inspect``, and is tried again by
+every later ``clear`` of the path, whatever its options.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Wanted:
     set_aside: bool = False
 
     def fits(self, namespace: NamespaceFolder) -> bool:
-        """Return True if a namespace fits, or something in it may, whatever its age."""
+        """Return True if a namespace matches, or if something in it may match, regardless of
+        age."""
         return (not self.names or namespace.name.startswith(tuple(self.names))) and (
             not self.models or namespace.model in self.models
         )
@@ -38,8 +41,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class Removal:
-    """One removal: a namespace, or ``old`` records in it (their number), or the folders in it that
-    a tier moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` says why."""
+    """One removal.
+
+    It is a namespace, or ``old`` records in it (their number), or the folders in it that a tier
+    moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` is the reason.
+    """
 
     namespace: NamespaceFolder
     size_bytes: int
@@ -53,7 +59,7 @@ class Removal:
 
     @property
     def is_whole(self) -> bool:
-        """True if the namespace itself goes."""
+        """True if the namespace itself is removed."""
         return not (self.old or self.aside)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +79,8 @@ class Removal:
 
 
 def find_removals(namespaces: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
-    """List what fits, and what earlier removals left. Raises what opening a folder raises."""
+    """List the matching data, and remains of earlier removals. Raises whatever opening a folder
+    raises."""
     found = []
     for namespace in namespaces:
         size, last_used = usage(namespace.folder)
@@ -88,7 +95,7 @@ def find_removals(namespaces: Sequence[NamespaceFolder], wanted: Wanted) -> list
 
 
 def _find(removal: Removal, wanted: Wanted) -> bool:
-    """Note what of a namespace is to go; whether there is anything."""
+    """Note the parts of a namespace to remove; returns whether there are any."""
     namespace = removal.namespace
 
     def is_unused(last_used_s: float) -> bool:
@@ -106,7 +113,7 @@ def _find(removal: Removal, wanted: Wanted) -> bool:
 
 
 def _find_old(removal: Removal, before_ns: int) -> bool:
-    """Note the records that were not used since; whether there are any."""
+    """Note the records that were not used since then; returns whether there are any."""
     removal.size_bytes = 0
     for store in removal.namespace.stores:
         if store.kind == "empty":
@@ -128,8 +135,10 @@ def _find_old(removal: Removal, before_ns: int) -> bool:
 
 
 def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int], None]) -> None:
-    """Remove everything, and call ``advance`` after each. Modifies ``removals``. Raises as
-    ``alone_with`` does."""
+    """Carry out all removals, and call ``advance`` after each.
+
+    Modifies ``removals``. Raises the errors of ``alone_with``.
+    """
     for removal in removals:
         try:
             removal.done = _remove(removal, before_ns)
@@ -143,8 +152,10 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
 
 
 def _remove(removal: Removal, before_ns: int) -> bool:
-    """Return True if it is gone, and False if a server uses it. Raises ``InUseError`` and
-    ``NotDeletedError``."""
+    """Return True if it was removed, and False if a server uses it.
+
+    Raises ``InUseError`` and ``NotDeletedError``.
+    """
     namespace = removal.namespace
     if namespace.is_trash:
         delete_trash(namespace.folder)

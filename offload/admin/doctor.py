@@ -1,7 +1,7 @@
 """The findings of ``kvtiers doctor`` about a model, and their text. Pure: numbers in, text out.
 
-``offload.connector.model.probe`` asks vLLM for the geometry; here it is put beside the configured
-tiers.
+``offload.connector.model.probe`` asks vLLM for the geometry; this module compares it with the
+configured tiers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SLOT_ALIGNMENT = 4 * KIB
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One KV cache group. Bytes are without padding, on one rank; ``padded_block_bytes`` is what
-    vLLM sets aside."""
+    """One KV cache group. Bytes are for one rank, without padding; ``padded_block_bytes`` is the
+    size that vLLM reserves."""
 
     group: int
     kind: str
@@ -53,7 +53,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """The tokens of one long prefix that a tier can hold, all ranks together."""
+    """The number of tokens of one long prefix that a tier can hold, all ranks together."""
 
     name: str
     capacity_bytes: int
@@ -62,8 +62,11 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is printed. ``ok`` is false if anything is refused. ``parameters`` are those
-    of the model, all ranks together."""
+    """Everything that is printed.
+
+    ``ok`` is false if anything is refused. ``parameters`` counts those of the model, all ranks
+    together.
+    """
 
     model: str
     ranks: int
@@ -99,7 +102,7 @@ class Facts:
 
 
 def refusal(model: str, reason: str, fixes: Sequence[str] = ()) -> Report:
-    """A report that says only that, and why, a model or its configuration is refused."""
+    """A report that says only that a model or its configuration is refused, and why."""
     return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), ())
 
 
@@ -113,10 +116,10 @@ def examine(
     problems: Sequence[str] = (),
     ask_again: AskAgain | None = None,
 ) -> Report:
-    """Check the geometry and the tiers' sizes. ``problems`` are those of the configuration.
+    """Check the geometry and the tiers' sizes.
 
-    With ``ask_again`` a hint that changes vLLM's flags is only given if the checks pass on what
-    vLLM itself makes of them.
+    ``problems`` are those of the configuration. With ``ask_again``, a hint that changes vLLM's
+    flags is given only if the checks pass on vLLM's answer to these flags.
     """
     given = replace(facts.given, chunk_blocks=config.chunk_blocks)
     misfits = find_misfits(given)
@@ -156,7 +159,7 @@ def _helps(hint: Hint, ask_again: AskAgain | None) -> bool:
 
 
 def _causes(misfits: Sequence[Misfit], hints: Sequence[Hint]) -> Sequence[Misfit]:
-    """Without the misfits that only follow from others: those that are gone with their cause."""
+    """Remove misfits that only follow from others: they vanish when their cause is fixed."""
     cured = {hint.cures for hint in hints if hint.cures}
     causes = [misfit for misfit in misfits if misfit.cause in cured]
     return causes or misfits
@@ -187,7 +190,8 @@ def _stored(chunk_bytes: int) -> int:
 
 
 def _chunks_per_span(layout: ModelLayout, group: GroupLayout) -> int:
-    """Chunks of a group that are kept of ``alignment_tokens`` tokens, far from the beginning."""
+    """Number of chunks of a group that are kept per ``alignment_tokens`` tokens, far from the
+    start."""
     matcher = PrefixMatcher(layout)
     count = layout.alignment_tokens // group.chunk_tokens
     first = 64 * count
@@ -195,7 +199,7 @@ def _chunks_per_span(layout: ModelLayout, group: GroupLayout) -> int:
 
 
 def _span_bytes(layout: ModelLayout) -> int:
-    """Bytes kept of ``alignment_tokens`` tokens on one rank."""
+    """Bytes kept per ``alignment_tokens`` tokens on one rank."""
     return sum(_chunks_per_span(layout, group) * group.chunk_bytes for group in layout.groups)
 
 
@@ -214,7 +218,7 @@ def _tier_reports(
 
 
 def _block_notes(facts: Facts) -> list[str]:
-    """Say where the block size in use is not the one that was asked for."""
+    """Say where the block size in use differs from the requested one."""
     if facts.asked_block is None:
         return []
     sizes = {group.block_tokens for group in facts.given.groups}

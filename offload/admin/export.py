@@ -1,13 +1,13 @@
-"""``kvtiers export``: the records of a namespace into one file.
+"""``kvtiers export``: writes the records of a namespace to one file.
 
-A server may write to the same folder: the export leaves out what the server evicts meanwhile, and
-verifies every record before it writes it. Records go in the order of their last use, oldest first,
-so that a tier that is filled from the file has the same order.
+A server may write to the same folder meanwhile: records that the server evicts are left out, and
+every record is verified before it is written. Records are ordered by their last use, oldest first,
+so that a tier filled from the file has the same order.
 
-The export writes to a part file, which it renames when it is whole. A kernel lock on the part lets
-one process at a time write, remove or rename it, and ends with that process: the next export
-overwrites what a killed one left. After taking the lock the export checks that the locked file
-still has the part's name.
+The export writes to a part file, which it renames when it is complete. A kernel lock on the part
+file lets one process at a time write, remove or rename it, and ends with that process: the next
+export overwrites the part file of a killed one. After taking the lock, the export checks that the
+locked file still has the part file's name.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ class ExportFileError(OffloadError):
 
 @contextlib.contextmanager
 def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A new file, readable by its owner alone, which gets its name at the end of the block,
-    durably; if the block raises nothing of it is left. Raises ``ExportFileError`` and ``OSError``.
+    """A new file, readable by its owner only, that gets its name durably at the end of the block.
+
+    If the block raises, the file is removed. Raises ``ExportFileError`` and ``OSError``.
     """
     part = path.with_name(f"{path.name}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
         _take(file, part)
         try:
-            if not overwrite and os.path.lexists(path):  # one that waited no longer would see it
-                raise ExportFileError(f"{path} exists by now. Name another file, or --overwrite")
+            if not overwrite and os.path.lexists(
+                path
+            ):  # a process that waited for the lock would no longer see it
+                raise ExportFileError(
+                    f"{path} exists by now. Name another file, or give --overwrite"
+                )
             os.fchmod(file.fileno(), 0o600)
             file.truncate(0)
             yield file
@@ -58,10 +63,10 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
 
 
 def _take(file: IO[bytes], part: Path) -> None:
-    """Lock a part. Raises ``ExportFileError`` if another export has it."""
+    """Lock a part file. Raises ``ExportFileError`` if another export has it."""
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
-        raise ExportFileError(f"{part} is no regular file. Remove it, or name another file")
+        raise ExportFileError(f"{part} is not a regular file. Remove it, or name another file")
     try:
         is_mine = try_flock(file.fileno(), fcntl.LOCK_EX)
         is_named = is_mine and os.path.samestat(found, os.lstat(part))
@@ -99,7 +104,8 @@ def export_namespace(
     pace: Pace,
     advance: Callable[[int], None],
 ) -> list[Exported]:
-    """Write everything. Raises ``StoreChangedError`` and ``OSError``; the file is useless then."""
+    """Write everything. Raises ``StoreChangedError`` and ``OSError``, after which the file is
+    useless."""
     write_magic(file)
     write_about(
         file,

@@ -1,7 +1,7 @@
-"""``kvtiers import``: writes the records of an export into rank folders that nobody uses.
+"""``kvtiers import``: writes the records of an export into rank folders that no server uses.
 
-It claims the folders as a server does, and writes through their tiers, which keep the capacity,
-the epoch, encryption and durability. It refuses a folder that does not fit before it opens a tier,
+It claims the folders as a server does, and writes through their tiers, which keep the capacity, the
+epoch, encryption and durability. It refuses a folder that does not fit before it opens a tier,
 because a tier drops or moves aside records that do not fit its settings.
 """
 
@@ -36,11 +36,11 @@ from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
 
 KINDS = ("lmdb", "file")
 REPLICAS_MAX = 1_000_000
-"""Folders of more are not looked for."""
+"""Folders of higher numbers are not looked for."""
 LEAVE_AS_IS = OnDamage(is_strict=True)
 _RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
 RECORD_BYTES = 64 << 10
-"""The smallest usual payload if nothing is known of it."""
+"""The smallest usual payload, if the size is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,11 @@ OWN = ("replica", "rank", "refused", "damaged", "left")
 
 @dataclass(slots=True)
 class Imported:
-    """The result for one rank. ``damaged`` frames were skipped; ``refused`` says why nothing of
-    this rank could be imported; ``left`` records were whole and found no space, or were refused."""
+    """The result for one rank.
+
+    ``damaged`` frames were skipped; ``refused`` is the reason why nothing of this rank could be
+    imported; ``left`` records were intact but did not fit, or were refused.
+    """
 
     replica: int
     rank: int
@@ -81,10 +84,10 @@ class Imported:
 
 
 class Import:
-    """Reads an export once. ``problem`` says why it could not be read to its end."""
+    """Reads an export once. ``problem`` is the reason why it could not be read to its end."""
 
     def __init__(self, file: IO[bytes], target: Target, advance: Callable[[int], None]) -> None:
-        """Reads whose records they are. Raises ``NamespaceError``."""
+        """Reads the header, which names the namespace. Raises ``NamespaceError``."""
         self.problem = ""
         self.damaged_frames = 0
         self._target = target
@@ -93,12 +96,14 @@ class Import:
         self._next = next(self._frames, None)
         about = self._next.about if self._next and self._next.kind == "M" else None
         if about is None:
-            raise NamespaceError(self.problem or "its first frame is damaged: nobody knows whose")
+            raise NamespaceError(
+                self.problem or "its first frame is damaged, so its namespace is unknown"
+            )
         if about.get("format") != FORMAT:
             raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
         try:
             self.namespace = Namespace.of(about["fields"])
-            dump_manifest(self.namespace)  # it must fit
+            dump_manifest(self.namespace)  # the description must fit
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise NamespaceError(f"its namespace is not readable: {error!r}") from error
         if self.namespace.name != about.get("namespace"):
@@ -167,7 +172,7 @@ class Import:
 
 
 def _is_store(about: dict[str, Any] | None) -> bool:
-    """Return True if the description of a rank has all that an import needs."""
+    """Return True if the description of a rank has everything that an import needs."""
     if about is None:
         return False
     numbers = [about.get(name) for name in ("replica", "rank", "epoch", "record_bytes")]
@@ -206,7 +211,8 @@ class _Maker:
         self.problem = self.problem or self._check()
 
     def _look(self) -> str:
-        """Learn what is there; why it must not be opened so, if that is so."""
+        """Read the state of the folder; returns the reason why it must not be opened, if there is
+        one."""
         if self.kind != self._store.kind:
             return f"the store there is of type {self._store.kind}, not {self.kind}"
         outside = self._store.open()
@@ -220,7 +226,7 @@ class _Maker:
         finally:
             outside.close()
         if owner is not None and owner.namespace != self._records_of:
-            return "the records there have another form: other attention kernels wrote them"
+            return "the records there have another form: different attention kernels wrote them"
         if True in sealed and not self._target.key_file:
             return "the records there are encrypted: give --key-file"
         if False in sealed and self._target.key_file:
@@ -231,14 +237,14 @@ class _Maker:
         epoch = self._about["epoch"]
         if epoch != self._epoch:
             return (
-                f"its records are of epoch {epoch}, the store is at {self._epoch}: a reset between "
-                "them said that the older ones are wrong"
+                f"its records are of epoch {epoch}, the store is at {self._epoch}: a reset in "
+                "between made the older ones invalid"
             )
         if not self.capacity_bytes:
-            return "the capacity of the tier is not known: give --capacity"
+            return "the capacity of the tier is unknown: give --capacity"
         if self.kind == "file" and (self._target.key_file or self._target.compress):
             return (
-                "a file tier neither encrypts nor compresses: leave the option out, or --type lmdb"
+                "a file tier neither encrypts nor compresses: omit the option, or give --type lmdb"
             )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (

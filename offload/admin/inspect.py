@@ -15,17 +15,20 @@ from tiers.base import TierError
 from tiers.offline.inspect import OfflineStore, StoreChangedError
 
 AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
-"""Upper bounds of the histogram of ages; beyond the last one is ``older``."""
+"""Upper bounds of the histogram of ages; older records count as ``older``."""
 FIELDS_MAX = 20
 
 
 @dataclass(slots=True)
 class RankSummary:
-    """One rank. Bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time
-    since their last use. ``hits`` stays ``None``: no tier keeps them on disk. ``standing`` is what
-    the next start would make of it (``offload.namespaces.inventory.Standing``); ``problem`` says
-    why it would not be used, or cannot be read, and ``remark`` what else is to be known.
-    ``aside_bytes`` is what its tier moved aside, because it could not be trusted."""
+    """One rank.
+
+    Sizes in bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time since
+    their last use. ``hits`` stays ``None``, because tiers do not keep hits on disk. ``standing`` is
+    how the next start would treat the folder (``offload.namespaces.inventory.Standing``);
+    ``problem`` is the reason why it would not be used, or cannot be read, and ``remark`` adds other
+    facts. ``aside_bytes`` is the size of untrusted data that its tier moved aside.
+    """
 
     replica: int
     rank: int
@@ -53,7 +56,7 @@ class RankSummary:
 
 @dataclass(slots=True)
 class NamespaceSummary:
-    """A namespace. ``differs`` says how its fields differ from those of the one used last."""
+    """A namespace. ``differs`` compares its fields with those of the one used last."""
 
     name: str
     model: str
@@ -103,7 +106,7 @@ def _cut(value: Any) -> str:
 
 
 def summarise_store(store: RankFolder, advance: Callable[[int], None]) -> RankSummary:
-    """One walk. What cannot be read is said in ``problem``."""
+    """Walk over one store. Read errors are described in ``problem``."""
     found = RankSummary(store.replica, store.rank, store.kind)
     found.aside_bytes = sum(usage(path)[0] for path in store.aside())
     owner = store.owner()

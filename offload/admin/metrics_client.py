@@ -1,7 +1,7 @@
 """Reads a server's ``/metrics`` for ``kvtiers top``: tiers, totals, and rates from two pages.
 
-Versions differ in the metrics that they have: a missing one is ``None`` and shown as a dash. The
-numbers of several engines (data-parallel replicas) are added; of their states the worst counts.
+Versions differ in their metrics: a missing one is ``None`` and shown as a dash. The numbers of
+several engines (data-parallel replicas) are added; of their states the worst one is shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROMPT_TOKENS = "vllm:prompt_tokens_total"
 
 
 class PageError(Exception):
-    """The page cannot be had, or is not that of a server with this connector."""
+    """The page cannot be fetched, or does not come from a server with this connector."""
 
 
 @dataclass(frozen=True, slots=True)

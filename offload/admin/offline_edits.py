@@ -1,7 +1,7 @@
 """Changes that the command line makes below a tier's path, only where no server uses it.
 
 The owner of a rank's folder keeps its index in memory, so no other process may write to it. Short
-changes hold the lock of the path; a server that starts meanwhile waits some seconds for it.
+changes hold the lock of the path; a server that starts meanwhile waits a few seconds for it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def root_of(store: RankFolder) -> Path:
 
 
 def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
-    """Check these records again while nobody else can use the folder, and remove those that are
-    still damaged. Returns their number. Raises as ``alone_with`` does."""
+    """Check these records again while no other process can use the folder, and remove those that
+    are still damaged.
+
+    Returns their number. Raises the errors of ``alone_with``.
+    """
     with alone_with(store):
         outside = _open_alone(store, key_file)
         try:
@@ -66,8 +69,10 @@ def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -
 
 
 def remove_unused(store: RankFolder, before_ns: int) -> int:
-    """Remove every record whose last use is known and lies before that; how many. Raises as
-    ``alone_with`` does."""
+    """Remove every record whose last use is known and lies before that time; returns their number.
+
+    Raises the errors of ``alone_with``.
+    """
     outside = store.open()
     try:
         old = [r.key for batch in outside.batches() for r in batch if is_older(r, before_ns)]
@@ -80,7 +85,7 @@ def remove_unused(store: RankFolder, before_ns: int) -> int:
 
 
 def is_older(record: Found, before_ns: int) -> bool:
-    """Whether a record's last use is known and lies before that."""
+    """True if a record's last use is known and lies before that time."""
     return 0 < record.use_ns < before_ns
 
 

@@ -17,7 +17,7 @@ from tiers.offline.inspect import Checker, Found, Health, OfflineStore
 
 
 class Pace:
-    """At most ``bytes_per_s``, by sleeping; 0 is no limit."""
+    """Limits reading to ``bytes_per_s`` by sleeping; 0 means no limit."""
 
     def __init__(
         self,
@@ -41,10 +41,13 @@ class Pace:
 
 @dataclass(slots=True)
 class Scrubbed:
-    """The result for one rank's folder. The owner removed or replaced the ``gone`` records
-    meanwhile; the ``unread`` ones are encrypted and their key was not given. ``problem`` says why
-    the folder could not be read to its end, or why a server would not use it; ``standing`` and
-    ``remark`` are as in ``offload.namespaces.inventory``."""
+    """The result for one rank's folder.
+
+    The owner removed or replaced the ``gone`` records meanwhile; the ``unread`` ones are encrypted
+    and their key was not given. ``problem`` is the reason why the folder could not be read to its
+    end, or why a server would not use it; ``standing`` and ``remark`` are as in
+    ``offload.namespaces.inventory``.
+    """
 
     store: RankFolder
     records: int = 0
@@ -60,8 +63,8 @@ class Scrubbed:
     remark: str = ""
 
     @property
-    def is_well(self) -> bool:
-        """Whether everything could be read, nothing was damaged and a start would use it."""
+    def is_ok(self) -> bool:
+        """True if everything could be read, nothing was damaged and a server would use it."""
         return not (self.damaged or self.problem)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class Scrubbed:
 
 
 def _name(found: Found) -> str:
-    """A record's key as hex; a file tier's record with a damaged header is known by its file."""
+    """A record's key as hex. A file tier's record with a damaged header is named by its file."""
     return found.key.hex()
 
 
@@ -97,9 +100,9 @@ def scrub(
     pace: Pace,
     advance: Callable[[int], None],
 ) -> None:
-    """Read and verify everything. ``advance`` gets the bytes that were read. Modifies ``result``.
+    """Read and verify everything.
 
-    Raises ``StoreChangedError``.
+    ``advance`` gets the number of bytes read. Modifies ``result``. Raises ``StoreChangedError``.
     """
     checker = Checker(outside, has_key=has_key)
     for batch in outside.batches():

@@ -1,4 +1,4 @@
-"""``kvtiers bench``: hand over to the benchmarks of a checkout."""
+"""``kvtiers bench``: runs the benchmarks of a checkout."""
 
 from __future__ import annotations
 

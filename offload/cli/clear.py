@@ -1,4 +1,4 @@
-"""``kvtiers clear``: remove namespaces, or records that were not used for long."""
+"""``kvtiers clear``: removes namespaces, or records that have not been used for a long time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIVE_SHARED = (
 )
 
 
-AGAIN = "It counts towards the capacity. See to the cause and run this again"
+AGAIN = "It counts towards the capacity. Fix the cause and run this again"
 
 
 @app.command()
@@ -50,15 +50,19 @@ def clear(
     unused_for: Annotated[
         str,
         typer.Option(
-            help="Only what was last used longer ago than this, as 12h or 30d: whole namespaces, "
-            "and single records of the others."
+            help=(
+                "Only data last used longer ago than this, e.g. 12h or 30d: whole namespaces, "
+                "and single records of the others."
+            )
         ),
     ] = "",
     set_aside: Annotated[
         bool, typer.Option("--set-aside", help="Only folders that were moved aside as damaged.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Everything below the path.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -100,21 +104,23 @@ def _check(
     everything: bool,
     unused_for: str,
 ) -> None:
-    """Say what fits nothing, and what was left open."""
+    """Check for names that match nothing, and for missing options."""
     chosen = wanted.names or wanted.models or unused_for or wanted.set_aside
     if not chosen and not everything:
         fix = "Give --namespace, --model, --unused-for, --set-aside or --all; --dry-run to look."
-        problems.add("what to remove", "is not said", fix)
+        problems.add("what to remove", "is missing", fix)
     if not namespaces:
         return
     names = [namespace.name for namespace in namespaces if not namespace.is_trash]
     models = sorted({namespace.model for namespace in namespaces if namespace.model})
     for name in wanted.names:
         if not any(known.startswith(name) for known in names) or not name:
-            problems.add("--namespace", f'fits nothing (got "{name}")', f"Known: {_list(names)}.")
+            problems.add(
+                "--namespace", f'matches nothing (got "{name}")', f"Known: {_list(names)}."
+            )
     for name in wanted.models:
         if name not in models:
-            problems.add("--model", f'fits nothing (got "{name}")', f"Known: {_list(models)}.")
+            problems.add("--model", f'matches nothing (got "{name}")', f"Known: {_list(models)}.")
     if names == [""] and not unused_for:
         fix = "Delete the folder once nothing uses it, or give --unused-for."
         problems.add(str(namespaces[0].folder), "is the folder of a single tier", fix)

@@ -1,4 +1,4 @@
-"""Helpers of all commands: refusals, questions, progress, and output."""
+"""Helpers for all commands: errors, questions, progress, and output."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypted.")]
 
 WRONG = 2
-"""Exit code for what was asked wrongly; 1 is for what was found or could not be done."""
+"""Exit code for wrong usage; 1 is for findings and failures."""
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 FILES_WIDTH = 150
-"""Columns where the output is no terminal: nothing is cut off in files and pipes."""
+"""Columns if the output is no terminal: nothing is cut off in files and pipes."""
 
 
 def make_app() -> typer.Typer:
@@ -43,7 +43,7 @@ def make_app() -> typer.Typer:
 
 
 class Problems(list[Problem]):
-    """Everything that is wrong with what was asked, to be said at once."""
+    """Collects all mistakes in a command's arguments, to report them at once."""
 
     def add(self, where: str, what: str, fix: str = "") -> None:
         self.append(Problem(where, what, fix))
@@ -59,7 +59,7 @@ class Problems(list[Problem]):
             self.add(where, f'{what} (got "{text}")', f"{fix}." if fix else "")
             return default
         if is_positive and not found:
-            self.add(where, f'must be more than nothing (got "{text}")', "Give a positive size.")
+            self.add(where, f'must be positive (got "{text}")', "Give a positive size.")
         return found
 
     def duration(self, where: str, text: str, default: float = 0.0) -> float:
@@ -70,7 +70,7 @@ class Problems(list[Problem]):
         return float(match[1]) * _SECONDS[match[2]] if match else default
 
     def file(self, path: Path, fix: str) -> None:
-        """A problem if that is no file which can be read."""
+        """Add a problem if that is not a readable file."""
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 self.add(str(path), "is not a file", fix)
@@ -81,7 +81,7 @@ class Problems(list[Problem]):
             self.add(str(path), what, fix)
 
     def key_file(self, path: str) -> None:
-        """A problem if a key file was given that cannot be read; what is in it is seen later."""
+        """Add a problem if the given key file cannot be read. Its content is checked later."""
         if path:
             self.file(Path(path), "Give --key-file the file of the server's configuration.")
 
@@ -92,7 +92,7 @@ class Problems(list[Problem]):
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
-            os.listdir(folder)  # the search passes over folders that may not be read
+            os.listdir(folder)  # the search skips folders that may not be read
             found = find_namespaces(folder)
         except OSError as error:
             self.add(str(folder), *(not_a_folder(folder) or _unreadable(error, fix)))
@@ -112,7 +112,7 @@ class Problems(list[Problem]):
             return ""
 
     def refuse(self, command: str) -> None:
-        """End the program with all of them, if there are any."""
+        """End the program and report all problems, if there are any."""
         if self:
             refuse(command, self)
 
@@ -129,7 +129,7 @@ def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
 
 
 def refuse(command: str, problems: list[Problem]) -> NoReturn:
-    """Say what was asked wrongly and end with ``WRONG``."""
+    """Report wrong usage and end with ``WRONG``."""
     count = len(problems)
     head = f"kvtiers {command}: {problems[0]}"
     if count > 1:
@@ -140,7 +140,7 @@ def refuse(command: str, problems: list[Problem]) -> NoReturn:
 
 
 def give_up(command: str, text: str) -> NoReturn:
-    """Say why it cannot be done and end with 1."""
+    """Report a failure and end with 1."""
     print(f"kvtiers {command}: {text}", file=sys.stderr)
     raise typer.Exit(1)
 
@@ -150,8 +150,8 @@ def guarded_work(command: str) -> Iterator[None]:
     """Guard work on a tier's folder: its errors end the program with one line.
 
     A process that stops while it reads LMDB keeps the owner from reusing pages, so Ctrl-Z has no
-    effect meanwhile. SIGTERM ends the program as Ctrl-C does: everything is closed, and nothing
-    half done stays behind.
+    effect meanwhile. SIGTERM ends the program as Ctrl-C does: everything is closed, and no work is
+    left half done.
     """
     from tiers.base import TierError
     from tiers.folders.folder import FolderUnusableError
@@ -176,7 +176,7 @@ def guarded_work(command: str) -> Iterator[None]:
 def _end(_number: int, _frame: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell starts jobs with &
         raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGINT)  # which asyncio takes as well, and ends its tasks in order
+    signal.raise_signal(signal.SIGINT)  # which asyncio handles as well, and ends its tasks in order
 
 
 def confirm(question: str) -> bool:
@@ -186,7 +186,8 @@ def confirm(question: str) -> bool:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout. What is no number in JSON, as an infinite rate, is ``null``."""
+    """Print one JSON object on stdout. Numbers that JSON cannot express, such as an infinite rate,
+    become ``null``."""
     print(json.dumps(_plain(value), indent=1, allow_nan=False))
 
 

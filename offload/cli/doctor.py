@@ -1,4 +1,4 @@
-"""``kvtiers doctor``: whether and how a model can be offloaded."""
+"""``kvtiers doctor``: says whether and how a model can be offloaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doctor(
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:
-    """The doctor's report. vLLM's own output goes to stderr, so that stdout holds results alone."""
+    """The doctor's report. vLLM's output goes to stderr, so that stdout holds only results."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""``kvtiers export``: the records of a namespace into one file."""
+"""``kvtiers export``: writes the records of a namespace to one file."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def export(
     rate: Annotated[
         str,
         typer.Option(
-            help="Bytes to read per second at most, as 200MiB; 0 for no limit. "
-            f"(default: {LIVE_RATE} where a server uses the store, else no limit)"
+            help=(
+                "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
+                f"{LIVE_RATE} if a server uses the store, else no limit)"
+            )
         ),
     ] = "",
     key_file: KeyFile = "",
@@ -49,7 +51,7 @@ def export(
 ) -> None:
     """Write all records of one namespace to a file, each verified; also while a server uses it.
 
-    The file is neither encrypted nor compressed, and readable by its owner alone. Exits with 1 if
+    The file is neither encrypted nor compressed, and only its owner can read it. Exits with 1 if
     damaged records had to be left out.
     """
     problems = Problems()
@@ -58,9 +60,9 @@ def export(
     chosen = _choose(problems, namespaces, namespace, model)
     problems.key_file(key_file)
     if file.is_dir() or not file.parent.is_dir():
-        problems.add(str(file), "is no place for a file", "Name a file in a folder that exists.")
+        problems.add(str(file), "is not a place for a file", "Name a file in a folder that exists.")
     elif file.exists() and not file.is_file():
-        problems.add(str(file), "is no regular file", "Name a file that can be replaced.")
+        problems.add(str(file), "is not a regular file", "Name a file that can be replaced.")
     elif file.exists() and not overwrite:
         problems.add(str(file), "exists", "Name another file, or give --overwrite.")
     problems.refuse("export")
@@ -73,7 +75,7 @@ def export(
 def _choose(
     problems: Problems, namespaces: list[NamespaceFolder], namespace: str, model: str
 ) -> NamespaceFolder | None:
-    """Return the one namespace that fits; add a problem if none or several do."""
+    """Return the one namespace that matches; add a problem if none or several do."""
     fitting = [
         chosen
         for chosen in namespaces
@@ -82,7 +84,7 @@ def _choose(
     if len(fitting) == 1:
         [chosen] = fitting
         if chosen.problem or not chosen.name:
-            what = chosen.problem or "has no manifest: nobody could tell whose records they are"
+            what = chosen.problem or "has no manifest, so the owner of its records is unknown"
             problems.add(str(chosen.folder), what, "Only namespaces can be exported.")
         return chosen
     if namespaces:
@@ -130,7 +132,7 @@ def _write(
 
 
 def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json: bool) -> None:
-    """Say what was written; ends the program."""
+    """Report what was written, and end the program."""
     damaged = sum(one.damaged for one in found)
     if as_json:
         stores = [asdict(one) for one in found]

@@ -1,4 +1,4 @@
-"""``kvtiers import``: the records of an export into a tier's path."""
+"""``kvtiers import``: writes the records of an export into a tier's path."""
 
 from __future__ import annotations
 
@@ -31,23 +31,27 @@ KINDS = ("lmdb", "file")
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="An export.")],
-    folder: Annotated[Path, typer.Argument(help="Path of a tier; made if it does not exist.")],
+    folder: Annotated[Path, typer.Argument(help="Path of a tier; created if it does not exist.")],
     capacity: Annotated[
         str,
         typer.Option(
-            help="Bytes that the folder of one rank may take, as 200GiB. (default: what it was "
-            "made with)"
+            help=(
+                "Bytes that the folder of one rank may take, e.g. 200GiB. (default: the capacity "
+                "it was created with)"
+            )
         ),
     ] = "",
-    type: Annotated[str, typer.Option(help="lmdb or file. (default: what it is or was)")] = "",
+    type: Annotated[
+        str, typer.Option(help="lmdb or file. (default: the type of the store or of the export)")
+    ] = "",
     key_file: KeyFile = "",
     compress: Annotated[bool, typer.Option("--compress", help="Compress the records.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the records of an export into a tier's folder that no server uses.
 
-    Namespace, type and epoch must equal those in the folder; a missing folder is made. Every record
-    is checked; damaged ones are left out. Exits with 1 if not everything could be imported.
+    Namespace, type and epoch must equal those in the folder; a missing folder is created. Every
+    record is checked; damaged ones are left out. Exits with 1 if not everything could be imported.
     """
     from offload.admin.import_ import Target
     from offload.cli.path_hints import not_a_folder
@@ -70,7 +74,7 @@ def import_(
 
 
 def _check_folder(problems: Problems, folder: Path) -> None:
-    """A problem if no tier's path can be there."""
+    """Add a problem if the path cannot be a tier's path."""
     from offload.config.path_checks import path_problem
     from offload.namespaces.inventory import RankFolder
     from offload.namespaces.manifest import NAME
@@ -81,7 +85,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
     elif os.path.lexists(folder) and not os.path.isdir(folder):
         problems.add(str(folder), "is not a folder", "Give the path of a tier.")
     elif RankFolder(folder).kind != "empty":
-        fix = "Give another: an export goes into a tier's path, with namespaces in it."
+        fix = "Give another path: an export goes into a tier's path, with namespaces in it."
         problems.add(str(folder), "is the folder of a single tier", fix)
     elif found := path_problem(folder):
         what, fix = found
@@ -102,7 +106,7 @@ def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:
 
 
 def _report(source: Import, found: list[Imported], as_json: bool) -> None:
-    """Say what was imported; ends the program."""
+    """Report what was imported, and end the program."""
     complete = all(one.is_complete for one in found)
     complete = complete and not (source.problem or source.damaged_frames)
     if as_json:
@@ -125,7 +129,7 @@ def _line(one: Imported) -> str:
     if one.refused:
         return f"{place}: nothing imported: {one.refused}"
     counts = one.counts
-    line = f"{place}: {counts.written:,} records ({size_text(counts.written_bytes)}) imported"
-    more = {"were there already": counts.present, "were damaged": one.damaged,
-            "found no room": one.left, "could not be written": counts.failed}  # fmt: skip
+    line = f"{place}: imported {counts.written:,} records ({size_text(counts.written_bytes)})"
+    more = {"already present": counts.present, "damaged": one.damaged,
+            "did not fit": one.left, "could not be written": counts.failed}  # fmt: skip
     return line + "".join(f", {count:,} {why}" for why, count in more.items() if count)

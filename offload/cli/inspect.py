@@ -44,7 +44,7 @@ AGE_NAMES = {
     "older": "older",
     "unknown": "unknown",
 }
-"""Columns of the histogram of last uses; those with no record are not shown."""
+"""Columns of the histogram of last uses; columns without records are not shown."""
 
 
 @app.command()
@@ -53,8 +53,10 @@ def inspect(
     server: Annotated[
         str,
         typer.Option(
-            help="Address of a server that uses it, as localhost:8000: adds the hits of its tiers "
-            "since it started."
+            help=(
+                "Address of a server that uses it, e.g. localhost:8000: adds the hits of its "
+                "tiers since it started."
+            )
         ),
     ] = "",
     as_json: AsJson = False,
@@ -76,8 +78,8 @@ def inspect(
         task = bar.add_task("records", total=None)
         found = summarise(namespaces, lambda count: bar.advance(task, count))
     if as_json:
-        told = {"server": {"url": shown_url(address), "tiers": [asdict(tier) for tier in hits]}}
-        of_server = told if address else {}
+        answer = {"server": {"url": shown_url(address), "tiers": [asdict(tier) for tier in hits]}}
+        of_server = answer if address else {}
         print_json({"folder": str(folder), "namespaces": to_json(found), **of_server})
     else:
         _print(found, hits)
@@ -117,14 +119,14 @@ def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
         out.print(_table(namespace.stores))
         for store in namespace.stores:
             aside = f"{size_text(store.aside_bytes)} were moved aside as damaged"
-            told = (store.problem, store.remark, aside if store.aside_bytes else "")
-            for text in filter(None, told):
+            remarks = (store.problem, store.remark, aside if store.aside_bytes else "")
+            for text in filter(None, remarks):
                 line = f"  replica {store.replica} rank {store.rank}: {text}"
                 out.print(line, markup=False, soft_wrap=True)
     for tier in hits:
         line = (
-            f"server: {tier.name} had {tier.hit_tokens:,.0f} tokens that were wanted and gave "
-            f"{tier.loaded_tokens:,.0f}; {tier.missed_tokens:,.0f} it did not have"
+            f"server: {tier.name}: {tier.hit_tokens:,.0f} tokens hit, "
+            f"{tier.loaded_tokens:,.0f} loaded, {tier.missed_tokens:,.0f} missed"
         )
         out.print(line, markup=False, soft_wrap=True)
     if not hits:

@@ -60,11 +60,11 @@ def guarded_output() -> Iterator[None]:
             sys.stdout.flush()
     except (OutputLostError, BrokenPipeError) as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())  # or Python would try and fail again at its end
+        os.dup2(nowhere, file.fileno())  # or Python would try again at its end, and fail
         os.close(nowhere)
         if isinstance(error, OutputLostError):
-            with contextlib.suppress(OSError):  # what errors are written to is full as well
-                print(f"kvtiers: the output cannot be written: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr is full as well
+                print(f"kvtiers: cannot write the output: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         sys.stdout = file

@@ -1,5 +1,8 @@
-"""Hints for a user who gives a command something other than a tier's folder: the address of a
-Mooncake store, or a server's configuration. The command cannot read those and says what to do."""
+"""Hints for a user who gives a command something other than a tier's folder.
+
+That may be the address of a Mooncake store, or a server's configuration. The command cannot read
+those and says what to do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ INSTEAD = (
 
 
 def not_a_folder(path: Path) -> tuple[str, str] | None:
-    """Say what a path is and what to do instead, if users mistake it for a tier's path."""
+    """Describe a path that users mistake for a tier's path, and say what to do instead."""
     # os.path, because the methods of Path raise where a parent may not be read
     if not os.path.exists(path):
         match = _ADDRESS.fullmatch(str(path))
@@ -38,11 +41,11 @@ def not_a_folder(path: Path) -> tuple[str, str] | None:
         match = _ADDRESS.fullmatch(str(tier.get("master", "")))
         if match:
             fixes.append(f"{match[0]} {STORE}. {INSTEAD.format(host=match['host'])}")
-    return "is a configuration and no tier's folder", " ".join(fixes)
+    return "is a configuration, not a tier's folder", " ".join(fixes)
 
 
 def _tiers(path: Path) -> Iterator[dict[str, Any]]:
-    """The tiers in a file with a configuration of ours, or vLLM's around it."""
+    """The tiers in a file with a kvtiers configuration, or with vLLM's configuration around it."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(CONFIG_BYTES_MAX))

@@ -1,4 +1,4 @@
-"""``kvtiers plan``: what another configuration would do, before anything is bought or started."""
+"""``kvtiers plan``: predicts the effect of a configuration before anything is bought or started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = make_app()
 
 BLOCK_TOKENS = 16
-"""Tokens of a block where neither a model nor a trace says it."""
+"""Tokens of a block if neither a model nor a trace gives the number."""
 YEARS = 5.0
 
 MixText = Annotated[
@@ -31,12 +31,14 @@ MixText = Annotated[
 Prefill = Annotated[
     float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
 ]
-Tflops = Annotated[float, typer.Option(min=0, help="Peak of all GPUs, to estimate that instead.")]
+Tflops = Annotated[
+    float, typer.Option(min=0, help="Peak of all GPUs, to estimate the speed instead.")
+]
 Parameters = Annotated[
-    float, typer.Option(min=0, help="Active parameters, as 8e9. (default: the model's)")
+    float, typer.Option(min=0, help="Active parameters, e.g. 8e9. (default: the model's)")
 ]
 Endurance = Annotated[
-    str, typer.Option(help="Bytes that may be written to the disk in its life, as 1200TB.")
+    str, typer.Option(help="Bytes that may be written to the disk in its life, e.g. 1200TB.")
 ]
 TokenBytes = Annotated[
     str, typer.Option(help="Bytes of one token's KV, all ranks; instead of a model.")
@@ -64,7 +66,7 @@ def plan(
     token_bytes: TokenBytes = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say what tiers of these sizes hold, hit, save and write, and whether loading pays.
+    """Predict what tiers of these sizes hold, hit, save and write, and whether loading pays.
 
     All other flags are those of vllm serve. Hit rates come from the simulator; speeds are what you
     give, or estimates that are marked as such.
@@ -99,8 +101,8 @@ def plan(
 def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: str) -> None:
     if not cpu:
         problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
-    if model.startswith("-"):  # an option that is not known goes on to vLLM, but after a model
-        problems.add(model, "is no option", "Flags of vLLM come after MODEL; see --help.")
+    if model.startswith("-"):  # an unknown option goes on to vLLM, but only after a model
+        problems.add(model, "is not an option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):
         what = (
             "both MODEL and --token-bytes are given"
@@ -109,7 +111,7 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
         )
         problems.add("MODEL", what, "Give a model, or --token-bytes 128KiB.")
     elif flags and not model:
-        problems.add(flags[0], "is no option", "Flags of vLLM come after MODEL; see --help.")
+        problems.add(flags[0], "is not an option", "Flags of vLLM come after MODEL; see --help.")
 
 
 def _check_policies(problems: Problems, *texts: str) -> None:

@@ -1,4 +1,4 @@
-"""``kvtiers top``: a live view of a running server, from its ``/metrics``."""
+"""``kvtiers top``: shows a live view of a running server, from its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def top(
 ) -> None:
     """Show a running server's tiers: how full, how fast, and what went wrong.
 
-    --json prints one view and ends. Exits with 1 if the server does not answer, or has no metrics
+    --json prints one view and exits. Exits with 1 if the server does not answer, or has no metrics
     of kvtiers.
     """
     from offload.admin.metrics_client import PageError, metrics_url, shown_url
@@ -94,12 +94,12 @@ def _one_view(address: str, interval: float, as_json: bool) -> None:
 
 
 def _follow(address: str, interval: float) -> None:
-    """Redraw until Ctrl-C, or, into a file or a pipe, write one view after the other."""
+    """Redraw until Ctrl-C or, into a file or a pipe, write one view after another."""
     from rich.live import Live
 
     out = screen()
     views = _views(address, interval)
-    first = next(views)  # a server that does not answer at all ends this
+    first = next(views)  # a server that never answers ends this
     if not out.is_terminal:
         for found in itertools.chain([first], views):
             out.print(found)
@@ -110,7 +110,7 @@ def _follow(address: str, interval: float) -> None:
 
 
 def _views(address: str, interval: float) -> Iterator[RenderableType]:
-    """One view after the other; a server that is away for a moment is waited for."""
+    """Yield one view after another; waits for a server that is briefly away."""
     from offload.admin.metrics_client import PageError, view
 
     before = _look(address)

@@ -1,4 +1,4 @@
-"""``kvtiers verify``: read and check every record."""
+"""``kvtiers verify``: reads and checks every record."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 app = make_app()
 
 LIVE_RATE = "100MiB"
-"""Beside a server the disk is the server's."""
+"""If a server uses the folder, the disk is the server's."""
 LINES_MAX = 20
-"""Lines below the table, of all stores together: what concerns a whole store first."""
+"""Lines below the table, of all stores together: remarks about a whole store come first."""
 
 
 @app.command()
@@ -39,8 +39,10 @@ def verify(
     rate: Annotated[
         str,
         typer.Option(
-            help="Bytes to read per second at most, as 200MiB; 0 for no limit. "
-            f"(default: {LIVE_RATE} where a server uses the store, else no limit)"
+            help=(
+                "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
+                f"{LIVE_RATE} if a server uses the store, else no limit)"
+            )
         ),
     ] = "",
     check_only: Annotated[bool, typer.Option("--check-only", help="Remove nothing.")] = False,
@@ -69,7 +71,7 @@ def verify(
         ]
     results = [result for result in results if result.standing != Standing.EMPTY.value]
     faulty = {namespace.name: namespace.problem for namespace in namespaces if namespace.problem}
-    ok = not faulty and all(result.is_well for result in results)
+    ok = not faulty and all(result.is_ok for result in results)
     if as_json:
         stores = [result.to_json() for result in results]
         print_json({"folder": str(folder), "ok": ok, "stores": stores, "namespaces": faulty})
@@ -79,7 +81,7 @@ def verify(
 
 
 def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
-    """Check one rank folder. The others are checked even if it cannot be opened."""
+    """Check one rank folder. An error does not keep the others from being checked."""
     from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError
     from tiers.offline.inspect import StoreChangedError

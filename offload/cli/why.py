@@ -1,4 +1,4 @@
-"""``kvtiers why``: what the last requests of a server found, and why they missed the rest."""
+"""``kvtiers why``: shows what the last requests of a server found, and why they missed the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def why(
 
 
 def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
-    """Read the records of a file, without a last line that is still being written."""
+    """Read the records of a file, except a last line that is still being written."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MAX]
@@ -85,7 +85,9 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
 
 def _is_record(record: Any) -> bool:
     """Return True if a record has all fields that a server writes, with values of the right types.
-    A newer version may have other reasons."""
+
+    A newer version may have other reasons.
+    """
     if not isinstance(record, dict) or not isinstance(record.get("loaded_tokens"), dict):
         return False
     numbers = [record.get(name) for name in NUMBERS] + list(record["loaded_tokens"].values())

@@ -1,1 +1,2 @@
-"""The configuration: schema, options and checks against this machine. Knows no running server."""
+"""The configuration: schema, options and checks against this machine. Does not know a running
+server."""

@@ -1,8 +1,8 @@
 """The kinds of values a configuration may hold, and the reading of one table of named fields.
 
-A reader takes a raw JSON value, where it stands, and the list of problems. It returns the value in
-its final form, or ``None`` after it has appended what is wrong: every problem of a configuration is
-found in one pass. This module knows no field by name.
+A reader takes a raw JSON value, its place, and the list of problems. It returns the value in its
+final form, or ``None`` after it has appended a problem: every problem of a configuration is found
+in one pass. This module knows no field by name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Kind:
 class Field:
     """One option: its name, kind, default, and a sentence for the reference.
 
-    ``shown`` is the default as the reference prints it, where the value itself would not do.
+    ``shown`` is the default as the reference prints it, if the value itself would not be clear.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Field:
 
 
 def show(value: Any) -> str:
-    """A value as the configuration has it, cut to one short line."""
+    """A value as written in the configuration, cut to one short line."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -103,7 +103,7 @@ def read_table(
 ) -> dict[str, Any]:
     """Read every field of ``fields`` from the mapping ``raw``; bad and missing ones get defaults.
 
-    ``elsewhere`` says where a name is known that is unknown here. Problems are appended.
+    ``elsewhere`` names the places where names unknown here are valid. Problems are appended.
     """
     known = {field.name: field for field in fields}
     if not isinstance(raw, Mapping):
@@ -299,7 +299,7 @@ def _unknown(
 ) -> Problem:
     here = f"{where}.{name}" if _PLAIN.fullmatch(name) else f"{where}[{show(name)}]"
     if name in elsewhere:
-        return Problem(here, "stands in the wrong place", f"Move it to {elsewhere[name]}.")
+        return Problem(here, "is in the wrong place", f"Move it to {elsewhere[name]}.")
     return Problem(here, "unknown option", nearest(name, known))
 
 

@@ -1,7 +1,7 @@
-"""Checks of a configuration against this machine: memory, folders, disks, other servers.
+"""Checks a configuration against this machine: memory, folders, disks, other servers.
 
 ``load_config`` reads and checks in one go and reports every problem at once, before a model is
-loaded. Nothing is left behind: a folder that does not exist is not made here.
+loaded. It leaves no traces: a folder that does not exist is not created here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MEMORY_LEFT_SHARE = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings: ``problems`` keep the server from starting, ``warnings`` do not."""
+    """The findings: ``problems`` prevent the start of the server, ``warnings`` do not."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -58,7 +58,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration that passed, lines about defaults that were chosen, and warnings."""
+    """A valid configuration, log lines about defaults that were chosen, and warnings."""
 
     config: OffloadConfig
     notes: tuple[str, ...]
@@ -157,7 +157,8 @@ def _policy_problem(where: str, error: PolicySpecError) -> Problem:
 def _check_folder(
     tier: TierConfig, where: str, problems: list[Problem], warnings: list[Problem]
 ) -> bool:
-    """Check a tier's folder; return True if it cannot be used, so that its space is irrelevant."""
+    """Check a tier's folder; return True if it cannot be used, so that its space does not
+    matter."""
     trouble = _folder_problem(tier, where)
     if trouble:
         problems.append(trouble)
@@ -248,8 +249,10 @@ def _check_space(
 
 
 def _least(tier: TierConfig) -> int:
-    """Return the least capacity of a tier with one rank if it has less, else 0. A first estimate,
-    before a chunk's size is known (``check_capacity``)."""
+    """Return the smallest valid capacity of a tier with one rank if it has less, else 0.
+
+    This is a first estimate, before a chunk's size is known (``check_capacity``).
+    """
     least = least_share(tier, ALIGNMENT, MIB)
     return least if tier.capacity < least else 0
 
@@ -286,7 +289,7 @@ def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
 
 
 def _key_file_problem(path: str, where: str) -> Problem | None:
-    """The same check as the tier's. No message shows anything of the key."""
+    """Make the same check as the tier. No message shows any part of the key."""
     try:
         read_key_file(Path(path))
     except KeyFileError as error:
@@ -295,8 +298,7 @@ def _key_file_problem(path: str, where: str) -> Problem | None:
 
 
 def _recordings(config: OffloadConfig) -> Iterator[Problem]:
-    """Check files that a server opens later in a thread, where a failure is only a line of the
-    log."""
+    """Check files that a server opens later in a thread, where a failure only causes a log line."""
     for name, path in (
         ("record_trace", config.record_trace),
         ("record_requests", config.record_requests),
@@ -307,7 +309,7 @@ def _recordings(config: OffloadConfig) -> Iterator[Problem]:
         if os.path.exists(path) and not os.path.isfile(path):
             yield Problem(where, f"{path} is not a regular file", "Give another path.")
         elif not os.path.isdir(folder):
-            yield Problem(where, f"there is no folder {folder}", "Make it, or give another path.")
+            yield Problem(where, f"there is no folder {folder}", "Create it, or give another path.")
         elif reason := _not_writable(folder):
             fix = "Give the user write access, or choose another folder."
             what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
@@ -319,15 +321,18 @@ def _recordings(config: OffloadConfig) -> Iterator[Problem]:
 def _existing(path: str) -> Path:
     """The path itself or its nearest parent that exists."""
     found = Path(path)
-    # os.path.exists, because Path.exists raises where a parent may not be looked into.
+    # os.path.exists, because Path.exists raises if a parent may not be read
     while not os.path.exists(found) and found != found.parent:
         found = found.parent
     return found
 
 
 def _not_writable(folder: Path) -> str:
-    """Say why nothing can be created in ``folder``. It tries, because access bits are not enough
-    (root, read-only mounts, /proc), and removes what it created."""
+    """Say why nothing can be created in ``folder``.
+
+    It tries to create a file, because access bits are not enough (root, read-only mounts, /proc),
+    and removes it again.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=".kvtiers-probe-", dir=folder):
             return ""

@@ -1,6 +1,6 @@
 """The machine's memory limits under its control groups, and the relatives of this process.
 
-Linux only. Everything is read from ``/proc`` and ``/sys/fs/cgroup``, whose paths are parameters so
+Linux only. Everything is read from ``/proc`` and ``/sys/fs/cgroup``; the paths are parameters so
 that tests can use a copy. A file that is missing or unreadable counts as "no limit".
 """
 
@@ -18,9 +18,10 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Memory that this process may use in all, and what sets the limit (``cgroup`` or ``RAM``).
+    """The total memory that this process may use, and the source of the limit (``cgroup`` or
+    ``RAM``).
 
-    ``available_bytes`` is what could be taken now without pushing others out.
+    ``available_bytes`` can be allocated now without swapping out others.
     """
 
     limit_bytes: int
@@ -61,7 +62,7 @@ def _ancestors(pid: int, proc: Path) -> set[int]:
 
 def _parent(pid: int, proc: Path) -> int:
     """The parent of a process, 0 if it has none or is gone; format: proc_pid_stat(5)."""
-    # The command stands in parentheses and may hold any character: count from its end.
+    # The command is in parentheses and may contain any character: count from its end.
     fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
     return int(fields[1]) if len(fields) > 1 else 0
 

@@ -1,6 +1,6 @@
 """Every option by name: kind, default and meaning. The reference is printed from these tables.
 
-A new type of tier registers itself here with the options that only it knows.
+A new type of tier registers here, with the options that only it knows.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ CPU_FIELDS = (
         "policy",
         policy(),
         CPU_POLICY,
-        "Which chunks go first when the tier is full.",
+        "Which chunks are evicted first when the tier is full.",
         f"`{DEFAULT_CPU_POLICY}`",
     ),
-    Field("admission", policy(), ADMIT_ALL, "Which computed chunks may enter at all.", "`all`"),
+    Field("admission", policy(), ADMIT_ALL, "Which computed chunks may enter the tier.", "`all`"),
     Field(
         "pin",
         choice("require", "prefer", "off"),
         "require",
-        "With a GPU: page-locked memory. `prefer` goes on without it, slower and with a warning, "
-        "where the memlock limit forbids it. Without a GPU nothing is pinned.",
+        "With a GPU: page-locked memory. `prefer` continues without it, slower and with a "
+        "warning, if the memlock limit forbids it. Without a GPU nothing is pinned.",
     ),
 )
 
@@ -59,8 +59,8 @@ TIER_FIELDS = (
         "path",
         path(),
         REQUIRED,
-        "Folder of this tier alone; made with mode 0700. No link, no folder of the system, of a "
-        "user, of a model, or with other files in it.",
+        "A folder for this tier alone; created with mode 0700. It must not be a link, a folder "
+        "of the system, a user's home, a model's folder, or contain other files.",
     ),
     Field(
         "capacity",
@@ -72,11 +72,11 @@ TIER_FIELDS = (
         "policy",
         policy(),
         LRU,
-        "Which records go first when the tier is full. Not for shared tiers, which evict by "
-        "themselves.",
+        "Which records are evicted first when the tier is full. Not for shared tiers, which do "
+        "their own eviction.",
         "`lru`",
     ),
-    Field("admission", policy(), ADMIT_ALL, "Which chunks may be written at all.", "`all`"),
+    Field("admission", policy(), ADMIT_ALL, "Which chunks may be written to the tier.", "`all`"),
     Field(
         "io_threads",
         count(1, 64),
@@ -87,37 +87,38 @@ TIER_FIELDS = (
         "high_watermark",
         number(0.01, 1),
         0.95,
-        "Share of `capacity` above which eviction starts, ahead of need.",
+        "Share of `capacity` above which eviction starts, before space runs out.",
     ),
     Field("low_watermark", number(0.01, 1), 0.90, "Share of `capacity` at which eviction stops."),
     Field(
         "reserve",
         size(least=0),
         None,
-        "Disk space to leave free for others; stores pause below it.",
+        "Disk space to leave free for other programs; stores pause when less is free.",
         "5 % of the file system, at least 2GiB",
     ),
     Field(
         "write_budget_per_day",
         size(least=0),
         0,
-        "Bytes to write per 24 hours (SSD endurance); 0 is no limit. Above it stores are skipped.",
+        "Maximum number of bytes written per 24 hours (SSD endurance); 0 means no limit. Stores "
+        "beyond it are skipped.",
     ),
     Field(
         "recovery",
         choice("off", "quiet", "strict"),
         "quiet",
-        "At start: `off` begins empty, `quiet` moves what is damaged aside and goes on, `strict` "
-        "refuses to start on damage.",
+        "At start: `off` begins with an empty tier, `quiet` moves damaged data aside and "
+        "continues, `strict` refuses to start on damage.",
     ),
     Field(
         "geometry",
         choice("own", "translate", "refuse"),
         "own",
-        "Blocks of the same model that engines of other geometry (tensor parallel size, chunks, "
-        "layout) left below `path` or in the store: `own` leaves them alone, `translate` reads "
-        "them where that is exact and refuses to start where it is not, `refuse` refuses to start "
-        "beside them. See the [guide](../guides/geometry.md).",
+        "What to do with blocks of the same model that engines of another geometry (tensor "
+        "parallel size, chunks, layout) left below `path` or in the store: `own` ignores them, "
+        "`translate` reads them if that is exact and refuses to start if it is not, `refuse` "
+        "refuses to start beside them. See the [guide](../guides/geometry.md).",
     ),
     Field(
         "encryption",
@@ -127,103 +128,109 @@ TIER_FIELDS = (
         "rand -hex 32`, mode 0600. A wrong key means misses.",
         "off",
     ),
-    Field("compression", choice("off", "zstd"), "off", "Lossless; stops by itself where useless."),
+    Field(
+        "compression",
+        choice("off", "zstd"),
+        "off",
+        "Lossless compression; stops by itself when it does not pay.",
+    ),
 )
 
 TOP_FIELDS = (
-    Field("cpu", anything("object"), {}, "The CPU tier, see below.", "`{}`"),
+    Field("cpu", anything("object"), {}, "The CPU tier; see below.", "`{}`"),
     Field("tiers", anything("list of objects"), [], "Lower tiers, fastest first.", "`[]`"),
     Field(
         "chunk_blocks",
         count(1, 1024),
         1,
-        "Blocks per chunk, the unit of offload. Sliding windows, recurrent states and what stands "
-        "beside these get fewer where more would cost hits.",
+        "Blocks per chunk, the unit of offload. Sliding windows, recurrent states and the groups "
+        "beside them get fewer blocks per chunk if more would cost hits.",
     ),
     Field(
         "staging",
         size(),
         None,
-        "Part of `cpu.capacity` through which prefixes longer than the CPU tier are restored from "
-        "lower tiers. At least one chunk is taken; without lower tiers none.",
+        "Part of `cpu.capacity` through which prefixes that are longer than the CPU tier are "
+        "restored from lower tiers. With lower tiers it is at least one chunk, without them "
+        "nothing.",
         "a sixteenth of `cpu.capacity`, at most 256MiB",
     ),
     Field(
         "max_inflight_load",
         size(),
         None,
-        "Bytes of loads under way at a time; beyond it a hit counts as a miss.",
+        "Maximum bytes of concurrent loads; beyond it a hit counts as a miss.",
         "half of `cpu.capacity`",
     ),
     Field(
         "max_inflight_store",
         size(),
         None,
-        "Bytes of stores under way at a time; beyond it a store is skipped.",
+        "Maximum bytes of concurrent stores; beyond it a store is skipped.",
         "a quarter of `cpu.capacity`",
     ),
     Field(
         "load_timeout_s",
         number(0.001, 600, " s"),
         10.0,
-        "Longest time for one load; after it the prefix is recomputed.",
+        "Maximum time of one load; after it the prefix is recomputed.",
     ),
     Field(
         "fence_timeout_s",
         number(0.001, 60, " s"),
         5.0,
-        "Longest time to wait for stores out of blocks that vLLM gives to another request; after "
-        "it the stores are abandoned.",
+        "Maximum time that a step waits for stores that still read blocks which vLLM reuses; "
+        "after it these stores are abandoned.",
     ),
     Field(
         "max_load_gpu_share",
         number(0.01, 1),
         0.5,
-        "Share of the GPU's KV blocks that loads under way may hold; beyond it a hit counts as a "
-        "miss.",
+        "Share of the GPU's KV blocks that concurrent loads may hold; beyond it a hit counts as "
+        "a miss.",
     ),
     Field(
         "tier_timeout_s",
         number(0.01, 600, " s"),
         5.0,
-        "Longest time for one operation of a lower tier; each such period that one is late counts "
-        "as a failure.",
+        "Maximum time of one operation of a lower tier; a late operation counts as one failure "
+        "for each such period.",
     ),
     Field(
         "breaker_failures",
         count(1, 1000),
         3,
-        "Failures in a row after which a lower tier is not asked any more, but for a probe after "
-        "5 s and then after waits that double up to a minute.",
+        "Number of consecutive failures that open the circuit breaker of a lower tier. It is "
+        "then probed after 5 s, and after that at intervals that double up to a minute.",
     ),
     Field(
         "break_even",
         flag(),
         True,
-        "Leave a lower tier out of lookups while loading from it is measured to be slower than "
-        "computing.",
+        "Leave a lower tier out of lookups while measurements show that loading from it is "
+        "slower than computing.",
     ),
     Field(
         "lookup_timeout_s",
         number(0.001, 10, " s"),
         0.05,
-        "Longest time that a request waits to hear what a shared tier holds; after it, but not "
-        "before three steps, it goes on with what is known. Other requests do not wait.",
+        "Maximum time that a request waits for the reply of a shared tier; after it, but not "
+        "before three steps, it continues with what is known. Other requests do not wait.",
     ),
     Field(
         "remember_s",
         number(0, 3600, " s"),
         5.0,
-        "How long it is remembered what a shared tier holds and what not.",
+        "Time for which replies of shared tiers are cached.",
     ),
     Field(
         "kv_layout",
         choice("vllm", "block_contiguous"),
         "vllm",
-        "How layers lie in the GPU's KV cache. `block_contiguous` asks vLLM to put all layers of a "
-        "block side by side, so that a block is one copy; vLLM then does not start where an "
-        "attention kernel needs blocks smaller than `--block-size`, and keeps its own layout, "
-        "with a warning, where a kernel cannot read this one.",
+        "Layout of the layers in the GPU's KV cache. `block_contiguous` asks vLLM to place all "
+        "layers of a block side by side, so that one copy moves a block. vLLM then does not "
+        "start if an attention kernel needs blocks smaller than `--block-size`, and keeps its "
+        "own layout, with a warning, if a kernel cannot read this one.",
     ),
     Field(
         "require_salt",
@@ -235,47 +242,48 @@ TOP_FIELDS = (
         "max_pinned_share",
         number(0, 1),
         0.25,
-        "Share of each tier that clients may have kept for a time (`pin_s`); 0 allows none.",
+        "Share of each tier that clients may pin for a time (`pin_s`); 0 allows no pins.",
     ),
     Field(
         "record_trace",
         path(),
         None,
-        "File to record the prompts of this server to, for `kvtiers simulate`: which of them share "
-        "blocks, and when, but no content. Replaced at each start; `.gz` is packed. With several "
-        "data-parallel replicas the number of each is added to the name.",
+        "File in which the prompts of this server are recorded for `kvtiers simulate`: which of "
+        "them share blocks, and when, but no content. Replaced at each start; `.gz` is "
+        "compressed. With several data-parallel replicas, the number of each is added to the "
+        "name.",
         "off",
     ),
     Field(
         "record_requests",
         path(),
         None,
-        "File for `kvtiers why`: a line for each of the last `recent_requests` requests at least, "
-        "with what it found in which tier and why it did not find more; no content. Lines of the "
-        "server before stay at first; with several data-parallel replicas the number of each is "
-        "added to the name.",
+        "File for `kvtiers why`: one line for each of at least the last `recent_requests` "
+        "requests, with the tiers where its prefix was found and the reason why it was not "
+        "longer; no content. Lines of an earlier server are kept at first. With several "
+        "data-parallel replicas, the number of each is added to the name.",
         "off",
     ),
     Field(
         "recent_requests",
         count(1, 100_000),
         256,
-        "How many requests are remembered with what they found.",
+        "Number of requests whose lookup results are kept.",
     ),
     Field(
         "verify",
         choice("off", "device"),
         "off",
-        "To hunt a fault: `device` digests every chunk in the KV cache right after it was computed "
-        "and again after it was loaded, and compares. A difference is counted, logged with key, "
-        "group and layer, and fails the load, so that the chunk is recomputed. Costs computing "
-        "time. See the [guide](../guides/serve.md#when-an-answer-looks-wrong).",
+        "For debugging: `device` digests every chunk in the KV cache right after it was computed "
+        "and again after it was loaded, and compares the two. A difference is counted, logged "
+        "with key, group and layer, and fails the load, so that the chunk is recomputed. Costs "
+        "computing time. See the [guide](../guides/serve.md#when-an-answer-looks-wrong).",
     ),
     Field(
         "verify_path",
         path(),
         None,
-        "Folder for the digests of `verify`, so that what was stored before a restart, or by "
+        "Folder for the digests of `verify`, so that chunks stored before a restart, or by "
         "another engine with the same folder, can be compared as well. It only grows: remove it "
         "afterwards.",
         "in memory only",
@@ -287,9 +295,9 @@ TOP_FIELDS = (
 class TierType:
     """A type of tier that a configuration may name.
 
-    ``fields`` are its own options beside ``TIER_FIELDS``; ``needs_local_disk`` refuses network
-    file systems; ``shared`` ones are written to by other engines as well, and so are others whose
-    option ``shared`` is set; ``without`` names the ``TIER_FIELDS`` that mean nothing to it.
+    ``fields`` are options of this type, in addition to ``TIER_FIELDS``. ``needs_local_disk``
+    refuses network file systems. Other engines write to tiers that are ``shared``, and to those
+    whose option ``shared`` is set. ``without`` names the ``TIER_FIELDS`` that do not apply.
     ``summary`` is for the reference.
     """
 
@@ -325,7 +333,8 @@ register_tier_type(
                 "direct_io",
                 choice("auto", "off"),
                 "auto",
-                "Bypass the page cache where the file system can, or never.",
+                "`auto` bypasses the page cache if the file system supports that; `off` never "
+                "does.",
             ),
             Field(
                 "scrub",
@@ -338,21 +347,21 @@ register_tier_type(
                 "scrub_rate",
                 size(),
                 8 << 20,
-                "Bytes per second to read for that at most, per server.",
+                "Maximum bytes per second to read for that, per server.",
                 "`8MiB`",
             ),
             Field(
                 "scrub_period_s",
                 number(60, 31_536_000, " s"),
                 604_800.0,
-                "Time in which each record has its turn once.",
+                "Time in which each record is verified once.",
             ),
             Field(
                 "shared",
                 flag(),
                 False,
-                "Several engines of this machine use `path` together, under one `capacity`: all of "
-                "them say `true`. See the [guide](../guides/share-on-one-host.md).",
+                "Several engines of this machine share `path` and one `capacity`: set it to "
+                "`true` in all of them. See the [guide](../guides/share-on-one-host.md).",
             ),
         ),
         needs_local_disk=True,
@@ -361,15 +370,15 @@ register_tier_type(
 register_tier_type(
     TierType(
         "file",
-        "One record per file; for file systems LMDB cannot use.",
+        "One record per file; for file systems that LMDB cannot use.",
         (
             Field(
                 "shared",
                 flag(),
                 False,
-                "Several engines, also of several machines, use `path` together, on NFS, Lustre, "
-                "CephFS or a local disk: all of them say `true`. `capacity` is then that of each "
-                "namespace. See the [guide](../guides/share-on-one-host.md).",
+                "Several engines, on one or more machines, share `path` on NFS, Lustre, CephFS "
+                "or a local disk: set it to `true` in all of them. `capacity` then applies to "
+                "each namespace. See the [guide](../guides/share-on-one-host.md).",
             ),
         ),
     )
@@ -377,11 +386,11 @@ register_tier_type(
 register_tier_type(
     TierType(
         "mooncake",
-        "A [Mooncake](https://github.com/kvcache-ai/Mooncake) store that servers of many machines "
-        "share; needs the extra `mooncake`. It keeps its capacity itself. See the guide "
-        "[Sharing](../guides/share.md).",
+        "A [Mooncake](https://github.com/kvcache-ai/Mooncake) store that servers of many "
+        "machines share; needs the extra `mooncake`. It manages its capacity itself. See the "
+        "guide [Sharing](../guides/share.md).",
         (
-            Field("master", address(), REQUIRED, "Where `mooncake_master` listens."),
+            Field("master", address(), REQUIRED, "Address of `mooncake_master`."),
             Field(
                 "metadata",
                 text("http://10.0.0.1:8080/metadata"),
@@ -393,16 +402,16 @@ register_tier_type(
                 "segment",
                 size(least=0),
                 1 << 30,
-                "Memory that this server gives to the store, all ranks together, beside "
-                "`cpu.capacity`. What lies there is gone for everybody when the server stops; 0 "
-                "gives none.",
+                "Memory that this server contributes to the store, all ranks together, in "
+                "addition to `cpu.capacity`. Its content is lost for all servers when this "
+                "server stops; 0 contributes none.",
                 "`1GiB`",
             ),
             Field(
                 "protocol",
                 choice("tcp", "rdma"),
                 "tcp",
-                "How bytes travel. `rdma` was never run by the authors.",
+                "Transport protocol. `rdma` was never tested by the authors.",
             ),
             Field("device", text("mlx5_0,mlx5_1"), "", "RDMA devices to use.", "all"),
             Field(

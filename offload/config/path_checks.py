@@ -1,6 +1,6 @@
-"""Paths that a tier must not use: a tier fills its folder and removes files from it.
+"""Finds paths that a tier must not use: a tier fills its folder and removes files from it.
 
-Looks only; blocks on the disk.
+Only looks; blocks on the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SYSTEM_FOLDERS = frozenset(
         *("/var/cache", "/var/lib", "/var/log", "/var/spool", "/var/tmp"),
     )
 )
-"""Folders of the system; a folder below one of them can be used."""
+"""System folders; a folder below one of them can be used."""
 SYSTEM_TREES = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/sbin", "/usr/bin",
                 "/usr/lib", "/usr/lib64", "/usr/libexec", "/usr/sbin", "/usr/share")  # fmt: skip
 """Folders below which a tier must not lie either, except in ``/dev/shm``."""
@@ -54,14 +54,14 @@ def location_problem(path: str | Path) -> tuple[str, str] | None:
 
 
 def content_problem(path: str | Path) -> tuple[str, str] | None:
-    """Check the contents only, as ``path_problem`` does: files, none of which are ours."""
+    """Check the contents only, as ``path_problem`` does: files, none of which belong to kvtiers."""
     folder = Path(path)
     names = [name for name in entries(folder) if name not in _NOT_CONTENT]
     if not names or any(map(_is_ours, names)) or LOCK_NAME in entries(folder):
         return None
     shown = ", ".join(names[:SHOWN_MAX])
     more = f" and {len(names) - SHOWN_MAX:,} more" if len(names) > SHOWN_MAX else ""
-    what = f"{path} is not empty, and holds nothing of kvtiers: {shown}{more}"
+    what = f"{path} is not empty, and contains no kvtiers data: {shown}{more}"
     return what, _OWN.format(folder / "kvtiers")
 
 
@@ -70,7 +70,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return True if a model's configuration and weights lie there."""
-    if not os.path.isfile(folder / "config.json"):  # Path.is_file raises where it may not look
+    """Return True if a model's configuration and weights are there."""
+    if not os.path.isfile(folder / "config.json"):  # Path.is_file raises if it may not read
         return False
     return any(name.endswith(_WEIGHTS) for name in entries(folder))

@@ -106,24 +106,27 @@ class OffloadConfig(msgspec.Struct, frozen=True):
 
     @property
     def translated(self) -> tuple[TierConfig, ...]:
-        """The tiers below whose paths other geometries are read; each counts as a lower tier."""
+        """The tiers whose paths are also read for other geometries; each counts as a lower tier."""
         return tuple(tier for tier in self.tiers if tier.geometry == "translate")
 
     @property
     def lower(self) -> tuple[TierConfig, ...]:
-        """Every tier below the CPU, in the order in which plans number them: first the tiers that
-        are written, then the read-only ones."""
+        """Every tier below the CPU tier, in the order in which plans number them: first the tiers
+        that are written, then the read-only ones."""
         return self.tiers + self.translated
 
     def is_read_only(self, tier: int) -> bool:
-        """Return True if ``lower[tier]`` belongs to others."""
+        """Return True if ``lower[tier]`` is only read."""
         return tier >= len(self.tiers)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Sizes in chunks, the same on every rank: ``slots`` belong to the index, ``staging`` slots
-    to the worker; ``inflight_load`` and ``inflight_store`` are budgets of chunks under way."""
+    """Sizes in chunks, the same on every rank.
+
+    ``slots`` belong to the index, ``staging`` slots to the worker; ``inflight_load`` and
+    ``inflight_store`` are budgets of concurrent chunks.
+    """
 
     slots: int
     staging: int
@@ -142,7 +145,7 @@ def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
 def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
     """Read a configuration as far as possible, with defaults for bad values, and list the problems.
 
-    In the draft a tier with a bad path or capacity has ``""`` or 0 there.
+    In the draft, a tier with a bad path or capacity has ``""`` or 0 there.
     """
     problems: list[Problem] = []
     raw = {} if extra is None else extra
@@ -159,8 +162,8 @@ def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
 def default_config(limit: MemoryLimit | None = None) -> tuple[OffloadConfig, list[str]]:
     """The configuration of a server without one: only a CPU tier, sized by the machine.
 
-    There is no disk tier by default: the user decides where prompts may be written. The second
-    result are lines for the log that explain the choice.
+    There is no disk tier by default, because the user decides where prompts may be written. The
+    second result is a list of log lines that explain the choice.
     """
     limit = limit or memory_limit()
     config = parse_config({"cpu": {"capacity": default_cpu_capacity(limit.limit_bytes)}})
@@ -174,7 +177,7 @@ NO_DISK_TIER = (
 
 
 def describe_default(capacity: int, limit: MemoryLimit) -> str:
-    """A line for the log about a CPU capacity that was chosen by default."""
+    """A log line about a CPU capacity that was chosen by default."""
     return (
         f"cpu.capacity not given: using {format_size(capacity)} (a quarter of the memory limit of "
         f"{format_size(limit.limit_bytes)} set by {limit.source}, between "
@@ -195,9 +198,9 @@ def default_cpu_capacity(memory: int) -> int:
 def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCounts:
     """The configured sizes in chunks of ``slot_bytes`` on each of ``ranks`` ranks.
 
-    The only place that does this division: scheduler and workers must agree. Staging is part
-    of the capacity, and with lower tiers at least one slot; budgets allow at least one chunk.
-    With a capacity too small ``slots`` is 0: see ``check_cpu_capacity``.
+    No other code does this division, because scheduler and workers must agree. Staging is part of
+    the capacity, and with lower tiers at least one slot; budgets allow at least one chunk. If the
+    capacity is too small, ``slots`` is 0: see ``check_cpu_capacity``.
     """
     chunk_bytes = slot_bytes * ranks
     staging = max(1, config.staging // chunk_bytes) if config.tiers else 0
@@ -254,7 +257,7 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
         for name in sorted(_NOT_SHARED & set(raw) & {field.name for field in fields}):
             what = "does not apply to a shared tier"
             if not name.startswith("scrub"):
-                what += ", which evicts by itself"
+                what += ", which does its own eviction"
             problems.append(Problem(f"{where}.{name}", what, "Leave it out."))
     if tier.low_watermark >= tier.high_watermark:
         what = f"must be below high_watermark {tier.high_watermark:g} (got {tier.low_watermark:g})"
@@ -264,8 +267,8 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
 
 _TIER_NAMES = {field.name for field in TIER_FIELDS}
 _NOT_SHARED = {"policy", "high_watermark", "scrub", "scrub_rate", "scrub_period_s"}
-"""Options that a shared tier ignores: it keeps its capacity itself, for all its engines, and none
-of them scrubs it for the others."""
+"""Options that a shared tier ignores: it manages its capacity for all its engines, and does not
+scrub."""
 
 
 def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None:
@@ -319,14 +322,16 @@ def _assemble(
 
 
 def at_least(size_bytes: int) -> str:
-    """A size as a text that is not below it: whole MiB (or KiB) rounded up."""
+    """A size as text that is not below it: whole MiB (or KiB), rounded up."""
     unit = MIB if size_bytes >= MIB else KIB
     return format_size(-(-size_bytes // unit) * unit)
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
-    """Name each lower tier by its type, numbered from the second of a type on. A tier that reads
-    other geometries below the same path is named after that tier."""
+    """Name each lower tier by its type, with a number from the second of a type on.
+
+    A read-only tier for other geometries gets the name of the tier with the same path.
+    """
     names: list[str] = []
     for tier in config.tiers:
         count = sum(1 for name in names if name.rstrip("0123456789") == tier.type)

@@ -1,4 +1,4 @@
-"""The least capacities with which tiers can store one chunk."""
+"""The smallest capacities with which tiers can store one chunk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES
 def check_capacity(
     config: OffloadConfig, slot_bytes: int, ranks: int, record_bytes: int = 0
 ) -> list[Problem]:
-    """Capacities that cannot hold one chunk, once the bytes of chunks on each rank are known:
-    ``slot_bytes`` of the largest, ``record_bytes`` of the smallest (0: as the largest)."""
+    """Find capacities that cannot hold one chunk, once the chunk sizes on each rank are known.
+
+    ``slot_bytes`` is the largest size, ``record_bytes`` the smallest (0: the same).
+    """
     problems = check_cpu_capacity(config, slot_bytes, ranks)
     chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
     for number, tier in enumerate(config.tiers):
@@ -33,7 +35,7 @@ def check_capacity(
 
 def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
     """The smallest share of a tier's capacity with which one rank can store a payload of this size,
-    where the smallest payloads have ``record_bytes``."""
+    if the smallest payloads have ``record_bytes``."""
     if tier.type != "lmdb":
         return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES
     per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES

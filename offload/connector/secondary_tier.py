@@ -1,4 +1,4 @@
-"""Our LMDB tier below vLLM's own CPU tier, for whoever stays with vLLM's tiering.
+"""kvtiers' LMDB tier below vLLM's own CPU tier, for servers that use vLLM's tiering.
 
     "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec",
@@ -11,9 +11,9 @@
         }]
     }
 
-vLLM calls it on its scheduler's thread; everything that waits runs on a loop of our own. What the
-tier evicts, verifies and survives is as under our own connector. What lies above, lookups key by
-key and a prefix that must fit the CPU tier, is vLLM's.
+vLLM calls it on its scheduler's thread; everything that waits runs on a separate event loop. The
+tier evicts, verifies and recovers as it does under kvtiers' connector. The layers above are vLLM's:
+it looks up key by key, and a prefix must fit into the CPU tier.
 
 Ownership: vLLM's thread owns ``_open``; the loop owns the tier; jobs come back through a queue.
 """
@@ -69,9 +69,9 @@ DRAIN_WARNING_S = 5.0
 class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untyped here
     """A ``secondary_tiers`` entry of vLLM's ``TieringOffloadingSpec``.
 
-    ``capacity`` is a size such as ``"100GiB"``; ``policy`` names an eviction policy. Each model and
-    geometry, as vLLM's own file tier tells them apart, has a folder of its own below ``path``. One
-    server at a time may use it. Raises ``TierUnavailableError``.
+    ``capacity`` is a size such as ``"100GiB"``; ``policy`` names an eviction policy. Models and
+    geometries that vLLM's file tier keeps apart have separate folders below ``path``, each used by
+    one server at a time. Raises ``TierUnavailableError``.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -105,7 +105,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             causes=(RemoveCause.EVICTED, RemoveCause.DROPPED),
         )
         self._is_shut = False
-        """Whether a reset has failed: what is stored may be of other weights."""
+        """True after a failed reset: the stored blocks may be of other weights."""
         self._loop = EventLoopThread("kvtiers-secondary")
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
@@ -146,7 +146,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._open.add(self._loop.start(self._run(job, work)))
 
     async def _run(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
-        """Every job is answered, whatever happens."""
+        """Do one job; every job is answered, whatever happens."""
         try:
             result = await work
         except Exception as error:  # vLLM asserts on jobs that never end
@@ -170,15 +170,17 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             self._open.add(self._loop.start(self._touch(held)))
 
     def drain_jobs(self) -> None:
-        """vLLM resets its caches: wait for every transfer, and forget what is stored. Other weights
-        may follow, whose blocks have the same hashes; vLLM's own tiers keep the old ones.
+        """Wait for every transfer and forget all stored blocks, because vLLM resets its caches.
 
-        The wait has no bound, because vLLM gives the memory of these transfers to others as soon as
-        this returns. A reset that fails shuts the tier until another one succeeds.
+        Blocks of other weights may follow under the same hashes; vLLM's own tiers keep the old
+        ones.
+
+        The wait has no bound, because vLLM reuses the memory of these transfers as soon as this
+        returns. A reset that fails disables the tier until another one succeeds.
         """
         while left := concurrent.futures.wait(self._open, DRAIN_WARNING_S).not_done:
             logger.warning(
-                "kvtiers: %s: a reset waits for %d transfers; the disk does not answer",
+                "kvtiers: %s: reset is waiting for %d transfers; the disk does not respond",
                 *(self.tier_type, len(left)),
             )
         self._is_shut = True
@@ -195,7 +197,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._is_shut = False
 
     def shutdown(self) -> None:
-        """Finish what is under way, within a minute."""
+        """Finish the work in flight, within a minute."""
         concurrent.futures.wait(self._open, CLOSE_TIMEOUT_S)
         self._close()
 
@@ -223,7 +225,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         return self._result(job, len(good) == len(keys), good, started)
 
     async def _touch(self, keys: Sequence[OffloadKey]) -> None:
-        with contextlib.suppress(TierError):  # whoever reads or writes next is told
+        with contextlib.suppress(TierError):  # the next read or write reports it
             await self._tier.touch(keys)
 
     def _rows_of(self, job: TransferJob) -> list[Buffer]:
@@ -246,8 +248,11 @@ def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
 
 
 def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
-    """The folder, and the namespace of its records: what vLLM's file tier tells apart by a path,
-    the bytes of a chunk, and everything that decides what is computed."""
+    """The folder, and the namespace of its records.
+
+    The namespace has everything that vLLM's file tier distinguishes by its path, the bytes of a
+    chunk, and everything that decides what is computed.
+    """
     mapper = FileMapper.from_offloading_spec(str(root), spec, spec.blocks_per_chunk)
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
     fields |= {"content": _content(spec.config)}
@@ -260,13 +265,16 @@ def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
 
 
 def _content(config: Any) -> dict[str, Any]:
-    """What decides the bytes of a block. vLLM tells a tier the model's name only, so its whole
-    configuration is looked for in this process. Where it is not found, or there are adapters, whose
-    content nobody tells either, blocks are good for this engine only."""
+    """The facts that decide the bytes of a block.
+
+    vLLM tells a tier only the model's name, so its whole configuration is looked up in this
+    process. If it is not found, or if there are adapters, whose content is unknown here, blocks are
+    good for this engine only.
+    """
     found = configs_of(config.engine_id)
     why = "vLLM's configuration was not found in this process"
     if found and found[0].lora_config is not None:
-        why = "vLLM does not tell which LoRA adapters are loaded"
+        why = "vLLM does not report which LoRA adapters are loaded"
     elif found:
         content = content_of(found[0])
         if "engine" not in content["model"]["weights"]:

@@ -1,7 +1,7 @@
-"""Everything that one process of a server derives from vLLM's configuration at start-up.
+"""Derives everything that one process of a server needs from vLLM's configuration at start-up.
 
-Scheduler and workers each do this for themselves and must come to the same result; the
-handshake compares it.
+Scheduler and workers do this independently and must come to the same result; the handshake compares
+it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ServerSetup:
-    """Configuration, geometry and identity of one server, seen from one process.
+    """Configuration, geometry and identity of one server, as seen from one process.
 
-    ``namespace`` is whole in a worker; a scheduler knows its own part of it until it has adopted
-    the workers'. ``shares`` is among how many workers of this machine the capacities are divided:
-    all ranks of all data-parallel replicas.
+    ``namespace`` is complete in a worker; a scheduler knows part of it until it has adopted the
+    workers' namespace. Capacities are divided among ``shares`` workers of this machine: all ranks
+    of all data-parallel replicas.
     """
 
     vllm_config: VllmConfig
@@ -75,8 +75,8 @@ class ServerSetup:
         is_worker: bool,
         first_worker: bool,
     ) -> ServerSetup:
-        """Read everything; the first worker also checks it against the machine, before any
-        process of this server has taken memory or folders.
+        """Read everything; the first worker also checks it against the machine, before any process
+        of this server has taken memory or folders.
 
         Raises ``ConfigError`` and ``LayoutError``.
         """
@@ -107,31 +107,31 @@ class ServerSetup:
         )
 
     def adopt(self, namespace: Namespace) -> None:
-        """This is what the workers have agreed on."""
+        """Adopt the namespace that the workers have agreed on."""
         self.namespace = namespace
         if self._requests is not None:
             self._requests.adopt(namespace.name)
 
     @property
     def fence_is_late(self) -> bool:
-        """Whether blocks are overwritten before ``handle_preemptions`` is called.
+        """True if blocks are overwritten before ``handle_preemptions`` is called.
 
         Model Runner V2 (vLLM's choice wherever Triton works) zeroes fresh blocks and copies
-        recurrent states (``update_requests``, ``preprocess_state``) before that hook, V1 after
-        it. Only models that need zeroing, all with recurrent states among them, have either.
+        recurrent states (``update_requests``, ``preprocess_state``) before that hook, V1 after it.
+        Only models that need zeroing are affected; they include all models with recurrent states.
         """
         runner, cache = self.vllm_config, self.kv_cache_config
         return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
 
     @property
     def publishes_events(self) -> bool:
-        """Whether vLLM publishes KV events."""
+        """True if vLLM publishes KV events."""
         events = self.vllm_config.kv_events_config
         return bool(events is not None and events.enable_kv_cache_events)
 
     @staticmethod
     def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
-        """Read the configuration and check it against this machine; say what was chosen.
+        """Read the configuration and check it against this machine; log what was chosen.
 
         Raises ``ConfigError`` with every problem.
         """
@@ -143,7 +143,7 @@ class ServerSetup:
         return loaded.config
 
     def announce(self) -> None:
-        """Say in the log what was chosen and what a user should know."""
+        """Log what was chosen and what a user should know."""
         if untested := check_installed():
             logger.warning("kvtiers: %s", untested)
         if recompute_failed_loads(self.vllm_config):
@@ -155,7 +155,7 @@ class ServerSetup:
             logger.warning("kvtiers: %s", line)
         cache = self.vllm_config.cache_config
         if cache.user_specified_block_size:
-            # For hybrid models vLLM has put its own size over the number that was given.
+            # For hybrid models vLLM has replaced the given number by its own.
             used = sorted({group.block_tokens for group in self.layout.groups})
             text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
             logger.info(text, " and ".join(map(str, used)))
@@ -170,7 +170,7 @@ class ServerSetup:
             logger.info("kvtiers: not offloaded: %s", skipped)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> Registration:
-        """Where the KV caches of this worker lie."""
+        """The addresses of this worker's KV caches."""
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
         form = _form_of(self.kv_cache_config.num_blocks, kv_caches, self._kernels(kv_caches))
         self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
@@ -184,15 +184,17 @@ class ServerSetup:
         for name in kv_caches:
             try:
                 found[name] = kernel_of(layers.get(name))
-            except Exception:  # a layer that nobody has thought of; its shape is left to tell
+            except Exception:  # an unknown kind of layer; its shape still counts
                 found[name] = ""
         return found
 
     def _describe(
         self, kv_caches: Mapping[str, LayerTensors], registration: Registration
     ) -> Geometry | None:
-        """What engines of other geometry must know of this worker's records; ``None`` if it cannot
-        be said, which is no reason not to start where nobody has asked for it."""
+        """Describe this worker's records for engines of other geometry.
+
+        ``None`` if that is not possible, which only prevents a start if the user has asked for it.
+        """
         try:
             geometry = describe(
                 self.vllm_config,
@@ -202,8 +204,8 @@ class ServerSetup:
                 registration,
                 self._records,
             )
-            geometry.dump()  # it must fit
-        except Exception as error:  # a model that nobody has thought of
+            geometry.dump()  # other engines must be able to read it
+        except Exception as error:  # an unknown kind of model
             if any(tier.geometry != "own" for tier in self.config.tiers):
                 raise
             text = "kvtiers: engines of other geometry will not be able to read these blocks: %r"
@@ -212,7 +214,8 @@ class ServerSetup:
         return geometry
 
     def tier_specs(self) -> list[TierSpec]:
-        """This rank's lower tiers; claims their folders for this process. After ``register``.
+        """This rank's lower tiers; claims their folders for this process. Call it after
+        ``register``.
 
         Raises ``NamespaceError`` for stored blocks of other geometry that must not be read.
         """
@@ -235,14 +238,14 @@ class ServerSetup:
         return TierEpochs(paths, self.namespace, self.replica, shared)
 
     def recorder(self) -> TraceRecorder | None:
-        """What records this server's prompts, if that is wanted."""
+        """The recorder of this server's prompts, if one is configured."""
         path = self.config.record_trace
         if path is None:
             return None
         return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
 
     def request_log(self) -> RequestLog:
-        """Where this server's lookups are remembered, and written to if that is wanted."""
+        """The log of this server's lookups, which also writes a file if one is configured."""
         most, path = self.config.recent_requests, self.config.record_requests
         if path is None:
             return RequestLog(most)
@@ -250,14 +253,15 @@ class ServerSetup:
         return RequestLog(most, self._requests)
 
     def _own(self, path: str) -> str:
-        """A path of this data-parallel replica alone."""
+        """A path for this data-parallel replica alone."""
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return path
         stem, dot, rest = path.rpartition(".jsonl")
         return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
 
     def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
-        """In what the records of other namespaces differ, for tiers that hold nothing of ours."""
+        """The fields in which the records of other namespaces differ, for tiers without records of
+        ours."""
         empty = [
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
@@ -268,10 +272,12 @@ class ServerSetup:
 def _form_of(
     num_blocks: int, kv_caches: Mapping[str, LayerTensors], kernels: Mapping[str, str]
 ) -> bytes:
-    """How the kernels of this worker order the bytes inside a page: their names, kernel blocks of a
-    block, shape and type, by layer. vLLM may choose other kernels at the next start, with pages of
-    equal size and shape, by what is installed or in the environment; their records are not ours
-    then."""
+    """Describe how the kernels of this worker order the bytes inside a page.
+
+    By layer: the kernel's name, kernel blocks per block, shape and type. At the next start vLLM may
+    choose other kernels with pages of equal size and shape, depending on installed packages and the
+    environment. Their records have another byte order, so they must not match.
+    """
     forms = [
         f"{name} {kernels[name]} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} "
         f"{tensor.dtype}"

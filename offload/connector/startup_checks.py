@@ -1,4 +1,4 @@
-"""What a server that starts says about vLLM's settings, and what it refuses."""
+"""Checks vLLM's settings at start: which ones kvtiers refuses, and which ones it warns about."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE_ID = (
 
 
 def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
-    """Settings of ``--kv-transfer-config`` itself that cannot work."""
+    """Check the settings of ``--kv-transfer-config`` itself; raises for those that cannot work."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_role == "kv_both":
         return []
@@ -28,11 +28,11 @@ def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Have vLLM compute what could not be loaded. By default it ends such requests with an error,
-    although nothing is lost. Returns whether that had to be changed.
+    """Make vLLM compute tokens that could not be loaded; returns whether that had to be changed.
 
-    vLLM reads the setting after it has made its connector, from its own configuration: a connector
-    within a ``MultiConnector`` has a copy.
+    By default vLLM ends such requests with an error, although nothing is lost. vLLM reads the
+    setting after it has made its connector, from its own configuration: a connector within a
+    ``MultiConnector`` has a copy.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -44,8 +44,10 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
 
 
 def startup_warnings(vllm_config: VllmConfig, config: OffloadConfig) -> list[str]:
-    """What a user should know before serving; each line says what to do. Reads the model's files;
-    raises ``OSError``."""
+    """Warnings for the user before the server starts; each line says what to do.
+
+    Reads the model's files; raises ``OSError``.
+    """
     lines = _hash_warnings(vllm_config) if config.tiers else []
     if not vllm_config.cache_config.enable_prefix_caching:
         lines.append(
@@ -82,11 +84,11 @@ def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
     kind = weights_of(vllm_config, model, load, place_of(vllm_config, model))["kind"]
     why = {
         "unknown": f"no weight files were found for {model.model}: other weights under the same "
-        "name cannot be told apart",
+        "name cannot be distinguished",
         "dummy": "the weights are dummies (--load-format dummy): real ones may be pushed before "
-        "the first request, and nobody can tell which",
-        "pushed": "the weights will be pushed (--weight-transfer-config), and nobody can tell "
-        "which they will be",
+        "the first request, and kvtiers cannot identify them",
+        "pushed": "the weights will be pushed (--weight-transfer-config), and kvtiers "
+        "cannot identify them",
     }.get(kind)
     lines = [f"{why}. Stored blocks are not used after a restart. {ENGINE_ID}"] if why else []
     if callable(model.hf_overrides):

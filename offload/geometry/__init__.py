@@ -1,1 +1,1 @@
-"""Reading chunks that engines of another geometry have stored. Knows no vLLM."""
+"""Reads chunks that engines of another geometry have stored. Does not know vLLM."""

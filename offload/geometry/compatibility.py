@@ -1,7 +1,9 @@
-"""Whether records of the same model that an engine of other geometry has stored may be read here,
-and what to say if not. Where they lie makes no difference: folders
+"""Decides whether this engine may read the records of an engine of the same model and another
+geometry.
+
+If not, it words the refusal. The kind of storage makes no difference: folders
 (``offload.geometry.folder_source``) and stores without folders
-(``offload.geometry.mooncake_source``) ask the same questions. Pure.
+(``offload.geometry.mooncake_source``) use the same rules. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 
 FREE_FIELDS = frozenset({"block_size", "page_bytes", "num_kv_heads", "page_size_padded"})
-"""Of a group in the manifest, what may differ: the geometry says the same of every layer."""
+"""Fields of a group in the manifest that may differ: the geometry has the same facts for every
+layer."""
 LEFT_TO_GEOMETRY = frozenset({"layers", "layer_count", "shapes"})
 
 
@@ -26,8 +29,11 @@ def problems_with(
     now: Geometry,
     how: str,
 ) -> list[Incompatibility]:
-    """Why an engine with geometry ``now`` and the setting ``how`` must not read the namespace
-    ``other``, whose ranks describe the order of their records, by replica."""
+    """The reasons why an engine with geometry ``now`` and the setting ``how`` must not read
+    ``other``.
+
+    The ranks of the namespace ``other`` describe the order of their records, by replica.
+    """
     problems = _field_obstacles(other.fields, namespace.fields)
     for place, ranks in replicas.items():
         problems += _rank_obstacles(place, ranks, now)
@@ -39,7 +45,7 @@ def problems_with(
 def refusal(
     where: str, place: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
 ) -> NamespaceError:
-    """The message about ``refused`` namespaces in ``place``; ``another`` is the alternative that
+    """The error about ``refused`` namespaces in ``place``; ``another`` names the alternative that
     the user may choose."""
     lines = "\n".join(_lines(name, problems) for name, problems in refused.items())
     return NamespaceError(
@@ -53,8 +59,8 @@ def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> lis
     """Why the records of a replica cannot be read."""
     if not ranks:
         why = (
-            f"{place} does not say how its records are ordered. It was written before that "
-            "was kept, or imported: an engine with its flags says it at its next start"
+            f"{place} does not describe the order of its records. It was written before that "
+            "was stored, or imported: an engine with its flags adds it at its next start"
         )
         return [Incompatibility("geometry", "not described", "described", why)]
     first = ranks[0]
@@ -76,7 +82,7 @@ def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     theirs, ours = stored.get("geometry", {}), now.get("geometry", {})
     name = "hash_block_size"
     if theirs.get(name) != ours.get(name):
-        why = "keys are hashes of other stretches of the prompt"
+        why = "keys are hashes of other ranges of the prompt"
         found.append(Incompatibility(f"geometry.{name}", theirs.get(name), ours.get(name), why))
     pairs = zip(theirs.get("groups", ()), ours.get("groups", ()), strict=False)
     for number, (group, mine) in enumerate(pairs):
@@ -89,7 +95,7 @@ def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Incompatibility]:
-    """How two geometries differ, where that alone is reason enough."""
+    """The differences between two geometries, if they alone are a reason to refuse."""
     found = []
     for part in ("parallel", "geometry"):
         there, here = stored.get(part, {}), now.get(part, {})

@@ -1,13 +1,12 @@
-"""Reads the records of another geometry, one replica of one namespace, and puts them together.
+"""Finds and reads the records of engines of other geometry below a tier's path.
 
-The stores may have a live owner: they are read as the command line reads them (decision 0070). What
-the owner removes, replaces or resets meanwhile is a miss. Belongs to one thread; blocks.
+Each namespace of the same model there is translated, or refused with an error that names the
+differing field, or left alone, as the tier's ``geometry`` says. Namespaces of other models,
+versions or hashes are ignored, because their keys are never requested.
 
-Namespaces of the same model below a tier's path that engines of other geometry have written.
-
-Attaching looks at each of them: it is translated, or refused by an error that says which field
-differs, or left alone, as the tier's ``geometry`` says. Namespaces of other models, versions or
-hashes are nobody's business here; their keys can never be asked for.
+A source reads one replica of one namespace, and combines the records of its ranks. A live engine
+may own the stores: they are read as the command line reads them (decision 0070), and a record that
+the owner removes, replaces or resets meanwhile is a miss. A source belongs to one thread.
 
 Nothing here writes below another namespace, claims it or locks it. Everything blocks on the disk.
 """
@@ -52,7 +51,7 @@ _REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 
 @dataclass(frozen=True)
 class ForeignStore:
-    """One replica of another namespace: what each of its ranks says of its records, by rank."""
+    """One replica of another namespace: each rank's description of its records, by rank."""
 
     folder: Path
     epoch: int
@@ -64,17 +63,21 @@ class ForeignStore:
         return self.folder.parent.name
 
     def open(self, now: Geometry, key_file: str) -> TranslatedSource | None:
-        """Look at its records with the geometry ``now``; ``None`` if there is nothing to see."""
+        """Open its records with the geometry ``now``; ``None`` if there is nothing to read."""
         try:
             return TranslatedSource(self.folder, self.epoch, self.ranks, now, key_file)
         except (OSError, FolderUnusableError, NamespaceError) as error:
-            logger.warning("kvtiers: what %s holds cannot be translated: %s", self.folder, error)
+            logger.warning(
+                "kvtiers: the records in %s cannot be translated: %s", self.folder, error
+            )
             return None
 
 
 def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
-    """Say durably how the records of this rank are ordered, beside its folder. Raises ``OSError``;
-    writing the same again changes nothing."""
+    """Write durably how the records of this rank are ordered, beside its folder.
+
+    Raises ``OSError``; writing the same again changes nothing.
+    """
     path = rank_folder.with_name(f"{rank_folder.name}.geometry.json")
     content = geometry.dump()
     try:
@@ -88,11 +91,11 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
 def find_foreign(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
 ) -> list[ForeignStore]:
-    """Finds stores of other geometry below ``root`` that can be translated to ``now``. With ``how``
-    "own" nothing is searched for; with "refuse" nothing may be there.
+    """Find stores of other geometry below ``root`` that can be translated to ``now``.
 
-    Raises ``NamespaceError`` that names every field in the way, both values, and the choice, for
-    what is there and cannot be translated, or may not.
+    With ``how`` "own" nothing is searched for; with "refuse" nothing may be there. Raises
+    ``NamespaceError`` for stores that cannot be translated, or must not be. It names every
+    conflicting field, both values, and the choice.
     """
     found: list[ForeignStore] = []
     refused: dict[str, list[Incompatibility]] = {}
@@ -116,7 +119,7 @@ def find_foreign(
 def open_sources(
     stores: Sequence[ForeignStore], now: Geometry, key_file: str = ""
 ) -> Callable[[], list[Source]]:
-    """For ``tiers.adapters.read_only.ReadOnlyTier``."""
+    """Open the sources for ``tiers.adapters.read_only.ReadOnlyTier``."""
 
     def opened() -> list[Source]:
         sources = [store.open(now, key_file) for store in stores]
@@ -139,8 +142,11 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
 
 
 def _stores(home: Path) -> Iterator[ForeignStore]:
-    """The replicas of a namespace that hold anything. One whose weights were replaced while it ran
-    (an odd epoch) or that is damaged has nothing for us."""
+    """The replicas of a namespace that contain records.
+
+    A replica is left out if it is damaged, or if its weights were replaced while it ran (an odd
+    epoch).
+    """
     for replica in entries(home):
         folder = home / replica
         if not _REPLICA.fullmatch(replica) or folder.is_symlink():
@@ -165,7 +171,7 @@ def _stores(home: Path) -> Iterator[ForeignStore]:
 
 
 def _geometries(folder: Path) -> Iterator[Geometry]:
-    """Reads the ranks' descriptions of their records; damaged ones are left out."""
+    """Read the ranks' descriptions of their records; damaged ones are left out."""
     for name in entries(folder):
         if not _GEOMETRY.fullmatch(name):
             continue
@@ -196,10 +202,10 @@ class TranslatedSource:
         now: Geometry,
         key_file: str = "",
     ) -> None:
-        """``folder`` is the replica's; ``ranks`` stand in no obstacle to ``now``.
+        """``folder`` is the replica's; the ``ranks`` must be readable with ``now``.
 
-        Raises ``NamespaceError`` if a rank that is needed is not there or is not what its geometry
-        says, and as ``RankFolder.open`` does.
+        Raises ``NamespaceError`` if a needed rank is missing or does not match its geometry, and
+        the errors of ``RankFolder.open``.
         """
         self._epoch = epoch
         by_rank = {geometry.rank: geometry for geometry in ranks}
@@ -212,7 +218,7 @@ class TranslatedSource:
             self._stores: dict[int, OfflineStore] = {}
             for rank in needed:
                 if rank not in by_rank:
-                    raise NamespaceError(f"rank {rank} of {first.ranks} does not describe itself")
+                    raise NamespaceError(f"rank {rank} of {first.ranks} has no description")
                 store = RankFolder(folder / f"rank-{rank}").open(key_file)
                 undo.callback(store.close)
                 _check_owner(store, Identity(by_rank[rank].records, rank), epoch)
@@ -224,13 +230,13 @@ class TranslatedSource:
         }
 
     def keys(self) -> list[ForeignKey]:
-        """Chunks that every rank has whose part is needed."""
+        """Chunks for which every needed rank has its part."""
         held: dict[int, dict[Key, int]] = {}
         try:
             for rank, store in self._stores.items():
                 held[rank] = self._held_by(store)
         except StoreChangedError as error:
-            logger.info("kvtiers: %s: nothing of it is translated", error)
+            logger.info("kvtiers: %s: none of its records are translated", error)
             return []
         found = []
         for suffix, plan in self._plans.items():
@@ -254,12 +260,15 @@ class TranslatedSource:
         }
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Chunks, one after the other."""
+        """Read the chunks one after another."""
         return [self._read(key, data) for key, data in zip(keys, into, strict=True)]
 
     def _read(self, key: Key, into: Buffer) -> ReadOutcome:
-        """One chunk. Of a record that is not there any more, or not of this epoch, nothing is said
-        but that it is missing; one that is damaged is ``CORRUPT``."""
+        """Read one chunk.
+
+        A record that has gone, or is of another epoch, is only missing; a damaged one is
+        ``CORRUPT``.
+        """
         plan = self._plans.get(key[-GROUP_BYTES:])
         if plan is None or into.nbytes < plan.chunk_bytes:
             return ReadOutcome.CORRUPT
@@ -277,7 +286,7 @@ class TranslatedSource:
         return ReadOutcome.OK
 
     def _record(self, rank: int, key: Key, plan: GroupPlan) -> tuple[ReadOutcome, Buffer]:
-        """The record of one rank, in memory that is its own until the rank's next one."""
+        """The record of one rank, in memory that stays valid until the rank's next record."""
         store, checker = self._stores[rank], self._checkers[rank]
         found = store.find(key)
         if found is None or store.epoch != self._epoch:
@@ -292,7 +301,7 @@ class TranslatedSource:
         return ReadOutcome.OK, payload
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Says which chunks all needed ranks hold now."""
+        """Say which chunks all needed ranks hold now."""
         found = [key[-GROUP_BYTES:] in self._plans for key in keys]
         try:
             for at, key in enumerate(keys):
@@ -319,7 +328,7 @@ class TranslatedSource:
 
 
 def _check_owner(store: OfflineStore, identity: Identity, epoch: int) -> None:
-    """Only records that their rank's geometry describes may be read by it."""
+    """Check that a rank's records match its description."""
     if store.owner != identity:
         raise NamespaceError(f"{store.folder} holds other records than its geometry describes")
     if store.epoch != epoch:

@@ -1,17 +1,15 @@
-"""Records of other geometry in a Mooncake store: who is there, and what of it can be read.
+"""Finds and reads the records of engines of other geometry in a Mooncake store.
 
-Each rank of an engine says in the store how its records are ordered
-(``offload.geometry.mooncake_source``). At the start somebody of the same model whose records cannot
-be translated is a refusal, as with folders, unless nobody has looked after the description for a
-day; engines that come later are translated, or named once in the log.
+A store has no folders, so each rank posts a description of its records: its namespace and its
+geometry. The description is on a board (``tiers.mooncake.bulletin``), one per rank, that all
+engines of one model share, whatever their geometry. It is parsed as untrusted input.
 
-Ownership: ``MooncakeSource`` is called by several threads; what it knows of others is one value
-that ``look`` replaces, and everything else is made for one call.
+If an engine of the same model has records that cannot be translated, this engine refuses to start,
+as with folders, unless the description has not been renewed for a day. Engines that come later are
+translated, or named once in the log.
 
-What a rank says of its records in a store that has no folders: its namespace and its geometry.
-
-It stands on a board (``tiers.mooncake.bulletin``) that engines of one model have in common whatever
-their geometry is, one for each rank. Whatever stands there is read as hostile.
+Ownership: several threads call ``MooncakeSource``. Its knowledge of other engines is one value that
+``look`` replaces; everything else is made for one call.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ _DOMAIN = b"kvtiers model\n"
 
 @dataclass(frozen=True)
 class Described:
-    """A namespace, how one rank orders the records that it keeps there, and whether somebody still
-    says so."""
+    """A namespace, how one rank orders the records that it keeps there, and whether an engine still
+    renews the description."""
 
     namespace: Namespace
     geometry: Geometry
@@ -56,15 +54,18 @@ class Described:
 
 
 def board_of(fields: Mapping[str, Any], rank: int) -> str:
-    """The name of the board of rank ``rank``. ``fields`` are those of a namespace; of one model
-    they lead to one board, whatever else differs."""
+    """The name of the board of rank ``rank``.
+
+    ``fields`` are those of a namespace; those of one model lead to one board, whatever else
+    differs.
+    """
     content = json.dumps(content_fields(fields), sort_keys=True).encode()
     digest = hashlib.sha256(_DOMAIN + content).hexdigest()[:32]
     return f"kvtiers-geometry/{digest}/{rank}"
 
 
 def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
-    """The document that this rank posts. With ``how`` "own" the log names the other ones."""
+    """The document that this rank posts. With ``how`` "own", the log names the other ones."""
     content = dump(namespace, geometry)
     heard = partial(_tell, namespace) if how == "own" and geometry.rank == 0 else _ignore
     return Notice(board_of(namespace.fields, geometry.rank), content, heard)
@@ -82,7 +83,7 @@ def dump(namespace: Namespace, geometry: Geometry) -> bytes:
 
 
 def load(content: bytes, where: str) -> Described:
-    """Parses the output of ``dump``. Raises ``NamespaceError`` that begins with ``where``."""
+    """Parse the output of ``dump``. Raises ``NamespaceError`` that begins with ``where``."""
     try:
         if len(content) > MANIFEST_BYTES_MAX + GEOMETRY_BYTES_MAX:
             raise ValueError(f"{len(content)} bytes")
@@ -95,12 +96,12 @@ def load(content: bytes, where: str) -> Described:
             raise ValueError("its fields do not fit its namespace")
         geometry = str(document["geometry"]).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise NamespaceError(f"{where} does not say what it describes: {error!r:.200}") from None
+        raise NamespaceError(f"{where} cannot be read: {error!r:.200}") from None
     return Described(namespace, Geometry.load(geometry, where))
 
 
 def load_all(posted: Sequence[Posted], tell: Callable[[str], object]) -> list[Described]:
-    """Parses the readable documents; ``tell`` gets the others."""
+    """Parse the readable documents; ``tell`` gets the others."""
     found = []
     for each in posted:
         try:
@@ -131,13 +132,13 @@ def _tell(namespace: Namespace, posted: Sequence[Posted]) -> None:
 
 
 def _ignore(_posted: Sequence[Posted]) -> None:
-    """A rank that translates looks for the others itself."""
+    """Ignore the others: a rank that translates looks for them itself."""
 
 
 T = TypeVar("T")
 
 FILES_EPOCH = 0
-"""That of the weights of the model's files, which all engines of a namespace have."""
+"""The epoch of the weights in the model's files, which all engines of a namespace have."""
 RANKS_MAX = 1024
 READ_BYTES = 64 << 20
 """Records of others in memory at a time, or one chunk's."""
@@ -147,8 +148,8 @@ TOLD_MAX = 1000
 
 @dataclass(frozen=True)
 class Neighbour:
-    """An engine's records that can be read: by the end of a key, how its group is translated; by
-    rank, what the records carry."""
+    """An engine whose records can be read: the translation of each group by the end of its keys,
+    and the content of the records by rank."""
 
     plans: Mapping[bytes, GroupPlan]
     identities: Mapping[int, Identity]
@@ -156,8 +157,11 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class MooncakeView:
-    """The search of this rank: engines of the model of ``namespace`` beside it, whose records are
-    to be read with the geometry ``now``; ``how`` is the tier's ``geometry``."""
+    """The view of this rank of other engines in the store.
+
+    It looks for engines of the model of ``namespace`` whose records are to be read with the
+    geometry ``now``; ``how`` is the tier's ``geometry``.
+    """
 
     settings: MooncakeSettings
     namespace: Namespace
@@ -170,8 +174,11 @@ class MooncakeView:
         return f"the Mooncake store at {self.settings.master}"
 
     def check(self, where: str) -> None:
-        """Look at the store before anything is made of it. Raises ``NamespaceError`` for what is
-        there and cannot be translated, or may not, and ``TierError`` if it cannot be joined."""
+        """Check the store before a tier is made.
+
+        Raises ``NamespaceError`` for records that cannot be translated, or must not be, and
+        ``TierError`` if the store cannot be joined.
+        """
         client = self.join()
         try:
             _, refused = self.look(client, logger.warning)
@@ -188,8 +195,10 @@ class MooncakeView:
     def look(
         self, client: MooncakeClient, tell: Callable[[str], object]
     ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
-        """The engines that can be read, and, by namespace, why others cannot. Raises
-        ``TierIoError``; ``tell`` gets invalid documents."""
+        """The engines that can be read and, by namespace, the reasons why others cannot.
+
+        Raises ``TierIoError``; ``tell`` gets invalid documents.
+        """
         found: list[Neighbour] = []
         refused: dict[str, list[Incompatibility]] = {}
         for (name, _), described in self._others(client, tell).items():
@@ -208,8 +217,8 @@ class MooncakeView:
     def _others(
         self, client: MooncakeClient, tell: Callable[[str], object]
     ) -> dict[tuple[str, bytes], list[Described]]:
-        """By namespace and by what their records carry, what ranks of other engines of this model
-        say."""
+        """The descriptions by ranks of other engines of this model, by namespace and by what their
+        records carry."""
         fields = self.namespace.fields
         [first] = read_boards(client, [board_of(fields, 0)])
         described = load_all(first, tell)
@@ -243,27 +252,27 @@ class MooncakeSource:
             raise
 
     def look(self) -> None:
-        """Find out who is there now."""
+        """Find the engines that are there now."""
         found, refused = self._called(partial(self._view.look, self._client, self._tell))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
-            text = "kvtiers: %s: blocks of %d engines of other geometry are read translated"
+            text = "kvtiers: %s: translating blocks of %d engines of other geometry"
             logger.info(text, self._view.place, len(found))
         self._neighbours = tuple(found)
         for name, problems in refused.items():
             self._tell(str(refusal(name, self._view.place, "store", {name: problems})))
 
     def _tell(self, text: str) -> None:
-        """Once."""
+        """Log it once."""
         if text not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(text)
             logger.warning("%s", text)
 
     def keys(self) -> list[ForeignKey]:
-        """A store has no list."""
+        """Empty: a store has no list of its keys."""
         return []
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Says which chunks some engine holds completely."""
+        """Say which chunks some engine holds completely."""
         return self._called(partial(self._have, keys))
 
     def _have(self, keys: Sequence[Key]) -> list[bool]:
@@ -281,7 +290,7 @@ class MooncakeSource:
         return found
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Chunks, each from the first neighbour that has anything under its key."""
+        """Read each chunk from the first neighbour that has anything under its key."""
         return self._called(partial(self._read, keys, into))
 
     def _read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
@@ -303,7 +312,7 @@ class MooncakeSource:
     def _chunks(
         self, neighbour: Neighbour, plan: GroupPlan, keys: Sequence[Key], into: Sequence[Buffer]
     ) -> list[ReadOutcome]:
-        """At most ``BATCH`` chunks of one group."""
+        """Read at most ``BATCH`` chunks of one group."""
         size = padded(plan.record_bytes)
         records = np.empty((len(plan.ranks), len(keys), size), np.uint8)
         outcomes = [ReadOutcome.OK] * len(keys)
@@ -331,7 +340,8 @@ class MooncakeSource:
         self._client.close()
 
     def _called(self, call: Callable[[], T]) -> T:
-        """While the master is known to be away nothing is tried, because that takes seconds."""
+        """Call the store. While the master is known to be away, nothing is tried, because that
+        takes seconds."""
         if self._is_failing and not self._client.is_healthy:
             raise TierIoError("the Mooncake master does not answer")
         try:
@@ -344,20 +354,24 @@ class MooncakeSource:
 
 
 def _by_rank(described: Sequence[Described], tell: Callable[[str], object]) -> list[Geometry]:
-    """The descriptions of an engine's ranks, in order. Empty if two contradict each other about the
-    same records."""
+    """The descriptions of an engine's ranks, in order.
+
+    Empty if two of them contradict each other about the same records.
+    """
     by_rank: dict[int, Geometry] = {}
     for each in described:
         found = each.geometry
         if by_rank.setdefault(found.rank, found) != found:
             name = each.namespace.name
-            tell(f"kvtiers: namespace {name} is described in two ways, and not translated")
+            tell(
+                f"kvtiers: namespace {name} has two different descriptions, so it is not translated"
+            )
             return []
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _neighbour(ranks: Sequence[Geometry], now: Geometry) -> Neighbour | None:
-    """``None`` while some rank whose records are needed does not say so."""
+    """The engine as a neighbour; ``None`` while the description of a needed rank is missing."""
     first = ranks[0]
     plans = {group_suffix(group.group): plan_group(first, now, group.group) for group in now.groups}
     identities = {geometry.rank: Identity(geometry.records, geometry.rank) for geometry in ranks}
@@ -368,7 +382,7 @@ def _neighbour(ranks: Sequence[Geometry], now: Geometry) -> Neighbour | None:
 def _by_plan(
     keys: Sequence[Key], neighbour: Neighbour, done: Sequence[bool]
 ) -> list[tuple[GroupPlan, list[int]]]:
-    """Where the keys of each group stand that are not done."""
+    """The positions of the keys of each group that are not done."""
     places: dict[bytes, list[int]] = {}
     for n, key in enumerate(keys):
         if not done[n] and key[-GROUP_BYTES:] in neighbour.plans:
@@ -377,5 +391,5 @@ def _by_plan(
 
 
 def open_store_source(view: MooncakeView) -> Callable[[], MooncakeSource]:
-    """For ``tiers.adapters.remote_read_only.RemoteReadOnlyTier``."""
+    """Open the source for ``tiers.adapters.remote_read_only.RemoteReadOnlyTier``."""
     return partial(MooncakeSource, view)

@@ -1,10 +1,10 @@
-"""Reads chunks that an engine of another geometry wrote: what stands in the way, and which bytes go
-where if nothing does.
+"""Translates chunks that an engine of another geometry wrote: finds obstacles, and plans the
+copies.
 
-Every answer is exact or none. Chunks must end at the same tokens on both sides, because a key names
-a chunk's last token and nobody can tell from it which chunks lie before. Blocks and chunks may
-be cut differently within one chunk, heads may be spread over another number of ranks, and pages be
-ordered otherwise. Recurrent states are never split.
+A translation is exact, or it is refused. Chunks must end at the same tokens on both sides, because
+a key names a chunk's last token and does not show which chunks lie before it. Blocks may have
+different sizes within one chunk, heads may be spread over another number of ranks, and pages may be
+ordered differently. Recurrent states are never split.
 
 Pure but for ``apply``, which moves the bytes.
 
@@ -50,8 +50,8 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """Why stored chunks cannot be read: a field, its value there and here, what is so bad, and the
-    flags that the other side was started with."""
+    """The reason why stored chunks cannot be read: a field, its value there and here, why they
+    conflict, and the flags that the other side was started with."""
 
     field: str
     stored: Any
@@ -65,8 +65,11 @@ class Incompatibility:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Copy ``shape`` units of ``unit_bytes`` from record ``source`` (an index into
-    ``GroupPlan.ranks``). Offsets and strides are bytes within the record and within the slot."""
+    """Copies ``shape`` units of ``unit_bytes`` from record ``source`` (an index into
+    ``GroupPlan.ranks``).
+
+    Offsets and strides are bytes within the record and within the slot.
+    """
 
     source: int
     shape: tuple[int, ...]
@@ -79,7 +82,7 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """How a chunk of a group is put together: from the records of ``ranks``, each of
+    """Describes how to assemble a chunk of a group: from the records of ``ranks``, each of
     ``record_bytes`` (without padding), by ``copies``, into ``chunk_bytes``."""
 
     ranks: tuple[int, ...]
@@ -89,7 +92,7 @@ class GroupPlan:
 
 
 def obstacles(stored: Geometry, now: Geometry) -> list[Incompatibility]:
-    """Everything that keeps chunks of geometry ``stored`` from being read with ``now``."""
+    """Everything that prevents chunks of geometry ``stored`` from being read with ``now``."""
     ids = [sorted(side.by_group) for side in (stored, now)]
     if ids[0] != ids[1]:
         return [Incompatibility("groups", ids[0], ids[1], "keys carry the number of their group")]
@@ -101,8 +104,11 @@ def obstacles(stored: Geometry, now: Geometry) -> list[Incompatibility]:
 
 
 def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
-    """The copies that make a chunk of ``now`` out of records of ``stored``, which must stand in no
-    obstacle. ``stored`` may be any rank's: all ranks of a side are alike."""
+    """The copies that make a chunk of ``now`` from records of ``stored``, which must have no
+    obstacles.
+
+    ``stored`` may be any rank's: all ranks of a side are alike.
+    """
     theirs, ours = stored.by_group[group], now.by_group[group]
     offsets = dict(_offsets(theirs))
     ranks: list[int] = []
@@ -122,8 +128,10 @@ def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
 
 
 def apply(plan: GroupPlan, records: Sequence[Buffer], into: Buffer) -> None:
-    """Carry out a plan: ``records[i]`` is that of rank ``plan.ranks[i]``. numpy refuses views that
-    leave their buffer, with ``TypeError`` or ``ValueError``."""
+    """Carry out a plan: ``records[i]`` is that of rank ``plan.ranks[i]``.
+
+    numpy refuses views that leave their buffer, with ``TypeError`` or ``ValueError``.
+    """
     for copy in plan.copies:
         shape = (*copy.shape, copy.unit_bytes)
         there = np.ndarray(
@@ -159,7 +167,7 @@ def _group_obstacles(
             f"{where}.layers", len(names[0]), len(names[1]), f"only one side has {odd[:3]}"
         )
         return
-    for layer in ours.layers:  # one layer stands for all that differ alike
+    for layer in ours.layers:  # one layer represents all that differ in the same way
         found = list(_layer_obstacles(where, _layer(theirs, layer.layer), layer, stored, now))
         found += _cut_obstacles(where, theirs, ours, layer)
         if found:
@@ -207,8 +215,11 @@ def _by_token(layer: LayerGeometry) -> bool:
 def _head_obstacles(
     where: str, theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
 ) -> Iterator[Incompatibility]:
-    """All ranks together have as many heads on both sides, or one side holds each head several
-    times, which vLLM does only where every rank has one."""
+    """Check that the heads can be mapped.
+
+    Both sides must have the same total number of heads, or one side holds each head several times,
+    which vLLM does only if every rank has one.
+    """
     counts = sorted(
         [(stored.ranks * theirs.heads, theirs.heads), (now.ranks * ours.heads, ours.heads)]
     )
@@ -235,7 +246,7 @@ def _cut_obstacles(
 
 
 def _offsets(group: GroupGeometry) -> Iterator[tuple[LayerGeometry, int]]:
-    """Every layer and where its page begins in a block."""
+    """Every layer with the offset of its page in a block."""
     at = 0
     for layer in group.layers:
         yield layer, at
@@ -251,9 +262,9 @@ def _head_runs(
 ) -> Iterator[tuple[int, int, int, int]]:
     """(rank there, first head here, first head there, count) for all heads of this rank.
 
-    Count every rank's heads as places in one row, replicas included. Head ``p // (places / H)`` is
-    at place ``p``, on both sides, for any number ``H`` of heads; so our place ``p`` holds what
-    is at their place ``p * theirs // ours``.
+    All ranks' heads, replicas included, are numbered as places in one row. Head ``p // (places /
+    H)`` is at place ``p``, on both sides, for any number ``H`` of heads; so our place ``p`` holds
+    what is at their place ``p * theirs // ours``.
     """
     if ours.split == OWN:
         yield now.rank, 0, 0, 1
@@ -273,7 +284,7 @@ def _head_runs(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One layer on both sides; ``from_at`` and ``at`` are where its page begins in a block."""
+    """One layer on both sides; ``from_at`` and ``at`` are the offsets of its page in a block."""
 
     theirs: LayerGeometry
     ours: LayerGeometry
@@ -300,8 +311,11 @@ class _Pair:
             yield self._copy(shape, (there, from_head, from_token), (here, head, token))
 
     def _overlaps(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """(kernel block there, its first unit, kernel block here, its first unit, units) for what
-        both have: ids are expanded with the ratio of the side that they belong to."""
+        """The common units of both sides as (kernel block there, its first unit, kernel block here,
+        its first unit, units).
+
+        Ids are expanded with the ratio of the side that they belong to.
+        """
         blocks_there = expand_blocks(
             range(self.their_group.chunk_blocks), self.theirs.kernel_blocks
         )
@@ -336,7 +350,8 @@ class _Pair:
 def _place(
     layer: LayerGeometry, group: GroupGeometry, at: int, first: tuple[int, int, int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Where a unit lies in a chunk, and the strides of blocks, kernel blocks, heads and tokens."""
+    """The offset of a unit in a chunk, and the strides of blocks, kernel blocks, heads and
+    tokens."""
     kernel_block, head, token = first
     block, part = divmod(kernel_block, layer.kernel_blocks)
     step = layer.strides

@@ -1,1 +1,1 @@
-"""Groups, keys and prefix matching; where tensors lie. Only registration imports torch."""
+"""Groups, keys and prefix matching; the addresses of tensors. Only registration imports torch."""

@@ -1,6 +1,6 @@
 """The start-up checks of a model's geometry: what does not fit, and what would help.
 
-``build_layout`` checks a ``LayoutInput`` and answers the ``ModelLayout`` that the rest of the
+``build_layout`` checks a ``LayoutInput`` and returns the ``ModelLayout`` that the rest of the
 package works with. Every misfit of every group is listed in one error. A hint is a changed input
 together with the words that lead to it. It is printed only if the checks pass on that changed
 input; hints that help only together are tried together.
@@ -57,9 +57,8 @@ class LayoutInput:
 
     ``scheduler_tokens`` is vLLM's scheduler block size (its hits are multiples of it).
     ``chunk_blocks`` is the configured number of blocks per chunk. ``context_parallel`` is the
-    product of the decode and prefill context parallel sizes, ``pipeline_parallel`` the stages that
-    the layers are spread over. ``max_tokens`` is the model's context
-    length, 0 if it is not known.
+    product of the decode and prefill context parallel sizes, ``pipeline_parallel`` the number of
+    stages of the layers. ``max_tokens`` is the model's context length, 0 if unknown.
     """
 
     groups: tuple[GroupInput, ...]
@@ -74,7 +73,7 @@ class LayoutInput:
 
     @property
     def taking_part(self) -> tuple[GroupInput, ...]:
-        """The groups that are to be offloaded."""
+        """The groups to offload."""
         return tuple(group for group in self.groups if not group.skipped)
 
 
@@ -107,10 +106,11 @@ def alignment_of(given: LayoutInput) -> int:
 def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
     """Blocks per chunk of one group.
 
-    A state is one block: it is never joined with others. Beside states no chunk may end apart from
-    the states' blocks: vLLM keeps few states of a prompt, often the last one only, so hits must be
-    able to end at each. A window's chunk is not larger than what vLLM keeps: the first blocks of a
-    larger one would be freed before its last block is full.
+    A state is one block and is never joined with others. If there are states, chunks of other
+    groups must end at the ends of the states' blocks: vLLM keeps few states of a prompt, often only
+    the last one, so hits must be able to end at each of them. A window's chunk is not larger than
+    the range that vLLM keeps: the first blocks of a larger one would be freed before its last block
+    is full.
     """
     if group.kind == STATE or group.block_tokens < 1:
         return 1
@@ -150,7 +150,9 @@ def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
 @dataclass(frozen=True, slots=True)
 class Misfit:
     """One offender: ``unsupported`` kinds cannot be offloaded, others do not fit together.
-    ``cause`` is set where other misfits may follow from this one (see ``Hint.cures``)."""
+
+    ``cause`` is set if other misfits may follow from this one (see ``Hint.cures``).
+    """
 
     text: str
     unsupported: bool = False
@@ -159,11 +161,11 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Words for the user, and the input that following them leads to.
+    """Words for the user, and the input that results from following them.
 
-    ``flags`` are what the words add to vLLM's command line. ``changed`` is what these checks take
-    vLLM to make of them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the one cause that is
-    taken away.
+    ``flags`` are the words' additions to vLLM's command line. ``changed`` is the input that these
+    checks expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the
+    one cause that is removed.
     """
 
     text: str
@@ -187,7 +189,7 @@ def raise_if_bad(given: LayoutInput) -> None:
 
 
 def find_misfits(given: LayoutInput) -> list[Misfit]:
-    """Everything that stands against offloading, in the order of the groups."""
+    """Everything that prevents offloading, in the order of the groups."""
     misfits = [misfit for group in given.taking_part for misfit in _kind_misfits(group)]
     misfits += _parallel_misfits(given)
     if not given.taking_part:
@@ -199,8 +201,10 @@ def find_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def helping_hints(given: LayoutInput) -> list[Hint]:
-    """The hints after any one of which all checks pass; where none is enough, those two that are
-    together, as one; empty if none is."""
+    """The hints that each make all checks pass.
+
+    If none does, those two that do so together, as one hint; empty if no two do.
+    """
     hints = [hint for hint in _single_hints(given) if not find_misfits(hint.changed)]
     if hints:
         return hints
@@ -213,7 +217,7 @@ def helping_hints(given: LayoutInput) -> list[Hint]:
 
 
 def hint_lines(hints: Sequence[Hint]) -> list[str]:
-    """One line that names all of them; none without hints."""
+    """One line with all of them; none without hints."""
     texts = [hint.text for hint in hints]
     if texts and all(text.startswith(START_WITH) for text in texts):
         return [START_WITH + " or ".join(text.removeprefix(START_WITH) for text in texts)]
@@ -221,7 +225,7 @@ def hint_lines(hints: Sequence[Hint]) -> list[str]:
 
 
 def _kind_misfits(group: GroupInput) -> list[Misfit]:
-    """Reasons that lie in the group's kind alone."""
+    """Misfits of the group's kind alone."""
     if group.refused:
         return [Misfit(f"{group.name}: {group.refused}", unsupported=True)]
     if not group.kind:
@@ -261,7 +265,7 @@ def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
-    """A chunk that cannot be, or hits so coarse that no request is long enough for one."""
+    """Chunks of an impossible size, or hits so coarse that no request is long enough for one."""
     if given.chunk_blocks < 1:
         return [Misfit(f'"chunk_blocks" must be at least 1, it is {given.chunk_blocks}')]
     smallest = alignment_of(given)
@@ -276,7 +280,7 @@ def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
-    """Where this group's block size does not fit the sizes of hash, scheduler and chunk."""
+    """Misfits between this group's block size and the sizes of hash, scheduler and chunk."""
     block, misfits = group.block_tokens, []
     if group.unaligned_state or group.refused or not group.kind:
         return []
@@ -300,7 +304,7 @@ def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
 
 
 def _single_hints(given: LayoutInput) -> list[Hint]:
-    """Every single change that could help; whether it does is for the caller to try."""
+    """Every single change that could help; the caller checks whether it does."""
     hints = [_aligned_states(given), _finer_hash(given), _smaller_chunk(given)]
     hints += [_no_context_parallel(given), _no_pipeline(given)]
     hints += [_no_token_scales(given, dtype) for dtype in ("auto", "fp8")]

@@ -1,7 +1,7 @@
-"""The geometry of a model's KV caches, as plain numbers: what a group needs to go on at a token.
+"""The geometry of a model's KV caches as plain numbers: what a group needs to resume at a token.
 
-Nothing here knows vLLM or torch. ``offload.layout.checks.build_layout`` makes a ``ModelLayout``
-from what ``offload.connector.model.layout`` or the in-process API found.
+Does not know vLLM or torch. ``offload.layout.checks.build_layout`` makes a ``ModelLayout`` from the
+findings of ``offload.connector.model.layout`` or the in-process API.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ STATE = "state"
 class GroupLayout:
     """One KV cache group that is offloaded.
 
-    ``group`` is vLLM's group id. ``kind`` is the restore rule; ``spec`` is vLLM's name of the
-    kind, for messages. ``block_tokens`` are the tokens that one block covers (all context
-    parallel ranks together). ``block_bytes`` is the sum of the layers' pages without padding on
-    this rank; 0 where only the token geometry is known.
+    ``group`` is vLLM's group id. ``kind`` is the restore rule; ``spec`` is vLLM's name of the kind,
+    for messages. ``block_tokens`` are the tokens that one block covers (all context parallel ranks
+    together). ``block_bytes`` is the sum of the layers' pages without padding on this rank; 0 if
+    only the token geometry is known.
 
-    To go on at token ``b`` a group needs its blocks from ``tail_start(b)`` to ``b``:
+    To resume at token ``b`` a group needs its blocks from ``tail_start(b)`` to ``b``:
 
     * full: all of them;
     * window: the last ``window_tokens`` tokens, or, for chunked local attention, those from
       the last multiple of ``span_tokens``;
     * state: the block that ends at ``b``.
 
-    The last position of a draft model's KV depends on the token after it, so a draft group's
-    chunk counts only where the chunk after it is there too.
+    The last position of a draft model's KV depends on the token after it, so a draft group's chunk
+    counts only if the chunk after it is there too.
     """
 
     group: int
@@ -56,7 +56,7 @@ class GroupLayout:
         return self.chunk_blocks * self.block_bytes
 
     def tail_start(self, boundary_tokens: int) -> int:
-        """First token whose KV is needed to go on at ``boundary_tokens``."""
+        """First token whose KV is needed to resume at ``boundary_tokens``."""
         if self.kind == FULL:
             return 0
         if self.span_tokens:
@@ -77,7 +77,7 @@ class ModelLayout:
     skipped: tuple[str, ...] = ()
 
     def with_block_bytes(self, block_bytes: Mapping[int, int]) -> ModelLayout:
-        """The same layout with the bytes per block that a worker found, by group id."""
+        """The same layout with the block sizes in bytes that a worker found, by group id."""
         groups = [replace(g, block_bytes=block_bytes[g.group]) for g in self.groups]
         return replace(self, groups=tuple(groups))
 
@@ -88,6 +88,6 @@ class ModelLayout:
 
 
 def recorded_group(layout: ModelLayout) -> GroupLayout:
-    """The group whose chunks stand for a prompt in a trace: one that keeps every token, if there
-    is one."""
+    """The group whose chunks represent a prompt in a trace: one that keeps every token, if there is
+    one."""
     return next((group for group in layout.groups if group.kind == FULL), layout.groups[0])

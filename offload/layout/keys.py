@@ -1,8 +1,8 @@
 """Keys of chunks.
 
-A key is the block hash at the chunk's end followed by the group id (4 bytes, big-endian), so a
-key exists where a block ends on a hash boundary. vLLM's block hash covers the whole prefix, the
-cache salt, the adapter's name and the media of the prompt; we never derive our own from tokens.
+A key is the block hash at the chunk's end followed by the group id (4 bytes, big-endian), so a key
+exists where a block ends on a hash boundary. vLLM's block hash covers the whole prefix, the cache
+salt, the adapter's name and the media of the prompt; kvtiers never derives hashes from tokens.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ def group_of(key: bytes) -> int:
 
 
 def groups_of(column: KeyColumn) -> npt.NDArray[np.uint32]:
-    """The groups that these keys belong to. Keys are longer than a group."""
+    """The groups that these keys belong to. Keys are longer than a group suffix."""
     rows = column.view(np.uint8).reshape(column.size, column.itemsize)
     return rows[:, -GROUP_BYTES:].copy().view(">u4")[:, 0].astype(np.uint32)
 
 
 def joined(columns: Iterable[KeyColumn]) -> tuple[KeyColumn, ...]:
-    """The same keys in the same order in as few columns as their lengths allow: mostly in one."""
+    """The same keys in the same order, in as few columns as their lengths allow: usually one."""
     filled = (column for column in columns if column.size)
     found = [list(same) for _, same in itertools.groupby(filled, lambda column: column.itemsize)]
     return tuple(same[0] if len(same) == 1 else np.concatenate(same) for same in found)
 
 
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int]]:
-    """All keys in one piece, and their lengths (one number if they are all the same, but not 0: it
-    would not say how many there are)."""
+    """Pack all keys into one piece.
+
+    Returns it with their lengths: one number if they are all equal and not 0, because 0 would not
+    tell how many there are.
+    """
     lengths = set(map(len, keys))
     are_alike = len(lengths) == 1 and 0 not in lengths
     return b"".join(keys), list(lengths) if are_alike else list(map(len, keys))
@@ -71,9 +74,9 @@ def chunk_keys(
 ) -> list[bytes]:
     """Keys of the whole chunks ``[first_chunk, end_chunk)`` of one group (``None``: all).
 
-    ``block_hashes`` are vLLM's, one per hash block; a chunk spans ``hashes_per_chunk`` of them
-    and takes the hash at its end. ``identity`` is what vLLM's hash does not know (the content of
-    a LoRA adapter); it is digested into the key.
+    ``block_hashes`` are vLLM's, one per hash block; a chunk spans ``hashes_per_chunk`` of them and
+    takes the hash at its end. ``identity`` is the content that vLLM's hash does not cover (of a
+    LoRA adapter); it is digested into the key.
     """
     suffix = group_suffix(group)
     end = None if end_chunk is None else end_chunk * hashes_per_chunk

@@ -1,4 +1,5 @@
-"""The part of a ``kv_cache_config`` that the in-process API reads, and classes to make one."""
+"""The attributes of a ``kv_cache_config`` that the in-process API reads, and classes to make
+one."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from typing import Any, Protocol
 
 
 class KvCacheSpec(Protocol):
-    """The spec of a group, as far as it is read. A spec with a mapping ``kv_cache_specs`` holds one
-    spec per layer (vLLM's ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes``
-    has padded pages."""
+    """The attributes of a group's spec that are read.
+
+    A spec with a mapping ``kv_cache_specs`` holds one spec per layer (vLLM's
+    ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has padded pages.
+    """
 
     @property
     def block_size(self) -> int:
@@ -22,7 +25,7 @@ class KvCacheSpec(Protocol):
 
 
 class KvCacheGroup(Protocol):
-    """A group, as far as it is read: its layers and their spec."""
+    """The attributes of a group that are read: its layers and their spec."""
 
     @property
     def layer_names(self) -> Sequence[str]: ...
@@ -32,7 +35,7 @@ class KvCacheGroup(Protocol):
 
 
 class KvCacheConfig(Protocol):
-    """A ``kv_cache_config``, as far as it is read. vLLM's class has these attributes."""
+    """The attributes of a ``kv_cache_config`` that are read. vLLM's class has them."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -1,13 +1,13 @@
 """Finds the longest restorable prefix, and the chunks that it needs. Pure; changes nothing.
 
-A boundary is a hit if every group can go on there: its chunks from ``tail_start`` to the
-boundary are present or lie before ``start_tokens``, which the GPU's own cache holds already. A
-draft group needs one chunk more as proof, which is not loaded. The answer equals vLLM's
+A boundary is a hit if every group can resume there: its chunks from ``tail_start`` to the boundary
+are present or lie before ``start_tokens``, which the GPU's own cache holds already. A draft group
+needs one chunk more as proof, which is not loaded. The result equals that of vLLM's
 ``find_longest_cache_hit``, which is the oracle of the tests; the largest common boundary is found
-as there, by letting each group lower the bound until none does.
+in the same way, by letting each group lower the bound until none does.
 
-Presence is asked in batches and kept as bytes, one per chunk (0 or 1), so that searching is done
-by ``bytes.find`` in C.
+Presence is queried in batches and kept as bytes, one per chunk (0 or 1), so that ``bytes.find``
+does the search in C.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from functools import partial
 from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
 
 BATCH = 512
-"""Chunks asked for at once: large enough for C speed, small enough to stop early at a miss."""
+"""Chunks per query: large enough for C speed, small enough to stop early at a miss."""
 
 PresentBatch = Callable[[Sequence[bytes]], bytes]
 """Presence of a batch of keys: one byte per key, 0 or 1."""
 
 RunEnd = Callable[[int, Sequence[bytes], int, int], int]
-"""Of a group (by its place in the layout) with these keys: the first chunk of ``[first, end)`` that
-is not present, or ``end``."""
+"""For a group (by its place in the layout) with these keys: the first chunk of ``[first, end)``
+that is not present, or ``end``."""
 
 
 def present_in(*containers: Container[bytes]) -> PresentBatch:
-    """Presence in any of the containers (tiers, from the nearest on)."""
+    """Presence in any of the containers (tiers, nearest first)."""
     if len(containers) == 1:
         contains = containers[0].__contains__
         return lambda keys: bytes(map(contains, keys))
@@ -39,8 +39,11 @@ def present_in(*containers: Container[bytes]) -> PresentBatch:
 
 
 def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], bool]]) -> bytes:
-    """Ask one container after the other, until all keys are found. Whole batches, joined as
-    numbers: that is C speed, and asking key by key for what is missing is not."""
+    """Query one container after another, until all keys are found.
+
+    Whole batches, combined as numbers, run at C speed; querying each missing key separately would
+    not.
+    """
     everything = int.from_bytes(b"\1" * len(keys))
     found = 0
     for contains in tests:
@@ -51,8 +54,11 @@ def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], boo
 
 
 def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | None:
-    """The first of these that is not present, if any. Of more than ``most`` only every nth is asked
-    for, and the ones around the first that is missing: small gaps may be overlooked."""
+    """The first of these that is not present, if any.
+
+    Of more than ``most``, only every nth is queried, and then those around the first missing one:
+    small gaps may be overlooked.
+    """
     nth = max(1, -(-len(keys) // most))
     gap = present(keys[::nth]).find(0)
     if gap < 0:
@@ -82,9 +88,9 @@ class PrefixMatcher:
     ) -> int:
         """The longest restorable prefix in tokens, at most ``limit_tokens``.
 
-        ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a
-        draft group may lie beyond the limit, but not for a model of one group (so does vLLM).
-        Answers ``start_tokens`` if nothing longer can be restored. ``run_end`` is asked instead of
+        ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a draft
+        group may lie beyond the limit, but not for a model of one group (vLLM does the same).
+        Returns ``start_tokens`` if nothing longer can be restored. ``run_end`` is used instead of
         ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
@@ -141,8 +147,8 @@ class PrefixMatcher:
     def load_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
         """Chunks of each group to load so that tokens up to ``hit_tokens`` need no computing.
 
-        The proof chunk of a draft group is not among them. The first chunk may be wanted in
-        part only: see ``block_ranges``.
+        The proof chunk of a draft group is not among them. The first chunk may be needed only in
+        part: see ``block_ranges``.
         """
         return tuple(
             _needed(group, start_tokens, hit_tokens, group.chunk_tokens)
@@ -150,8 +156,11 @@ class PrefixMatcher:
         )
 
     def block_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
-        """Blocks of each group to fill, by position in the block table: ``load_ranges`` without
-        what lies before the window or in the GPU's cache already."""
+        """Blocks of each group to fill, by position in the block table.
+
+        These are the blocks of ``load_ranges`` without those before the window or in the GPU's
+        cache already.
+        """
         return tuple(
             _needed(group, start_tokens, hit_tokens, group.block_tokens)
             for group in self.layout.groups
@@ -171,8 +180,11 @@ class PrefixMatcher:
         return found
 
     def reachable(self, group: GroupLayout, chunk: int) -> bool:
-        """True if this chunk can ever serve a hit. Chunks far from any aligned boundary cannot:
-        states between boundaries, and what lies before the window of the next boundary."""
+        """True if this chunk can ever serve a hit.
+
+        Chunks far from any aligned boundary cannot: states between boundaries, and chunks before
+        the window of the next boundary.
+        """
         if group.kind == FULL:
             return True
         first, last = chunk * group.chunk_tokens, (chunk + 1) * group.chunk_tokens
@@ -191,8 +203,11 @@ def _needed(group: GroupLayout, start: int, boundary: int, unit: int) -> range:
 
 
 class _GroupLookup:
-    """Lowers a bound to the longest prefix that one group can restore, of its first ``count``
-    chunks. Bounds only fall, so the presence of each chunk is asked for at most once."""
+    """Lowers a bound to the longest prefix that one group can restore from its first ``count``
+    chunks.
+
+    Bounds only fall, so the presence of each chunk is queried at most once.
+    """
 
     def __init__(
         self,
@@ -230,7 +245,7 @@ class _GroupLookup:
         return tokens // self._alignment * self._alignment
 
     def _lower_full(self, bound: int) -> int:
-        """Presence without a gap from ``start`` on is looked up once, then only trimmed."""
+        """Look up presence without a gap from ``start`` on once; later calls only trim it."""
         size = self._layout.chunk_tokens
         if self._run_end < 0:
             end = bound // size + self._proof
@@ -247,7 +262,8 @@ class _GroupLookup:
         return end
 
     def _lower_tail(self, bound: int) -> int:
-        """From right to left: a missing chunk rules out every boundary whose tail holds it."""
+        """Go from right to left: a missing chunk rules out every boundary whose tail contains
+        it."""
         size = self._layout.chunk_tokens
         while bound > self._start:
             end = bound // size + self._proof
@@ -282,7 +298,7 @@ class _GroupLookup:
             self._ask_down_to(self._flags_from - 1, end)
 
     def _ask_down_to(self, low: int, end: int) -> None:
-        """Make ``flags`` cover ``[low, end)``, asking whole batches below what is known."""
+        """Make ``flags`` cover ``[low, end)``, querying whole batches below the known range."""
         if self._flags_from < 0:
             self._flags_from = end
         if low >= self._flags_from:

@@ -1,9 +1,9 @@
-"""From KV cache tensors to byte regions: where every layer's pages lie.
+"""Turns KV cache tensors into byte regions: the addresses of every layer's pages.
 
-Nothing is read from what a shape means: MLA and GQA tensors mean different things by
-``shape[-2]``, and a kernel may see a block as several kernel blocks. Dimension 0 counts blocks or
-kernel blocks; everything behind it is the page, which is cut into runs of adjacent bytes by its
-strides. A page is one run in most layouts, one run per head where heads lie outside blocks.
+The meaning of a shape is not interpreted: MLA and GQA tensors use ``shape[-2]`` differently, and a
+kernel may see a block as several kernel blocks. Dimension 0 counts blocks or kernel blocks; the
+other dimensions are the page, which is cut into runs of adjacent bytes by its strides. A page is
+one run in most layouts, and one run per head if heads lie outside blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Registration:
 
     @property
     def device(self) -> torch.device:
-        """Where the KV caches lie."""
+        """The device of the KV caches."""
         return self.tensors[0].device
 
 

@@ -1,9 +1,9 @@
-"""The keys of a request's chunks, made as they are asked for.
+"""The keys of a request's chunks, made on first use.
 
-A prompt of 131,072 tokens has 8,192 chunks in every group: making their keys is most of a
-millisecond of vLLM's scheduler thread and about as much memory as vLLM's own hashes of it. Of a new
-prompt only the first few are ever asked for before it is computed, of one whose beginning lies in
-vLLM's own cache those behind it, and of a sliding window those at its end.
+A prompt of 131,072 tokens has 8,192 chunks in every group. Making their keys takes most of a
+millisecond of vLLM's scheduler thread and about as much memory as vLLM's hashes of it. But few keys
+are needed before the prompt is computed: the first ones of a new prompt, those behind the part in
+vLLM's cache, and the last ones for a sliding window.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from offload.errors import InvariantError
 from offload.layout.keys import chunk_keys
 
 PAGE = 256
-"""Keys that are made in order: asking for one makes those before it in its page, and no other."""
+"""Number of keys that are made together: asking for one makes those before it in its page, and no
+others."""
 
 
 class RequestKeys(Sequence[bytes]):
     """The keys of one group's chunks, in prefix order; see ``offload.layout.keys.chunk_keys``.
 
-    vLLM's list of block hashes is kept, not copied: ``grow`` says how much of it counts. A session
-    that goes on replaces only hashes of tokens that were never part of a step, which nobody has
-    asked for. What was asked for once is kept: a key knows its own hash then.
+    vLLM's list of block hashes is kept, not copied: ``grow`` says how much of it counts. A resumed
+    session replaces only hashes of tokens that were never part of a step, whose keys were never
+    requested. Keys that were made are kept, with their hashes in them.
     """
 
     __slots__ = ("_count", "_group", "_hashes", "_identity", "_keys", "_made", "_per_chunk")
@@ -34,22 +35,23 @@ class RequestKeys(Sequence[bytes]):
         self._identity = identity
         self._hashes: Sequence[bytes] = ()
         self._count = 0
-        self._keys: list[bytes] = []  # empty where they are not made
-        self._made: dict[int, int] = {}  # of each page so many, its first
+        self._keys: list[bytes] = []  # empty if not made
+        self._made: dict[int, int] = {}  # the number of keys made in each page
 
     def grow(self, block_hashes: Sequence[bytes]) -> None:
-        """These are the request's hashes now: all of its whole chunks have keys."""
+        """Set the request's current hashes: all of its whole chunks have keys."""
         self._hashes = block_hashes
         self._count = len(block_hashes) // self._per_chunk
 
     def frozen(self, count: int) -> RequestKeys:
-        """The first ``count`` keys, which nothing changes any more: also for another thread."""
+        """The first ``count`` keys, which never change again, so another thread may read them."""
         found = RequestKeys(self._group, self._per_chunk, self._identity)
         found.grow(self._hashes[: min(count, self._count) * self._per_chunk])
         return found
 
     def make(self, end: int, most: int) -> int:
-        """Make up to ``most`` of the first ``end`` keys ahead, or all; how many were made."""
+        """Make up to ``most`` of the first ``end`` keys ahead, or all; returns how many were
+        made."""
         end, left = min(end, self._count), most
         for page in range(-(-end // PAGE)):
             wanted = min(PAGE, end - page * PAGE, self._made.get(page, 0) + left)
@@ -57,8 +59,8 @@ class RequestKeys(Sequence[bytes]):
         return most - left
 
     def first(self, count: int) -> Sequence[bytes]:
-        """The first ``count`` keys, which the caller does not change: not copied if it is all of a
-        request that has ended."""
+        """The first ``count`` keys, which the caller must not change: the list is not copied if it
+        has all keys of a request that has ended."""
         self._ask(0, min(count, self._count))
         return self._keys if count >= len(self._keys) else self._keys[:count]
 
@@ -84,19 +86,19 @@ class RequestKeys(Sequence[bytes]):
         return self._keys[first:end]
 
     def _ask(self, first: int, end: int) -> None:
-        """The keys ``[first, end)`` are needed."""
+        """Make the keys ``[first, end)`` available."""
         for page in range(first // PAGE, -(-end // PAGE)):
             self._make(page, min(PAGE, end - page * PAGE))
 
     def _make(self, page: int, count: int) -> int:
-        """Make the first ``count`` keys of a page; how many were not made before."""
+        """Make the first ``count`` keys of a page; returns how many of them are new."""
         made = self._made.get(page, 0)
         if made >= count:
             return 0
         first, end = page * PAGE + made, page * PAGE + count
         found = chunk_keys(self._hashes, self._group, self._per_chunk, first, self._identity, end)
         if len(found) != end - first:
-            raise InvariantError(f"hashes of chunks {first} to {end} have gone")
+            raise InvariantError(f"the hashes of chunks {first} to {end} are no longer available")
         self._keys += [b""] * (first - len(self._keys))
         self._keys[first:end] = found
         self._made[page] = count

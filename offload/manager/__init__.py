@@ -1,6 +1,6 @@
 """``OffloadManager``: offloading for one process as an asyncio API, without vLLM.
 
-It drives the planner, executor and tiers of the connector by ``await`` instead of by a scheduler's
+It drives the planner, executor and tiers of the connector with ``await`` instead of a scheduler's
 steps. One manager serves one rank. It belongs to the loop on which it was opened; call all methods
 on that loop.
 """
@@ -67,7 +67,7 @@ class OffloadManager:
         self._loads: dict[str, asyncio.Future[bool]] = {}
         self._storing: dict[bytes, asyncio.Future[JobResult]] = {}
         self._moved = asyncio.Event()
-        self._is_due = False  # a look at what has ended
+        self._is_due = False  # a look at ended work
         self._faults = Tally()
         self._is_broken = self._is_closing = False
         self._closing: asyncio.Task[None] | None = None
@@ -105,7 +105,7 @@ class OffloadManager:
         config: Mapping[str, Any] | OffloadConfig | None,
         tiers: Sequence[Tier],
     ) -> OffloadManager:
-        """``open``; ``undo`` learns how to release what each step has made."""
+        """Open everything; ``undo`` receives the release of each step's resources."""
         settings = in_process_settings(config, len(tiers))
         registration = register_kv_caches(
             kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
@@ -152,7 +152,7 @@ class OffloadManager:
             self._storing |= dict.fromkeys(fresh, job)
         stored = {*own, *(self._storing[key] for key in run.keys[:end] if key in self._storing)}
         await settled(asyncio.gather(*own, return_exceptions=True))
-        if stored:  # also by others, who read other blocks
+        if stored:  # also by callers that read other blocks
             await asyncio.wait(stored)
         for job in stored:
             job.result()
@@ -213,7 +213,7 @@ class OffloadManager:
         """
         self._check_open()
         if not await self._ends(self._flushed(), timeout_s):
-            raise TimeoutError(f"kvtiers: a tier has not done its work within {timeout_s:g} s")
+            raise TimeoutError(f"kvtiers: a tier has not finished its work within {timeout_s:g} s")
 
     async def reset(self, timeout_s: float = 60.0) -> None:
         """Forget everything at once, in every tier, durably: the weights have changed.
@@ -273,16 +273,16 @@ class OffloadManager:
         return gap if gap >= 0 else len(keys)
 
     def _pump(self) -> StepPlan:
-        """Send what is planned to the executor."""
+        """Send planned work to the executor."""
         plan = None
         for _ in range(0 if self._is_broken else STEP_ATTEMPTS):
             self.planner.tick(self._loop.time())
             try:
                 plan = self.planner.step()
                 break
-            except Exception as error:  # from an operation that has ended: go on with the others
+            except Exception as error:  # from an operation that has ended: continue with the others
                 self._note_fault(error)
-        if plan is None:  # it is not sent later either: the calls that raise this own its blocks
+        if plan is None:  # it is never sent: the calls that raise this own its blocks
             self._is_broken = True
             raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
         for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:
@@ -291,9 +291,11 @@ class OffloadManager:
         return plan
 
     def _notice(self) -> None:
-        """Schedule ``_take_in``: something has ended. A callback, not a task, because a loop that
-        is about to end cancels all tasks, and a caller that waits for a copy must still learn
-        of its end."""
+        """Schedule ``_take_in``, because something has ended.
+
+        It is a callback, not a task, because a loop that is about to end cancels all tasks, and a
+        caller that waits for a copy must still learn of its end.
+        """
         if not self._is_due:
             self._is_due = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -306,7 +308,7 @@ class OffloadManager:
         try:
             self.planner.tick(self._loop.time())
             self.planner.complete(drained.report)
-        except Exception as error:  # of one operation: callers of the others need their results
+        except Exception as error:  # one operation failed; callers of the others need their results
             self._note_fault(error)
         for job, result in drained.report.results.items():
             future = self._jobs.pop(job, None)
@@ -336,8 +338,10 @@ class OffloadManager:
         await self._executor.settle()
 
     async def _ends(self, work: Coroutine[Any, Any, None], timeout_s: float) -> bool:
-        """Returns True if this ends within ``timeout_s``. Raises ``ManagerClosedError`` if the
-        manager was closed meanwhile."""
+        """Return True if this ends within ``timeout_s``.
+
+        Raises ``ManagerClosedError`` if the manager was closed meanwhile.
+        """
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[None]] = {task, self._released}
         try:
@@ -353,17 +357,17 @@ class OffloadManager:
 
     async def _close(self, flush_s: float, timeout_s: float) -> None:
         """Release everything. If it was cancelled, call it again."""
-        try:  # chunks that are not written in time are missing after a restart, nothing else
+        try:  # chunks that are not written in time are misses after a restart, nothing worse
             if flush_s:
                 await self._ends(self._flushed(), flush_s)
             await self._executor.aclose(timeout_s)
             self._slab.close()
-        except Exception as error:  # nobody may wait forever because something does not close
+        except Exception as error:  # no call may wait forever because a part does not close
             self._note_fault(error)
         self._released.set_result(None)
         self._take_in()
         waited_for: list[asyncio.Future[Any]] = [*self._jobs.values(), *self._loads.values()]
         for future in waited_for:
             future.set_exception(ManagerClosedError("kvtiers: the OffloadManager was closed"))
-            future.exception()  # marks it as retrieved: perhaps nobody waits for it
+            future.exception()  # marks it as retrieved, because perhaps no call waits for it
         self._moved.set()

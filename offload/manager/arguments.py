@@ -79,8 +79,10 @@ def wanted_run(
     chunk_blocks: Mapping[int, int],
     num_blocks: int,
 ) -> ChunkBatch:
-    """The chunks that a call is about; ``chunk_blocks`` are the blocks of a chunk by group. Raises
-    ``ValueError`` that names everything wrong with the call."""
+    """The chunks of a call; ``chunk_blocks`` are the blocks of a chunk by group.
+
+    Raises ``ValueError`` that names everything wrong with the call.
+    """
     if group not in chunk_blocks:
         raise ValueError(f"there is no group {group!r}: groups are {sorted(chunk_blocks)}")
     problems = _key_problems(keys)
@@ -116,7 +118,7 @@ def _key_problems(keys: Sequence[bytes]) -> list[str]:
 
 
 def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...], list[str]]:
-    """Block ids as integers, whatever kind of integers they are; and what is wrong with them."""
+    """The block ids as integers, whatever integer type they have, and the problems with them."""
     found: list[int] = []
     others = []
     for block in block_ids:

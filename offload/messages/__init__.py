@@ -1,1 +1,1 @@
-"""Plans and reports, which cross between processes. Plain values."""
+"""Plans and reports, which travel between processes. Plain values."""

@@ -17,7 +17,7 @@ import msgspec
 from offload.layout.keys import pack_keys, unpack_keys
 
 STAGED = -1
-"""Slot of a load item that only passes through a staging buffer of the worker."""
+"""Slot of a load item that only passes through one of the worker's staging buffers."""
 IN_SLAB = -1
 """Tier of a load item whose bytes are in its slot already, or are being read into it."""
 
@@ -28,10 +28,10 @@ _ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 
 
 class StoreJob:
-    """Copy chunks of one group from GPU blocks into slots: the i-th of as many equal parts of
-    ``blocks`` goes to ``slots[i]``.
+    """Copies chunks of one group from GPU blocks into slots.
 
-    Travels as ``LoadJob`` does.
+    ``blocks`` has equal parts: the i-th part goes to ``slots[i]``. It travels in the same way as
+    ``LoadJob``.
     """
 
     __slots__ = ("_rows", "group", "job")
@@ -43,7 +43,7 @@ class StoreJob:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """GPU blocks of all chunks, one after the other."""
+        """GPU blocks of all chunks, one after another."""
         return self._thawed()[0]
 
     @property
@@ -74,10 +74,10 @@ def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class DigestJob:
-    """Digest chunks of one group as they are in the KV cache (`offload.worker.verify`); not
+    """Digests chunks of one group as they are in the KV cache (`offload.worker.verify`); not
     answered.
 
-    ``blocks`` as in ``StoreJob``. ``early``: they were complete before this step, whose forward
+    ``blocks`` is as in ``StoreJob``. ``early``: they were complete before this step, whose forward
     pass may overwrite them.
     """
 
@@ -88,9 +88,10 @@ class DigestJob:
 
 
 class LoadItem(NamedTuple):
-    """One chunk of a load. ``tier`` is where to read it first (``IN_SLAB``: no read);
-    ``slot`` is where it lies or passes (``STAGED``: a buffer of the worker's own).
-    Blocks below 0 are not wanted.
+    """One chunk of a load.
+
+    ``tier`` is where to read it first (``IN_SLAB``: no read); ``slot`` is where it lies or passes
+    (``STAGED``: one of the worker's buffers). Blocks below 0 are not wanted.
 
     A tuple, because a long prompt has thousands of them, which are made, pickled and unpickled on
     vLLM's threads: a dataclass takes 30 times as long there.
@@ -173,14 +174,14 @@ _PACKED = msgspec.msgpack.Decoder(Packed)
 
 
 class LoadJob:
-    """Restore chunks for one request. Good only if every item is.
+    """Restores chunks for one request. It succeeds only if every item does.
 
     A long load is sent part by part, in later plans: ``part`` counts from 0, and the load is over
-    only after the one that ``is_last``. All parts are one job, which is answered once.
+    only after the part that ``is_last``. All parts are one job, which is answered once.
 
-    A probe is a load without a request, whose items name no blocks: it only reads. The items are
-    made when somebody first asks for them, which is the worker's loop, not vLLM's threads; until
-    then what came from another process stays the bytes that it came as.
+    A probe is a load without a request, whose items name no blocks: it only reads. Items are made
+    on first use, which is on the worker's loop, not on vLLM's threads; until then a plan from
+    another process stays in bytes.
     """
 
     __slots__ = ("_chunks", "_items", "is_last", "job", "part", "request")
@@ -231,8 +232,10 @@ _load_item = partial(tuple.__new__, LoadItem)  # without the Python function tha
 
 
 class Keys(Sequence[bytes]):
-    """Keys of a plan. They are one piece while they travel, and on vLLM's threads; the first access
-    separates them."""
+    """Keys of a plan.
+
+    They are one piece while they travel, and on vLLM's threads; the first access separates them.
+    """
 
     __slots__ = ("_keys", "_lengths")
 
@@ -274,7 +277,8 @@ class Keys(Sequence[bytes]):
 
 
 class WriteThroughJob:
-    """Write chunks from ``slots`` to a lower tier, by key. Travels as ``LoadJob`` does."""
+    """Writes chunks from ``slots`` to a lower tier, by key. It travels in the same way as
+    ``LoadJob``."""
 
     __slots__ = ("_slots", "group", "job", "keys", "tier")
 
@@ -331,13 +335,13 @@ def _unpack_question(
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the workers have to do because of one scheduler step.
+    """The work of all workers for one scheduler step.
 
-    ``fence`` names store jobs whose source blocks are given away in this step: they must have
-    read them before the step's forward pass. ``reset`` orders a reset of everything first;
-    ``epochs`` are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have
-    no place in that order. ``digests`` are only there with ``"verify": "device"``. ``idle``: no
-    forward pass in this step.
+    ``fence`` names store jobs whose source blocks get new content in this step: they must have read
+    them before the step's forward pass. ``reset`` orders a reset of everything first; ``epochs``
+    are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have no place in
+    that order. ``digests`` are only there with ``"verify": "device"``. ``idle``: no forward pass in
+    this step.
     """
 
     stores: tuple[StoreJob, ...] = ()

@@ -1,5 +1,8 @@
-"""Reports of a rank to the scheduler: its state after the start, and then, step by step, the ends
-of its jobs and the health of its tiers."""
+"""Reports of a rank to the scheduler.
+
+The first is its state after the start. Then come, step by step, the ends of its jobs and the health
+of its tiers.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from tiers.base import KeyColumn
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """How operations of one lower tier went: those that did their work in time, and those that
-    failed or were late; how often the tier has lost all its records; and the keys of records that
-    it has found damaged without anybody having asked for them."""
+    """Results of operations of one lower tier.
+
+    Counted are operations that succeeded in time, those that failed or were late, and how often the
+    tier has lost all its records. ``damaged`` has the keys of records that were found damaged by
+    the tier itself, not by a read.
+    """
 
     reads_good: int = 0
     reads_failed: int = 0
@@ -37,13 +43,13 @@ class Observed:
 
 @dataclass(slots=True)
 class JobResult:
-    """How one job ended on the ranks that have answered so far.
+    """The result of one job on the ranks that have answered so far.
 
-    ``bad`` are the keys that failed. For a load ``lost`` is the part of ``bad`` that its tier
-    does not hold intact any more (missing or ``corrupt``): those keys are to be forgotten;
-    ``late`` says that it took longer than its request was to wait, and ``seconds`` how long it
-    took on the slowest rank. ``wrong`` are keys whose bytes were not what was computed
-    (`offload.worker.verify`), wherever they came from: no tier may give them again.
+    ``bad`` are the keys that failed. For a load, ``lost`` is the part of ``bad`` that its tier does
+    not hold intact any more (missing or ``corrupt``): those keys must be forgotten. ``late`` says
+    that it took longer than its request may wait, and ``seconds`` how long it took on the slowest
+    rank. ``wrong`` are keys whose bytes differ from those computed (`offload.worker.verify`),
+    wherever they came from: no tier may provide them again.
     """
 
     ranks: int = 1
@@ -78,7 +84,7 @@ class PresenceReply:
     ranks: int = 1
 
     def merge(self, other: PresenceReply) -> PresenceReply:
-        """The answer of both: a chunk is there for every rank or not at all."""
+        """Combine two replies: a chunk is present for every rank or not at all."""
         ranks = self.ranks + other.ranks
         if self.present is None or other.present is None:
             return PresenceReply(None, ranks)
@@ -101,7 +107,7 @@ class StepReport:
         return not self.results and not self.tiers and not self.answers
 
     def see(self, tier: int, rank: int, seen: Observed) -> None:
-        """Add what a rank has seen of a tier."""
+        """Add a rank's observation of a tier."""
         mine = self.tiers.get((tier, rank))
         self.tiers[tier, rank] = mine.merge(seen) if mine else seen
 
@@ -120,17 +126,17 @@ class StepReport:
 
 
 def merged_answer(one: PresenceReply | None, other: PresenceReply) -> PresenceReply:
-    """An answer together with those that came before, if any did."""
+    """Combine an answer with the earlier ones, if there were any."""
     return other if one is None else one.merge(other)
 
 
 @dataclass(frozen=True, eq=False)
 class RankTier:
-    """One lower tier of one rank after it was opened. ``footprints`` are bytes by group id.
+    """One lower tier of one rank after it was opened.
 
-    ``keys`` are its records, least recently used first. They travel as columns, in one piece
-    unless their lengths differ: a million single objects take most of a second to pickle. A
-    ``shared`` tier lists none: the scheduler asks it instead.
+    ``footprints`` are bytes by group id. ``keys`` are its records, least recently used first. They
+    travel as columns, in one piece unless their lengths differ: a million single objects take most
+    of a second to pickle. A ``shared`` tier lists none: the scheduler queries it instead.
     """
 
     name: str
@@ -142,8 +148,11 @@ class RankTier:
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """Everything that a rank has opened before the first step: its part of the CPU tier, ``slots``
-    slots of ``slot_bytes`` each from ``first_slot`` on, and its lower tiers."""
+    """Everything that a rank has opened before the first step.
+
+    This is its part of the CPU tier, ``slots`` slots of ``slot_bytes`` each from ``first_slot`` on,
+    and its lower tiers.
+    """
 
     rank: int
     namespace: Namespace

@@ -1,1 +1,2 @@
-"""Namespaces on disk: owners of folders, manifests, epochs, inventory. Knows no running server."""
+"""Namespaces on disk: owners of folders, manifests, epochs, inventory. Does not know a running
+server."""

@@ -28,9 +28,9 @@ from tiers.folders.folder import try_flock
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
 CLAIM_WAIT_S = 0.2
-"""Longer than somebody who only asks whether a claim is held keeps it locked."""
+"""Longer than a process that only checks a claim keeps it locked."""
 OWNER_WAIT_S = 1.0
-"""Longer than between taking a claim and writing into it who did."""
+"""Longer than the time between taking a claim and writing the owner into it."""
 SHARERS_MAX = 64
 _CLAIM = re.compile(r"rank-[0-9]+(\.sharer-[0-9]+)?\.claim", re.ASCII)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -40,8 +40,11 @@ _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that uses a folder now. ``pid`` and ``engine`` are what it wrote about itself;
-    ``shares``: others may use it as well."""
+    """A process that uses a folder now.
+
+    ``pid`` and ``engine`` are what it wrote about itself; ``shares`` means that others may use the
+    folder as well.
+    """
 
     folder: str
     pid: int
@@ -61,8 +64,10 @@ def live_owners(root: str | Path) -> list[Owner]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
-    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``. With
-    ``may_lack_locks`` a file system without locks is no error: there nothing is held."""
+    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``.
+
+    With ``may_lack_locks``, a file system without locks is no error: there, nothing is locked.
+    """
     fd = _open_lock(folder / LOCK_NAME)
     try:
         if not _lock(fd, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
@@ -75,7 +80,7 @@ def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """A lock file, made if need be. Raises ``NamespaceError`` if something else lies there."""
+    """A lock file, created if necessary. Raises ``NamespaceError`` if something else lies there."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -90,7 +95,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
-    """Take an exclusive lock within ``wait_s`` seconds; whether that worked."""
+    """Take an exclusive lock within ``wait_s`` seconds; returns whether that worked."""
     try:
         return try_flock(fd, fcntl.LOCK_EX, wait_s)
     except OSError as error:
@@ -100,10 +105,11 @@ def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
 
 
 def claim_shared(path: Path, engine: str) -> int:
-    """Claim a folder beside others who share it, under a number of this process: ``path`` is where
-    one that does not share would claim it. The descriptor to close when done with it.
+    """Claim a folder that others share, under a number of this process.
 
-    Raises ``TierUnavailableError`` if one that does not share has it, or too many do.
+    ``path`` is the claim of a process that does not share. Returns the descriptor to close when
+    done. Raises ``TierUnavailableError`` if a process that does not share has the folder, or if too
+    many do.
     """
     owner = holder(path)
     if owner is not None:
@@ -127,7 +133,7 @@ def sharers(path: Path) -> list[Owner]:
 
 
 def claim(path: Path, engine: str) -> int:
-    """Claim ``path`` for this process; the descriptor to close when done with it.
+    """Claim ``path`` for this process; returns the descriptor to close when done.
 
     Raises ``TierUnavailableError`` that names the owner if another process has it.
     """
@@ -162,7 +168,8 @@ def holder(claim: Path) -> Owner | None:
     except OSError:
         return None
     try:
-        # A shared lock is enough to find out, and two that ask do not see each other as owners.
+        # A shared lock is enough to find out, and two processes that check do not see each other as
+        # owners.
         if not try_flock(fd, fcntl.LOCK_SH):
             return _settled_owner(fd, claim)
     except OSError as error:
@@ -187,20 +194,23 @@ def _engine(file: Path) -> Owner | None:
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:
-    """The owner of a held claim. One that has just taken it (the ranks of a server start together)
-    has not written yet, and what a dead one wrote may still be there: wait for it."""
+    """The owner of a held claim.
+
+    A process that has just taken it (the ranks of a server start together) has not written its name
+    yet, and the name of a dead one may still be there: wait for it.
+    """
     deadline = time.monotonic() + OWNER_WAIT_S
     owner = _read_owner(fd, path)
     while not (owner.pid and os.path.exists(f"/proc/{owner.pid}")):
         if time.monotonic() > deadline:
-            break  # of another container, say
+            break  # e.g. in another container
         time.sleep(0.01)
         owner = _read_owner(fd, path)
     return owner
 
 
 def _read_owner(fd: int, path: Path) -> Owner:
-    """Read what the owner wrote: our claims hold an object, the tiers' locks a bare pid."""
+    """Read the owner's entry: our claims hold an object, the tiers' locks a bare pid."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
         shares = ".sharer-" in path.name
@@ -212,9 +222,9 @@ def _read_owner(fd: int, path: Path) -> Owner:
 
 
 def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
-    """Every claim file below ``root``, or below its entry ``only``; held or not.
+    """Every claim file below ``root``, or below its entry ``only``, held or not.
 
-    What was moved aside may still be in use: its claims moved with it, and are found too.
+    A folder that was moved aside may still be in use: its claims moved with it, and are found too.
     """
     folders = [root / only if only else root]
     while folders:

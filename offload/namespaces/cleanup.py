@@ -1,8 +1,8 @@
-"""Other namespaces below a tier's path: how they differ, and removing them to make space.
+"""Other namespaces below a tier's path: how they differ, and how they are removed to make space.
 
-The configured capacity of a tier covers everything below its path, also what other models left
-there. A folder is renamed to ``.trash-<hex>`` before it is removed, so that nobody opens half of
-it. What cannot be deleted stays there and counts; the next start or ``clear`` tries again.
+The configured capacity of a tier covers everything below its path, including data of other models.
+A folder is renamed to ``.trash-<hex>`` before it is removed, so that no process opens half of it.
+Data that cannot be deleted stays there and counts; the next start or ``clear`` tries again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stored:
 
 
 class NotDeletedError(Exception):
-    """A namespace was removed, and not all of its files could be deleted; the message says why."""
+    """A namespace was removed, but some of its files could not be deleted; the message says why."""
 
     def __init__(self, folder: Path, why: str) -> None:
         self.folder = folder
@@ -56,9 +56,9 @@ class NotDeletedError(Exception):
 
 
 def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[Stored]:
-    """Everything of ours below ``root`` but ``keep``, least recently used first.
+    """Every kvtiers entry below ``root`` except ``keep``, least recently used first.
 
-    Includes what was moved aside. Links are neither followed nor counted.
+    Includes folders that were moved aside. Links are neither followed nor counted.
     """
     found = []
     for name in entries(Path(root)):
@@ -73,13 +73,13 @@ def remove_namespace(root: str | Path, name: str) -> bool:
     """Delete one entry of ``other_namespaces``; ``False`` if a live process uses it.
 
     Raises ``NotDeletedError`` if only a part of it could be deleted, ``ValueError`` if ``name`` is
-    no name of ours, and ``OSError``.
+    not a name of kvtiers, and ``OSError``.
     """
     if not (NAME.fullmatch(name) or QUARANTINE.fullmatch(name)):
         raise ValueError(f"not the name of a namespace: {name!r}")
     base = Path(root)
     with locked(base):
-        # Claims are taken under the same lock, so nobody can begin to use it in between.
+        # Claims are taken under the same lock, so no process can begin to use it in between.
         if any(holder(claim) for claim in claims_below(base, name)):
             return False
         trash = base / f".trash-{secrets.token_hex(8)}"
@@ -91,7 +91,7 @@ def remove_namespace(root: str | Path, name: str) -> bool:
 
 
 def delete_trash(folder: Path) -> None:
-    """Delete what a removal has left, as far as that is possible. Raises ``NotDeletedError``."""
+    """Delete the remains of a removal, as far as possible. Raises ``NotDeletedError``."""
     why = _delete(folder)
     if why:
         raise NotDeletedError(folder, why)
@@ -105,13 +105,13 @@ def make_room(
     note: Callable[[str], None] | None = None,
     wanted: Collection[str] = (),
 ) -> int:
-    """Remove the least recently used other namespaces until they take at most ``others_share``
-    of ``capacity``, and return the bytes that are left for ``keep``.
+    """Remove the least recently used other namespaces until they take at most ``others_share`` of
+    ``capacity``, and return the bytes that are left for ``keep``.
 
-    The configured capacity covers everything below the path, so a tier is opened with the
-    result as its capacity (divided by the ranks). Namespaces in use are left alone, and those that
-    are ``wanted``. Repeating it changes nothing, so every rank may call it and gets the same
-    answer. What cannot be deleted is warned of, and counts.
+    The configured capacity covers everything below the path, so a tier is opened with the result as
+    its capacity (divided by the ranks). Namespaces in use and ``wanted`` ones are left alone.
+    Repeating the call changes nothing, so every rank may make it and gets the same answer. Data
+    that cannot be deleted causes a warning, and counts.
     """
     base = Path(root)
     trash = [base / name for name in entries(base) if TRASH.fullmatch(name)]
@@ -136,7 +136,7 @@ def make_room(
 
 
 def _delete_or_warn(trash: Path) -> int:
-    """Delete trash; the bytes that are left of it."""
+    """Delete trash; returns the bytes that are left of it."""
     try:
         delete_trash(trash)
     except NotDeletedError as error:
@@ -148,8 +148,11 @@ def _delete_or_warn(trash: Path) -> int:
 def describe_neighbours(
     root: str | Path, namespace: Namespace, known: Collection[str] = ()
 ) -> list[str]:
-    """Why nothing below ``root`` fits ``namespace``: one line per differing field of the nearest
-    other namespace, with both values; nothing if there is none but those that are ``known``."""
+    """Explain why nothing below ``root`` matches ``namespace``.
+
+    One line per differing field of the nearest other namespace, with both values; empty if all
+    others are ``known``.
+    """
     base = Path(root)
     names = [name for name in entries(base) if NAME.fullmatch(name) and name not in known]
     names.sort(key=lambda name: -_mtime(base / name / MANIFEST_NAME))
@@ -158,7 +161,7 @@ def describe_neighbours(
         try:
             other = read_manifest(base / name)
         except NamespaceError:
-            continue  # the process that opens it says so
+            continue  # the process that opens it reports that
         differences = differing_fields(other, namespace) if other else []
         if differences and (nearest is None or len(differences) < len(nearest[1])):
             nearest = name, differences
@@ -172,8 +175,10 @@ def describe_neighbours(
 
 
 def _delete(path: Path) -> str:
-    """Delete a folder, a file or a link, whatever of it can be; the first thing that kept the rest
-    from it. Others may do the same at the same time."""
+    """Delete a folder, a file or a link as far as possible; returns the first error.
+
+    Other processes may do the same at the same time.
+    """
     troubles: list[str] = []
 
     def tried(remove: Callable[[str | Path], None], what: str | Path) -> None:

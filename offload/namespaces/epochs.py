@@ -12,7 +12,7 @@ from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import mount_point_of
 
 READ_ONLY_EPOCH = 1
-"""The epoch of a read-only tier after a reset; it has then forgotten everything."""
+"""The epoch of a read-only tier after a reset; the tier is then empty."""
 RANDOM_BITS = 30
 
 
@@ -29,8 +29,9 @@ def draw_epoch() -> int:
 class TierEpochs:
     """Begins the epochs of the tiers at ``paths``, which must exist, and remembers their disks.
 
-    ``shared`` are the numbers of shared tiers, whose epochs are kept nowhere. Tiers numbered beyond
-    the paths are read-only; their owners keep their epochs."""
+    ``shared`` are the numbers of shared tiers, whose epochs are stored nowhere. Tiers numbered
+    beyond the paths are read-only; their owners keep their epochs.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class TierEpochs:
         replica: int,
         shared: Collection[int] = (),
     ) -> None:
-        """Raises ``OSError`` if a path is not there."""
+        """Raises ``OSError`` if a path does not exist."""
         self._paths = tuple(paths)
         self._shared = frozenset(shared)
         self._mount_points = {
@@ -51,12 +52,12 @@ class TierEpochs:
         self._replica = replica
 
     def begin(self, tier: int, noted: Callable[[], None] = lambda: None) -> int:
-        """Begin a new epoch, durably when this returns. ``noted`` is called as soon as a server
-        that starts would find it, also if this process is killed.
+        """Begin a new epoch, durably when this returns.
 
-        A disk that has come back empty gets its folders again, so that nobody waits for the other
-        to make them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` if the
-        epoch cannot be written; may block as long as the disk does.
+        ``noted`` is called as soon as a server that starts would see it, even if this process is
+        killed. A disk that has come back empty gets its folders again, so that no process waits for
+        another to create them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError``
+        if the epoch cannot be written; may block as long as the disk does.
         """
         if tier >= len(self._paths):
             return READ_ONLY_EPOCH

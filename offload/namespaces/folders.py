@@ -42,7 +42,7 @@ from offload.namespaces.manifest import (
 from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
 
-__all__ = [  # all that a start-up needs, in one place
+__all__ = [  # everything that a start-up needs, in one place
     "ClaimedFolder",
     "OnDamage",
     "bump_epoch",
@@ -77,7 +77,7 @@ class ClaimedFolder:
     _claim_fd: int = field(default=-1, repr=False)
 
     def close(self) -> None:
-        """Give the claim back. Idempotent."""
+        """Release the claim. Idempotent."""
         if self._claim_fd >= 0:
             os.close(self._claim_fd)
             self._claim_fd = -1
@@ -109,12 +109,11 @@ MOVE_ASIDE = OnDamage()
 def open_namespace(
     root: str | Path, namespace: Namespace, on_damage: OnDamage = MOVE_ASIDE
 ) -> Path:
-    """The folder of ``namespace`` below ``root``, made or validated, marked as used now.
+    """The folder of ``namespace`` below ``root``, created or validated, and marked as used now.
 
-    A folder that ``judge_namespace`` finds fault with is moved aside, and an empty one takes its
-    place. Raises ``NamespaceError`` if the manifest is of a newer format (nothing is touched
-    then), ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and
-    ``OSError``.
+    A folder that ``judge_namespace`` rejects is moved aside, and an empty one takes its place.
+    Raises ``NamespaceError`` if the manifest has a newer format (nothing is changed then),
+    ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and ``OSError``.
     """
     base = _prepare_root(root)
     with locked(base):
@@ -132,13 +131,15 @@ def claim_rank_folder(
     starts: bool = False,
     on_damage: OnDamage = MOVE_ASIDE,
 ) -> ClaimedFolder:
-    """Claim the folder of one rank of one data-parallel replica, and read its epoch, raised to
-    ``at_least`` for a server that has been further already. ``starts``: with weights from the
-    model's files, which those of an odd epoch were not (see ``bump_epoch``).
+    """Claim the folder of one rank of one data-parallel replica, and read its epoch.
 
-    ``engine`` names this server in messages to others. A damaged epoch file sends the replica's
-    folder aside, because records of an older epoch could come back with it. Raises as
-    ``open_namespace`` does, and ``TierUnavailableError`` if another process holds the claim.
+    The epoch is raised to ``at_least``, for a server that has been further already. ``starts``: the
+    weights come from the model's files, unlike those of an odd epoch (see ``bump_epoch``).
+    ``engine`` names this server in messages to others.
+
+    If the epoch file is damaged, the replica's folder is moved aside, because records of an older
+    epoch could come back with it. Raises the errors of ``open_namespace``, and
+    ``TierUnavailableError`` if another process holds the claim.
     """
     base = _prepare_root(root)
     with locked(base):
@@ -161,20 +162,19 @@ def share_rank_folder(
     engine: str,
     on_damage: OnDamage = MOVE_ASIDE,
 ) -> ClaimedFolder:
-    """Claim the folder of one rank beside others who share it: all replicas of all servers with
-    this namespace. The epoch of a server that starts is that of the model's files, 0, whatever the
-    epoch file says; what a reset begins is between the tier and its medium (0081).
+    """Claim the folder of one rank that others share: all replicas of all servers with this
+    namespace.
 
-    Raises as ``open_namespace`` does, and ``TierUnavailableError`` if one that does not share has
-    the folder.
+    The epoch of a server that starts is that of the model's files, 0, whatever the epoch file says;
+    a reset is handled between the tier and its medium (0081). Raises the errors of
+    ``open_namespace``, and ``TierUnavailableError`` if a process that does not share has the
+    folder.
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
         replica_dir = _open_locked(base, namespace, on_damage) / "replica-0"
         replica_dir.mkdir(mode=0o700, exist_ok=True)
-        if not (
-            replica_dir / EPOCH_NAME
-        ).exists():  # for a server that comes later and does not share
+        if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
             _write_epoch(replica_dir, 0)
         folder = replica_dir / f"rank-{rank}"  # after that: ranks without an epoch file are damage
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -183,7 +183,8 @@ def share_rank_folder(
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:
-    """Where a replica's epoch lies; for ``read_epoch`` and ``bump_epoch``. Touches nothing."""
+    """The folder with a replica's epoch, for ``read_epoch`` and ``bump_epoch``. Accesses no
+    file."""
     return Path(root) / namespace.name / f"replica-{replica}"
 
 
@@ -205,30 +206,32 @@ def read_epoch(folder: str | Path) -> int:
 def bump_epoch(
     folder: str | Path, at_least: int = 0, noted: Callable[[], None] = lambda: None
 ) -> int:
-    """Begin a new epoch, none below ``at_least``, and return it. Durable when it returns, whatever
-    happens then. ``noted`` is called as soon as other processes find it, before the syncs.
+    """Begin a new epoch that is not below ``at_least``, and return it.
 
-    It is the next odd number. The weights of a running server have changed, and no file holds the
-    new ones: a server that starts has those of the files, and begins an even epoch if it finds an
-    odd one. Records of earlier epochs are dead from here on. If two processes bump, each gets its
-    own. The namespace must have been opened. Raises ``OSError``, ``NamespaceError`` (the old epoch
-    is damaged) and ``TierUnavailableError``.
+    It is durable when this returns. ``noted`` is called as soon as other processes can see it,
+    before the syncs.
+
+    It is the next odd number: the weights of a running server have changed, and no file holds the
+    new ones. A server that starts has the weights of the files, and begins an even epoch if it
+    finds an odd one. Records of earlier epochs are invalid from here on. If two processes bump,
+    each gets a different epoch. The namespace must have been opened. Raises ``OSError``,
+    ``NamespaceError`` (the old epoch is damaged) and ``TierUnavailableError``.
     """
     replica_dir = Path(folder)
     replica_dir.mkdir(mode=0o700, exist_ok=True)
     with locked(replica_dir):
         epoch = max(read_epoch(replica_dir) + 1, at_least) | 1
-        # A file that a power cut damages here costs nothing: what it would keep is dead.
+        # A file that a power cut damages here costs nothing: its epoch would be invalid anyway.
         _write_epoch(replica_dir, epoch, noted)
         return epoch
 
 
 def raise_epoch(folder: str | Path, at_least: int) -> int:
-    """Have the epoch of a replica's folder not below ``at_least``; the epoch it has then, durably.
+    """Raise the epoch of a replica's folder to ``at_least``; returns its epoch then, durably.
 
-    For a tier before it stores anything under that epoch: none may ever have records of an epoch
-    that ``bump_epoch`` has yet to give out for other weights. Raises as ``bump_epoch`` does, and
-    makes no folder.
+    A tier calls it before it stores anything under that epoch: no tier may have records of an epoch
+    that ``bump_epoch`` will later use for other weights. Raises the errors of ``bump_epoch``, and
+    creates no folder.
     """
     replica_dir = Path(folder)
     epoch = read_epoch(replica_dir)
@@ -249,8 +252,11 @@ def _prepare_root(root: str | Path) -> Path:
 
 
 def judge_namespace(folder: Path) -> str:
-    """Why the folder of a namespace cannot be used; empty if it can, or is not there yet. A start
-    and a look from outside both ask here. Raises ``NewerFormatError``."""
+    """The reason why the folder of a namespace cannot be used; empty if it can, or does not exist
+    yet.
+
+    Used at a start and by inspections from outside. Raises ``NewerFormatError``.
+    """
     if _is_something_else(folder):
         return "is not a folder"
     try:
@@ -266,8 +272,10 @@ def judge_namespace(folder: Path) -> str:
 
 
 def judge_replica(replica_dir: Path) -> str:
-    """Why the records of a replica's ranks cannot be used; empty if they can. As
-    ``judge_namespace``."""
+    """The reason why the records of a replica's ranks cannot be used; empty if they can.
+
+    Otherwise like ``judge_namespace``.
+    """
     if _is_something_else(replica_dir):
         return "is not a folder"
     try:
@@ -298,7 +306,7 @@ def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
 
 
 def _prepare_replica(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
-    """Make a replica's folder with its epoch file, or read the epoch of the one that is there."""
+    """Create a replica's folder with its epoch file, or read the epoch of an existing one."""
     trouble = judge_replica(replica_dir)
     if trouble:
         _set_aside(base, replica_dir, trouble, on_damage)

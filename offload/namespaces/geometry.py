@@ -37,10 +37,13 @@ _DOMAIN = b"kvtiers geometry\n"
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One layer's page. Units mean the same only if ``form`` is equal: the kernels and the type of
-    the numbers. ``kernel_tokens`` is the number of tokens of one kernel block. ``tokens`` is the
-    same number if each token has its own unit, and 1 if a unit holds all tokens of a kernel block
-    (and head), in an order that only the kernel knows."""
+    """One layer's page.
+
+    Units can be compared only if ``form`` is equal: the kernel and the number type.
+    ``kernel_tokens`` is the number of tokens of one kernel block. ``tokens`` is the same number if
+    each token has a separate unit, and 1 if a unit holds all tokens of a kernel block (and head),
+    in an order that only the kernel knows.
+    """
 
     layer: str
     split: str
@@ -97,8 +100,11 @@ class GroupGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """All groups on rank ``rank`` of ``ranks`` (tensor parallel). ``records`` is the namespace that
-    these records carry, so that a description is never taken for that of other records."""
+    """All groups on rank ``rank`` of ``ranks`` (tensor parallel).
+
+    ``records`` is the namespace that the described records carry, so that a description is never
+    applied to other records.
+    """
 
     records: bytes
     rank: int
@@ -112,8 +118,10 @@ class Geometry:
         return {group.group: group for group in self.groups}
 
     def dump(self) -> bytes:
-        """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``. Folders keep it
-        as a file, stores without folders in a ``offload.geometry.mooncake_source``."""
+        """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``.
+
+        Folders keep it as a file, stores without folders in a ``offload.geometry.mooncake_source``.
+        """
         body = {
             "records": self.records.hex(),
             "rank": self.rank,
@@ -129,8 +137,11 @@ class Geometry:
 
     @classmethod
     def load(cls, content: bytes, where: str) -> Geometry:
-        """Read what ``dump`` wrote. The content is not trusted: raises ``NamespaceError`` with a
-        text that begins with ``where``."""
+        """Read the output of ``dump``.
+
+        The content is not trusted: raises ``NamespaceError`` with a text that begins with
+        ``where``.
+        """
         try:
             document = json.loads(content)
             form = document["format"]
@@ -146,7 +157,7 @@ class Geometry:
 
 def content_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a namespace that say what is in a block, whatever its shape: model, dtype,
-    hashes, versions. Where one of them differs the blocks are another model's."""
+    hashes, versions. Blocks that differ in one of them are of another model."""
     return {name: value for name, value in fields.items() if name not in ("geometry", "parallel")}
 
 
@@ -159,7 +170,8 @@ def _check(body: Any) -> str:
 
 
 def _runs(layers: Sequence[LayerGeometry]) -> list[list[Any]]:
-    """Neighbours that differ in their name alone share one description: a model has a hundred."""
+    """Neighbours that differ only in their names share one description: a model has a hundred
+    layers."""
     found: list[list[Any]] = []
     for layer in layers:
         page = asdict(layer)

@@ -1,9 +1,9 @@
-"""Finds the rank folders below a path, for the command line: their namespaces, their users, and
-what a server that starts would do with them.
+"""Finds the rank folders below a path for the command line.
 
+It lists their namespaces and users, and says what a server that starts would do with them.
 ``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace`` and
-``judge_replica`` of the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` of the
-files, and ``judge_epochs`` of both together.
+``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for the
+files, and ``judge_epochs`` for both together.
 
 A folder may be a tier's path (with namespaces, replicas and ranks below), one of these inside it,
 or the folder of a single tier that was opened without vLLM.
@@ -100,7 +100,7 @@ class RankFolder:
         return self.folder.with_name(f"{self.folder.name}.claim")
 
     def owner(self) -> Owner | None:
-        """The process that uses it now, or one of those that share it."""
+        """The process that uses it now, or one of the processes that share it."""
         found = holder(self.claim) if self.namespace else None
         return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
 
@@ -154,7 +154,7 @@ class RankFolder:
                 check_owner(outside.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
             return Verdict(Standing.DAMAGED, str(error))
-        if outside.is_shared:  # epochs are a matter of those who share it
+        if outside.is_shared:  # epochs are up to the engines that share it
             return None
         trouble = judge_epochs(epoch, noted)
         if trouble:
@@ -164,12 +164,12 @@ class RankFolder:
             return None
         return Verdict(
             Standing.STALE,
-            f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights were "
-            "replaced since, so none of them will be used",
+            f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights "
+            "have been replaced, so none of them will be used",
         )
 
     def _described(self) -> bytes:
-        """Whose records the last server said that it keeps here; empty if that is not known."""
+        """The namespace whose records the last server kept here; empty if unknown."""
         path = self.folder.with_name(f"{self.folder.name}.geometry.json")
         try:
             content = read_small_file(path, GEOMETRY_BYTES_MAX)
@@ -178,14 +178,15 @@ class RankFolder:
             return b""
 
     def open(self, key_file: str = "") -> OfflineStore:
-        """Look at its records. Raises ``FolderUnusableError``, ``OSError`` or ``TierError``."""
+        """Open its records. Raises ``FolderUnusableError``, ``OSError`` or ``TierError``."""
         if self.kind == "file":
             return FileReader(self.folder)
         is_owned = self.owner() is not None
         try:
             return LmdbReader(self.folder, is_owned=is_owned, key_file=key_file)
         except IndexUnusableError:
-            # A server that starts now writes what was being checked: look again as at any live one.
+            # A server that starts now writes the files that were being checked: look again, as at
+            # any live one.
             if is_owned or self.owner() is None:
                 raise
             return LmdbReader(self.folder, is_owned=True, key_file=key_file)
@@ -204,7 +205,7 @@ class NamespaceFolder:
 
     @property
     def model(self) -> str:
-        """The model's name, empty if it is not known."""
+        """The model's name; empty if unknown."""
         return model_of(self.fields)
 
     @property
@@ -214,12 +215,12 @@ class NamespaceFolder:
 
     @property
     def is_trash(self) -> bool:
-        """Whether it was removed, and not all of it could be deleted."""
+        """True if it was removed, but not all of it could be deleted."""
         return bool(TRASH.fullmatch(self.name))
 
     @property
     def is_served(self) -> bool:
-        """Whether a start may use what lies here, so that damage in it matters."""
+        """True if a start may use this data, so that damage in it matters."""
         return not (self.is_aside or self.is_trash)
 
     def owners(self) -> list[Owner]:
@@ -235,9 +236,12 @@ def model_of(fields: dict[str, Any]) -> str:
 
 
 def find_namespaces(folder: Path) -> list[NamespaceFolder]:
-    """Find everything of ours at or below ``folder``: namespaces by name, then folders that were
-    moved aside and remains of removed ones, or one nameless namespace with the single tier that
-    lies here. Raises ``NotADirectoryError``."""
+    """Find all kvtiers data at or below ``folder``.
+
+    Namespaces come first, by name, then folders that were moved aside and remains of removed ones.
+    If ``folder`` is that of a single tier, the result is one nameless namespace. Raises
+    ``NotADirectoryError``.
+    """
     if not folder.is_dir():
         raise NotADirectoryError(str(folder))
     inside = _inside_a_namespace(folder)
@@ -257,7 +261,7 @@ def find_namespaces(folder: Path) -> list[NamespaceFolder]:
 
 
 def _inside_a_namespace(folder: Path) -> NamespaceFolder | None:
-    """The namespace that ``folder`` is, or lies in, with only the rank folders at or below it."""
+    """The namespace at or above ``folder``, with only the rank folders at or below it."""
     for parent in (folder.absolute(), *folder.absolute().parents[:2]):
         if NAME.fullmatch(parent.name) or QUARANTINE.fullmatch(parent.name):
             return _namespace_in(parent, folder.absolute())

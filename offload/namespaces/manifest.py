@@ -1,10 +1,10 @@
 """The identity of stored blocks: named fields, their digest, and the manifest that says so.
 
 Two servers may read each other's records only if every field that can change a byte of a block, or
-which block a key means, is equal. The fields are plain JSON values
+the block that a key refers to, is equal. The fields are plain JSON values
 (``offload.connector.model.identity`` collects them from vLLM). Their canonical JSON is hashed; the
-16-byte digest stands in every record and its 32 hex digits name the folder, so nothing that a user
-or a model says is ever part of a path.
+16-byte digest stands in every record and its 32 hex digits name the folder, so no text from a user
+or a model is ever part of a path.
 
 This module owns the value and the manifest file. Folders, epochs and clean-up of namespaces are in
 ``offload.namespaces.folders``.
@@ -40,7 +40,7 @@ class NewerFormatError(NamespaceError):
 
 
 class _Absent:
-    """Stands for a field that one side lacks; equal to no JSON value."""
+    """Represents a field that one side lacks; equal to no JSON value."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -68,7 +68,7 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """The fields by name. A copy of the identity: changing it changes nothing."""
+        """The fields by name. It is a copy: changing it does not change the namespace."""
         found: dict[str, Any] = json.loads(self.canonical)
         return found
 
@@ -95,9 +95,10 @@ def differing_fields(a: Namespace, b: Namespace) -> list[tuple[str, Any, Any]]:
 
 
 def write_manifest(folder: str | Path, namespace: Namespace) -> None:
-    """Say durably whose records ``folder`` holds. Atomic; writing the same again changes nothing.
+    """Write durably whose records ``folder`` holds.
 
-    Raises ``OSError`` from the file system and ``ValueError`` if the fields do not fit.
+    Atomic; writing the same again changes nothing. Raises ``OSError`` from the file system and
+    ``ValueError`` if the fields do not fit.
     """
     write_durably(Path(folder) / MANIFEST_NAME, dump_manifest(namespace))
 
@@ -115,11 +116,10 @@ def dump_manifest(namespace: Namespace) -> bytes:
 
 
 def read_manifest(folder: str | Path) -> Namespace | None:
-    """The namespace that ``folder`` says it holds; ``None`` if it has no manifest.
+    """The namespace in the manifest of ``folder``; ``None`` if it has no manifest.
 
-    Whatever lies there is read as hostile: only a regular file of at most 64 KiB is opened
-    for reading, and its digest must fit its fields. Raises ``NamespaceError`` that says what is
-    wrong with it.
+    The content is not trusted: only a regular file of at most 64 KiB is opened for reading, and its
+    digest must match its fields. Raises ``NamespaceError`` that says what is wrong with it.
     """
     path = Path(folder) / MANIFEST_NAME
     text = read_small_file(path, MANIFEST_BYTES_MAX)
@@ -156,11 +156,12 @@ def read_small_file(path: Path, size_max: int) -> bytes | None:
 
 
 def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:
-    """Replace ``path`` by ``content`` so that a crash leaves the old or the new file, whole.
+    """Replace ``path`` by ``content`` so that after a crash the old or the new file is there,
+    complete.
 
-    The file and its folder are synced before this returns. With ``placed`` the file takes its place
-    before it is synced, and ``placed`` is called in between: other processes find it from then on,
-    also if this one is killed, but a power cut may leave a damaged one.
+    The file and its folder are synced before this returns. With ``placed``, the file is renamed
+    before it is synced, and ``placed`` is called in between: other processes see it from then on,
+    even if this one is killed, but a power cut may leave a damaged file.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -190,7 +191,7 @@ def _checked(document: Any, path: Path) -> Namespace:
         )
     fields = document.get("fields")
     if not isinstance(fields, dict) or set(document) != _MEMBERS:
-        raise NamespaceError(f"{path} is not a manifest: its members are not those of format 1")
+        raise NamespaceError(f"{path} is not a manifest: its fields are not those of format 1")
     try:
         namespace = Namespace.of(fields)
     except (ValueError, RecursionError) as error:
@@ -229,7 +230,7 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _text(value: Any) -> str:
-    """For comparing: Python holds 1, 1.0 and True to be equal, the digest does not."""
+    """A text for comparing: Python considers 1, 1.0 and True equal, the digest does not."""
     return json.dumps(value, sort_keys=True)
 
 

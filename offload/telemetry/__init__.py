@@ -1,1 +1,1 @@
-"""Counters, metrics and what left the tiers. Imports nothing that decides."""
+"""Counters, metrics, and a log of the chunks that left the tiers. Imports nothing that decides."""

@@ -10,20 +10,20 @@ from offload.layout.keys import CPU
 from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
-"""Why chunks leave a tier that they were in; the other causes are of chunks that did not enter."""
+"""Causes of chunks that leave a tier; the other causes are of chunks that did not enter."""
 
 
 class ChunkListener(Protocol):
     """Listens to changes of the chunks that a tier can load (``CPU`` or a lower tier's number)."""
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier can give these chunks now."""
+        """A tier can provide these chunks now."""
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier cannot give them any more."""
+        """A tier cannot provide them any more."""
 
     def cleared(self) -> None:
-        """No tier can give anything any more."""
+        """No tier can provide anything any more."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class PlannerStats:
         return self.tiers["cpu" if number == CPU else self.lower_names[number]]
 
     def stored(self, tier: int, good: Sequence[bytes], bad: Sequence[bytes]) -> None:
-        """Chunks committed to a tier, and chunks that could not be written."""
+        """Count chunks committed to a tier, and chunks that could not be written."""
         self.tier(tier).stored_chunks += len(good)
         self.tier(tier).store_failures += len(bad)
         if bad:
@@ -120,7 +120,7 @@ class PlannerStats:
                 self.tier(above).missed_tokens += tokens
 
     def missed(self, tokens: int) -> None:
-        """So many wanted tokens are in no tier, or not to be loaded."""
+        """Count wanted tokens that are in no tier, or must not be loaded."""
         for counters in self.tiers.values():
             counters.missed_tokens += tokens
 
@@ -205,7 +205,7 @@ class WorkerStats:
         self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
 
     def scrubbed(self, tier: int, records: int, nbytes: int, damaged: int) -> None:
-        """Records that nobody asked for were verified."""
+        """Count records that were verified while the tier was idle."""
         for counter, count in (
             (self.scrubbed_records, records),
             (self.scrubbed_bytes, nbytes),
@@ -215,13 +215,16 @@ class WorkerStats:
             counter[tier] = counter.get(tier, 0) + count
 
     def opened(self, tier: int, counts: Mapping[str, int], set_aside: int) -> None:
-        """A tier was opened; ``counts`` are what it says of itself, ``set_aside`` how much was
-        moved out of its way before."""
+        """Count a tier that was opened.
+
+        ``counts`` are its own; ``set_aside`` is the number of folders that were moved out of its
+        way.
+        """
         self.refused_records[tier] = counts.get("dropped_at_open", 0)
         self.set_aside[tier] = counts.get("quarantined", 0) + set_aside
 
     def lost(self, tier: int) -> None:
-        """A tier was opened again and holds nothing of what it held."""
+        """Count a tier that was reopened and has lost all its records."""
         self.set_aside[tier] = self.set_aside.get(tier, 0) + 1
 
     def read(self, tier: int, nbytes: int, seconds: float) -> None:

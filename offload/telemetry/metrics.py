@@ -12,7 +12,7 @@ PREFIX = "vllm:kvtiers_"
 
 
 class Tiers(enum.Enum):
-    """Of which tiers a metric with the label ``tier`` can have numbers."""
+    """The tiers that a metric with the label ``tier`` can describe."""
 
     ALL = "all"
     LOWER = "lower"
@@ -21,7 +21,8 @@ class Tiers(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its help text, its own labels, whether it only grows, and of which tiers."""
+    """One metric: its help text, its own labels, whether it only grows, and which tiers it
+    describes."""
 
     text: str
     labels: tuple[str, ...] = ()
@@ -90,7 +91,7 @@ MOVED = {
     "write_bytes": _lower("Bytes written to a lower tier."),
     "write_seconds": _lower("Time spent in writes of a lower tier."),
     "write_refusals": _lower(
-        "Chunks that an admission policy or the write budget kept from a lower tier."
+        "Chunks that an admission policy or the write budget kept out of a lower tier."
     ),
     "writes_skipped": _lower(
         "Chunks not written to a lower tier because its queue was full or its breaker open."
@@ -100,7 +101,7 @@ HELD = {
     "capacity_bytes": _gauge("Capacity of a tier, all ranks together.", "tier"),
     "used_bytes": _gauge("Bytes of a tier in use, all ranks together.", "tier"),
     "used_ratio": _gauge("Used share of a tier's capacity.", "tier"),
-    "kept_ratio": _gauge("Share of a tier that clients have kept for a time (pin_s).", "tier"),
+    "kept_ratio": _gauge("Share of a tier that clients have pinned for a time (pin_s).", "tier"),
     "resident_chunks": _gauge("Chunks that can be loaded from a tier.", "tier"),
     "queue_depth": _gauge("Chunks on their way into a tier, waiting or being written.", "tier"),
     "loading_chunks": _gauge("Chunks on their way to the GPU."),
@@ -122,12 +123,14 @@ HEALTH = {
     "load_tokens_per_second": _gauge("Measured rate of loads from a tier, for break_even.", "tier"),
     "prefill_tokens_per_second": _gauge("Measured rate of computing, for break_even."),
     "corrupt_records": _lower("Records of a lower tier that failed verification."),
-    "verified_chunks": Metric("Loaded chunks that were compared with what was computed (verify)."),
+    "verified_chunks": Metric(
+        "Loaded chunks that were compared with their digests at computation (verify)."
+    ),
     "differing_chunks": Metric(
-        "Loaded chunks that were not what was computed (verify); their loads have failed."
+        "Loaded chunks that differ from what was computed (verify); their loads have failed."
     ),
     "unverified_chunks": Metric(
-        "Loaded chunks that could not be compared (verify): their digests were not known, or the "
+        "Loaded chunks that could not be compared (verify): their digests were unknown, or the "
         "comparison has ended with an error."
     ),
     "scrubbed_records": _lower("Records verified while their tier was idle."),

@@ -15,21 +15,23 @@ from dataclasses import dataclass
 from itertools import islice
 
 KEPT_MAX = 16_384
-"""Keys of which is known that they have left; a step evicts a thousand at most."""
+"""Number of keys that are kept in the log; a step evicts a thousand at most."""
 
 
 class RemovalLog:
-    """The last ``most`` keys or so that a tier cannot give any more, though another may. ``count``
-    is how many have left ever: a mark, to be given to ``since`` later."""
+    """The last ``most`` keys or so that a tier cannot provide any more, though another tier may.
+
+    ``count`` is the number of removals so far: a mark that can be passed to ``since`` later.
+    """
 
     def __init__(self, most: int = KEPT_MAX) -> None:
         self.count = 0
         self._most = most
         self._batches: deque[Sequence[bytes]] = deque()
-        self._forgotten = 0  # of ``count``, those before the first batch
+        self._forgotten = 0  # the part of ``count`` before the first batch
 
     def note(self, keys: Collection[bytes]) -> None:
-        """These have left."""
+        """Note removed chunks."""
         if not keys:
             return
         self._batches.append(tuple(keys))
@@ -38,14 +40,14 @@ class RemovalLog:
             self._forgotten += len(self._batches.popleft())
 
     def note_all(self) -> None:
-        """A tier has lost everything."""
+        """Note that a tier has lost everything."""
         self._batches.clear()
         self.count += 1
         self._forgotten = self.count
 
     def since(self, mark: int) -> list[Sequence[bytes]] | None:
-        """The chunks that left since ``count`` was ``mark``, perhaps with some that left before;
-        ``None`` if that is no longer known."""
+        """The chunks removed since ``count`` was ``mark``, perhaps with some earlier ones; ``None``
+        if they are no longer known."""
         if mark < self._forgotten:
             return None
         left, found = self.count - mark, []
@@ -58,13 +60,13 @@ class RemovalLog:
 
 
 KEPT_MAX = 65_536
-"""Keys that are remembered; about 11 MiB."""
+"""Number of keys that are remembered; about 11 MiB."""
 PART_MAX = 512
 """Keys of small batches that share a dict."""
 
 
 class Cause(enum.Enum):
-    """Why a chunk is in no tier, or not in this one."""
+    """The cause why a chunk is in no tier, or not in this one."""
 
     EVICTED = "evicted"
     CORRUPT = "corrupt"
@@ -78,7 +80,7 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Cause, the tier's number, and when (seconds of the planner's clock)."""
+    """The cause, the tier's number, and the time (seconds of the planner's clock)."""
 
     cause: Cause
     tier: int
@@ -86,7 +88,7 @@ class Removed:
 
 
 class RemovalCauses:
-    """The last ``most`` keys or so, each with its latest departure."""
+    """The last ``most`` keys or so, each with its latest removal."""
 
     def __init__(self, most: int = KEPT_MAX) -> None:
         self._most = most
@@ -98,7 +100,7 @@ class RemovalCauses:
         return self._count
 
     def note(self, keys: Iterable[bytes], departure: Removed) -> None:
-        """These keys have gone, or did not come."""
+        """Note keys that were removed, or did not enter."""
         gone = dict.fromkeys(islice(keys, self._most), departure)
         if not gone:
             return
@@ -112,10 +114,10 @@ class RemovalCauses:
             self._count -= len(self._parts.pop())
 
     def find(self, key: bytes) -> Removed | None:
-        """The latest departure of a key, if it is remembered."""
+        """The latest removal of a key, if it is remembered."""
         return next((part[key] for part in self._parts if key in part), None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._parts.clear()
         self._count = 0

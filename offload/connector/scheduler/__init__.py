@@ -1,1 +1,1 @@
-"""The connector on vLLM's scheduler thread. Touches no file and no tensor."""
+"""The connector on vLLM's scheduler thread. Touches neither files nor tensors."""

@@ -1,12 +1,11 @@
-"""A request's chunks with the GPU blocks of a block table, many at a time.
+"""Maps a request's chunks to the GPU blocks of its block table, many at a time.
 
-Part of the scheduler side, on its thread. A long prompt has thousands of chunks, so nothing here
-is done chunk by chunk unless it must be.
+Part of the scheduler side, on its thread. A long prompt has thousands of chunks, so work per chunk
+is avoided where possible.
 
-Which GPU blocks a scheduler step gives to new content: the stores that read them are fenced.
-
-Blocks taken from vLLM's prefix cache keep their content and need no fence; whatever lies beyond
-a request's computed tokens is, or may be, new.
+Also finds the GPU blocks that a scheduler step fills with new content: stores that read them must
+be fenced. Blocks taken from vLLM's prefix cache keep their content and need no fence; everything
+beyond a request's computed tokens is, or may be, new.
 """
 
 from __future__ import annotations
@@ -33,8 +32,11 @@ class BlockTables:
         }
 
     def beyond(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterable[int]:
-        """Blocks that hold tokens from ``computed_tokens`` on. Of groups whose tables do not run
-        by position (states, and groups that are not offloaded) every block counts."""
+        """Blocks that hold tokens from ``computed_tokens`` on.
+
+        In groups whose tables are not ordered by position (states, and groups that are not
+        offloaded) every block counts.
+        """
         sizes = map(self._block_tokens.get, range(len(tables)))
         return chain.from_iterable(
             table[computed_tokens // tokens :] if tokens else table
@@ -42,7 +44,7 @@ class BlockTables:
         )
 
     def rewritten(self, output: SchedulerOutput) -> Iterator[int]:
-        """Blocks that this step's forward pass (or what precedes it) may write anew."""
+        """Blocks that this step's forward pass, or the work before it, may overwrite."""
         for new in output.scheduled_new_reqs:
             yield from self.beyond(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -61,7 +63,7 @@ class BlockTables:
 
 
 class WantedChunks:
-    """Makes ``ChunkBatch`` of trackers and block tables of one model."""
+    """Makes a ``ChunkBatch`` from request state and block tables of one model."""
 
     def __init__(self, layout: ModelLayout, matcher: PrefixMatcher) -> None:
         self._layout = layout
@@ -74,7 +76,7 @@ class WantedChunks:
         chunk_ranges: Sequence[range],
         tokens: range,
     ) -> list[ChunkBatch]:
-        """These chunks of each group, to load ``tokens``; blocks outside are skipped."""
+        """The chunks of each group to load for ``tokens``, without blocks outside of them."""
         wanted: list[ChunkBatch] = []
         block_ranges = self._matcher.block_ranges(tokens.start, tokens.stop)
         for index, group in enumerate(self._layout.groups):
@@ -113,7 +115,8 @@ class WantedChunks:
     def final(
         self, identity: RequestIdentity, index: int, first: int, end: int, table: Sequence[int]
     ) -> ChunkBatch:
-        """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have gone."""
+        """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have been
+        freed."""
         group = self._layout.groups[index]
         size = group.chunk_blocks
         last = min(end, len(table) // size)

@@ -1,7 +1,8 @@
-"""Which chunks workers digest in a step, for ``"verify": "device"`` (`offload.worker.verify`).
+"""Selects the chunks that workers digest in a step, for ``"verify": "device"``
+(`offload.worker.verify`).
 
-Every chunk that a request completes, whether or not it is stored, so that what is found wrong
-later does not depend on the part of the planner that decides about stores.
+Every chunk that a request completes is digested, whether or not it is stored. So the verification
+does not depend on the part of the planner that decides about stores.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class ChunkDigests:
     def __init__(self, layout: ModelLayout, wanted: WantedChunks) -> None:
         self._layout = layout
         self._wanted = wanted
-        self._next: dict[str, list[int]] = {}  # by request: the first chunk of each group not done
+        self._next: dict[str, list[int]] = {}  # by request: the first open chunk of each group
         self._late: list[DigestJob] = []
         self._early: list[DigestJob] = []
 
     def take(self) -> tuple[DigestJob, ...]:
-        """What is to be digested in this step."""
+        """Return the chunks to digest in this step."""
         taken = (*self._early, *self._late)
         self._early, self._late = [], []
         return taken
@@ -44,9 +45,11 @@ class ChunkDigests:
         *,
         ended: bool = False,
     ) -> None:
-        """This step computes the request up to ``limit`` tokens; if it has ``ended``, an earlier
-        one has. What it had before its first step came from vLLM's cache or from a tier, and was
-        digested when it was computed."""
+        """Add the chunks that this step completes by computing the request up to ``limit`` tokens.
+
+        If the request has ``ended``, an earlier step has computed them. Chunks from before its
+        first step came from vLLM's cache or from a tier, and were digested when they were computed.
+        """
         if state.stores.stale:
             self.restarted(state.identity.request)
             return
@@ -71,8 +74,10 @@ class ChunkDigests:
                 first[index] = end
 
     def boundary_state(self, state: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
-        """This step has handed over the recurrent state at the end of this chunk; the one that the
-        request was given at its start may be among them, and was not computed."""
+        """Add the recurrent state that this step handed over at the end of this chunk.
+
+        It may be the state that the request got at its start, which was not computed.
+        """
         first = self._next.get(state.identity.request)
         if first is not None and chunk >= first[index]:
             self._add(run, early=False)
@@ -84,15 +89,18 @@ class ChunkDigests:
             jobs.append(DigestJob(run.group, tuple(run.keys), tuple(run.blocks), early))
 
     def restarted(self, request: str) -> None:
-        """The request was preempted or has gone: what it has is not what it had."""
+        """Forget a request that was preempted or has gone, because its chunks may differ now."""
         self._next.pop(request, None)
 
     def rewritten(self, blocks: Iterable[int]) -> None:
-        """The coming step gives these blocks to new content, which may happen before workers hear
-        of it: it is too late for what they held."""
+        """Drop these blocks, because the coming step gives them to new content.
+
+        That may happen before workers get the plan, so their old content cannot be digested any
+        more.
+        """
         gone = set(blocks)
         self._early = [job for job in self._early if gone.isdisjoint(job.blocks)]
 
     def clear(self) -> None:
-        """The weights have changed."""
+        """Forget everything, because the weights have changed."""
         self._early, self._late = [], []

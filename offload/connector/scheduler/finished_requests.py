@@ -1,5 +1,8 @@
-"""What follows when a request has ended and its last chunks were planned: policies hear of its use,
-its chunks are kept if the client asked for that, and the client is told."""
+"""Completes a request after its last chunks were planned.
+
+Policies are notified of its use of chunks, the chunks are pinned if the client asked for that, and
+a report goes to the client.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 UNTOLD_MAX = 256
-"""Uses that may wait for their keys; policies do not hear of the oldest beyond that."""
+"""Number of uses that may wait for their keys; beyond that, the oldest are dropped unreported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,10 @@ NOT_STORED = "what was ignored may have been meant to keep this request from bei
 
 
 class FinishedRequests:
-    """Of one planner's requests. ``max_pinned_share`` of each tier can be kept for clients."""
+    """Handles the finished requests of one planner.
+
+    ``max_pinned_share`` of each tier may be pinned for clients.
+    """
 
     def __init__(self, layout: ModelLayout, planner: Planner, max_pinned_share: float) -> None:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
@@ -48,16 +54,17 @@ class FinishedRequests:
 
     @property
     def are_told(self) -> bool:
-        """Whether policies have heard of all uses: not before all of their keys are made."""
+        """True if policies have been notified of all uses, which requires all of their keys."""
         return not self._untold
 
     def clear(self) -> None:
-        """All chunks are forgotten."""
+        """Forget all chunks."""
         self.pins.clear()
         self._untold.clear()
 
     def go_on(self) -> None:
-        """Tell policies of uses in the order in which they ended, as far as this step goes."""
+        """Notify policies of uses, in the order in which requests ended, within this step's
+        allowance."""
         while self._untold:
             use = self._untold.popleft()
             self._allowance.take(use.keys.make(use.count, self._allowance.left))
@@ -67,22 +74,27 @@ class FinishedRequests:
             self._planner.uses.ended(use.keys.first(use.count), use.hints)
 
     def ended(self, state: RequestState, request: Request, tokens: int, now: float) -> int:
-        """A request has ended after ``tokens`` were computed and their chunks planned. Returns how
-        many of its tokens were pinned."""
+        """A request has ended after ``tokens`` were computed and their chunks planned.
+
+        Returns how many of its tokens were pinned.
+        """
         identity = state.identity
         self._note_use(identity, tokens)
         return self._pin(identity, request, tokens, now) if identity.origin.controls.pin_s else 0
 
     def _note_use(self, identity: RequestIdentity, tokens: int) -> None:
-        """One use of the request's chunks, group by group in prefix order. Once per request, at
-        its end, so that a policy that counts or times uses sees requests."""
+        """Note one use of the request's chunks, group by group in prefix order.
+
+        This is done once per request, at its end, so that a policy that counts or times uses sees
+        requests.
+        """
         hints = identity.origin.hints.ended
         for keys, group in zip(identity.keys, self._layout.groups, strict=True):
             self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
         self.go_on()
 
     def _pin(self, identity: RequestIdentity, request: Request, tokens: int, now: float) -> int:
-        """Keep the request's chunks, or with the hint ``pinned`` those of its first tokens."""
+        """Pin the request's chunks, or with the hint ``pinned`` those of its first tokens."""
         pinned = identity.origin.hints.pinned_tokens
         if pinned:
             tokens = int(min(tokens, request.num_prompt_tokens, pinned))
@@ -106,8 +118,10 @@ class FinishedRequests:
         return {REPORT: report}
 
     def loaded(self, state: RequestState) -> dict[str, int]:
-        """Tokens that were loaded for the request, by the name of the tier: none if its load has
-        failed, or was under way when it was given up."""
+        """Tokens that were loaded for the request, by the name of the tier.
+
+        None if its load has failed, or was under way when it was given up.
+        """
         if state.outcome.failures or state.outcome.loading:
             return {}
         names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}

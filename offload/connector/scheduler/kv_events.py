@@ -1,12 +1,13 @@
-"""vLLM's KV events for the tiers: which blocks they have got and lost, for routers that listen.
+"""Publishes vLLM's KV events for the tiers: which blocks they have gained and lost, for routers.
 
-A chunk is named by the block hash at its end, as vLLM's own offloading connector does. What an
-event of the GPU's cache says beside (tokens, the block before) is not kept, so that nothing has to
-be remembered per chunk; a listener knows it from there.
+A chunk is named by the block hash at its end, as vLLM's own offloading connector does. The other
+fields of a GPU cache event (tokens, parent block) are not kept, so that nothing has to be
+remembered per chunk; a listener knows them from the GPU cache's events.
 
-Changes are told in order, so many per step. What was found on a disk is told behind them, as far as
-it is still there when its turn comes: whoever replays all events knows what the tiers hold. If more
-changes wait than may, they are given up: everything is cleared, and what is there told anew.
+Changes are published in order, a bounded number per step. Chunks found on a disk at start follow,
+if they are still there then. So a listener that replays all events knows what the tiers hold. If
+too many changes wait, they are dropped: one event clears everything, and the present content is
+published again.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from offload.layout.keys import CPU, GROUP_BYTES, group_of
 from offload.planner.planner import Planner
 
 WAITING_MAX = 1 << 20
-"""Changes that wait. So many come at once only if a large tier loses everything; their keys take
-less memory than its index has just given back."""
+"""Number of changes that may wait. This many come at once only if a large tier loses everything;
+their keys take less memory than its index has just freed."""
 CHANGES_MAX = 4096
 FOUND_MAX = 1024
-"""Chunks that the events of one step tell of: changes, and what was there before them. A thousand
-cost a millisecond or more on the scheduler's thread."""
+"""Chunks that the events of one step cover: changes, and chunks found at start. A thousand cost a
+millisecond or more on the scheduler's thread."""
 _INTEGER_BYTES = 8
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a tier got or lost, or held; those before ``told`` have been told."""
+    """Chunks that a tier gained, lost, or held at start; the first ``told`` are published."""
 
     tier: int
     keys: Sequence[bytes]
@@ -59,8 +60,10 @@ class _Batch:
 
 
 class KvEvents:
-    """Collects events on the scheduler's thread until vLLM takes them. ``lost`` counts changes that
-    were not told one by one."""
+    """Collects events on the scheduler's thread until vLLM takes them.
+
+    ``lost`` counts changes that were not published one by one.
+    """
 
     def __init__(self, layout: ModelLayout, planner: Planner) -> None:
         self.lost = 0
@@ -71,7 +74,7 @@ class KvEvents:
         self._waiting = 0
         self._is_clear_due = False
         self._hash_of = _hash_function()
-        self._untold = self._all_there()  # what was found after a restart
+        self._untold = self._all_there()  # chunks found after a restart
         planner.stats.listen(self)
 
     def _all_there(self) -> deque[_Batch]:
@@ -79,7 +82,7 @@ class KvEvents:
         return deque(_Batch(tier, tuple(index.resident)) for tier, index in self._indexes.items())
 
     def take(self) -> list[KVCacheEvent]:
-        """What is to be told in this step."""
+        """Return the events to publish in this step."""
         events: list[KVCacheEvent] = [AllBlocksCleared()] if self._is_clear_due else []
         self._is_clear_due = False
         room = CHANGES_MAX
@@ -106,11 +109,11 @@ class KvEvents:
         return [key for key in keys if key in index]
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier can give these chunks now."""
+        """A tier can provide these chunks now."""
         self._changed(_Batch(tier, keys, is_stored=True))
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier cannot give them any more."""
+        """A tier cannot provide them any more."""
         self._changed(_Batch(tier, keys, is_stored=False))
 
     def _changed(self, batch: _Batch) -> None:
@@ -124,14 +127,14 @@ class KvEvents:
             self._untold = self._all_there()
 
     def cleared(self) -> None:
-        """No tier can give anything any more."""
+        """No tier can provide anything any more."""
         self._changes.clear()
         self._untold.clear()
         self._waiting = 0
         self._is_clear_due = True
 
     def _events(self, batch: _Batch, keys: Iterable[bytes]) -> Iterable[KVCacheEvent]:
-        """Events that say of these keys what the batch says."""
+        """The events for these keys of a batch."""
         by_group: dict[int, list[bytes]] = {}
         for key in keys:
             by_group.setdefault(group_of(key), []).append(key)
@@ -175,8 +178,10 @@ def _medium(tier: int) -> str:
 
 
 def _hash_function() -> Callable[[bytes], bytes | int]:
-    """How vLLM publishes the hash in a key, as bytes or as an integer of its end: asked once, since
-    vLLM looks into the environment for each hash."""
+    """Return how vLLM publishes the hash in a key: as bytes, or as an integer made from its end.
+
+    Asked once, because vLLM looks into the environment for each hash.
+    """
     if isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), bytes):
         return lambda key: key[:-GROUP_BYTES]
     at = slice(-GROUP_BYTES - _INTEGER_BYTES, -GROUP_BYTES)

@@ -1,4 +1,4 @@
-"""Gathers the numbers of both sides for ``/metrics``, on the scheduler's thread."""
+"""Collects the numbers of both sides for ``/metrics``, on the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _BY_TIER = (
 
 
 class StatsCollector:
-    """Differences of counters since the last call, and about once a second gauges and what changes
-    at every step."""
+    """Differences of counters since the last call.
+
+    Gauges, and counters that change at every step, are added about once a second.
+    """
 
     def __init__(self, scheduler: SchedulerSide, faults: Faults) -> None:
         self._scheduler = scheduler
@@ -36,7 +38,7 @@ class StatsCollector:
         self._log_changes = 0
 
     def add_worker_counters(self, counters: Mapping[str, float]) -> None:
-        """Counters that workers reported, summed over ranks."""
+        """Add counters that workers reported, summed over ranks."""
         for name, value in counters.items():
             metric, _, tier = name.partition(":")
             if metric in _BY_TIER and self._scheduler.planner is not None:
@@ -47,7 +49,7 @@ class StatsCollector:
             self._worker[name] = self._worker.get(name, 0) + value
 
     def collect(self, others: Mapping[str, float]) -> OffloadStats | None:
-        """What changed, in the ``others`` too; ``None`` if nothing did."""
+        """Return the numbers that changed, including the ``others``; ``None`` if none did."""
         data: dict[str, float] = self._worker
         self._worker = {}
         self._add_differences(data, self._totals() | dict(others))
@@ -78,7 +80,7 @@ class StatsCollector:
         return totals
 
     def _steady(self) -> dict[str, float]:
-        """Counters that grow at every step: published now and then."""
+        """Counters that grow at every step: published about once a second."""
         found = self._faults.times()
         lookups = self._scheduler.lookups
         if lookups is not None:

@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class NewRequests:
-    """Makes the `RequestState` of each request; the only writer of `RequestIdentity`. Owned by the
-    scheduler side. With ``require_salt`` requests without a salt are excluded; ``tiers`` are the
-    names of the lower tiers. ``wrong_values`` counts wrong values that clients have sent."""
+    """Makes the `RequestState` of each request; the only writer of `RequestIdentity`.
+
+    Owned by the scheduler side. With ``require_salt``, requests without a salt are excluded;
+    ``tiers`` are the names of the lower tiers. ``wrong_values`` counts invalid values that clients
+    have sent.
+    """
 
     def __init__(
         self,
@@ -45,9 +48,11 @@ class NewRequests:
         self._warned = False
 
     def admit(self, request: Request) -> RequestState | None:
-        """The state of a request that was not seen before. ``None``: ask again in the next step,
-        because the content of its adapter may be known by then. If it stays unknown, the request is
-        excluded."""
+        """Return the state of a new request.
+
+        ``None`` means: ask again in the next step, because the content of its adapter may be known
+        by then. If it stays unknown, the request is excluded.
+        """
         adapter = self._adapters.identity_of(request)
         if adapter is None and self._adapters.may_come(request):
             return None
@@ -67,18 +72,21 @@ class NewRequests:
 
     @staticmethod
     def exclude(identity: RequestIdentity, why: str) -> None:
-        """The request may neither load nor store any more."""
+        """Exclude the request: it may neither load nor store any more."""
         identity.no_load = identity.no_store = True
         identity.filtered_by = why
 
     def close(self) -> None:
-        """The server stops: finish the recording, if there is one."""
+        """Finish the recording, if there is one, because the server stops."""
         if self._recorder is not None:
             self._recorder.close()
 
     def _read_options(self, identity: RequestIdentity, request: Request) -> None:
-        """Take in controls and hints. Wrong values are reported in the answer's parameters and
-        counted; the first is logged as an example."""
+        """Read controls and hints.
+
+        Invalid values are reported in the answer's parameters and counted; the first is logged as
+        an example.
+        """
         params = getattr(request, "kv_transfer_params", None)
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
@@ -91,7 +99,7 @@ class NewRequests:
         if identity.rejected_options and not self._warned:
             self._warned = True
             logger.warning(
-                "kvtiers: in kv_transfer_params of request %s: %s. Further wrong values are "
+                "kvtiers: in kv_transfer_params of request %s: %s. Further invalid values are "
                 "reported to the client and counted, not logged",
                 request.request_id,
                 "; ".join(identity.rejected_options[:4]),

@@ -1,14 +1,16 @@
-"""Loads whose end vLLM has not seen yet. Their requests hold GPU blocks."""
+"""Tracks loads whose end vLLM has not seen yet. Their requests hold GPU blocks."""
 
 from __future__ import annotations
 
 WAIT_S = 30.0
-"""The longest that a request whose load has failed lets others go first."""
+"""The longest time that a request whose load has failed waits for other requests."""
 
 
 class UnfinishedLoads:
-    """For vLLM's scheduler thread. Loads are numbered as they begin, because a request may load
-    again, and its name may be used again."""
+    """The open loads, for vLLM's scheduler thread.
+
+    Loads are numbered as they begin, because a request may load again, and its name may be reused.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}  # by request, oldest first
@@ -26,15 +28,17 @@ class UnfinishedLoads:
         self._open.pop(request, None)
 
     def forget(self, request: str) -> None:
-        """The request goes on to compute, or has ended."""
+        """Forget a request that now computes, or has ended."""
         self._open.pop(request, None)
         self._behind.pop(request, None)
 
     def must_wait(self, request: str, now: float) -> bool:
-        """Whether this request, whose load has failed, has to let others go first: those whose
-        loads were open when vLLM first asked for it again. Later ones do not count, or it would
-        wait for as long as others come; ``now`` (monotonic seconds) bounds the wait for loads that
-        do not end."""
+        """True if this request, whose load has failed, must wait for others.
+
+        It waits for requests whose loads were open when vLLM first asked for it again. Later loads
+        do not count, or it would wait as long as new requests arrive. ``now`` (monotonic seconds)
+        bounds the wait for loads that do not end.
+        """
         last, until = self._behind.setdefault(request, (self._count, now + WAIT_S))
         oldest = next(iter(self._open.values()), self._count + 1)
         return oldest <= last and now < until

@@ -1,10 +1,10 @@
-"""Epochs of the lower tiers: begun when the weights change, and owed to a tier that is away.
+"""Begins new epochs of the lower tiers when the weights change, also for a tier whose disk is away.
 
-A tier that does not know its epoch is neither written nor read. The others go on.
+A tier whose new epoch is not durable is neither written nor read. The others go on.
 
 Ownership: ``reset``, ``take``, ``close`` and ``_owed`` belong to the scheduler's thread. Each tier
-has a thread of its own, which a disk that hangs may keep for ever: nothing else touches a disk
-here. What the threads say crosses by the condition.
+has a separate thread, which a hanging disk may block without end; no other code here touches a
+disk. The threads report through the condition.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ BeginOne = Callable[[int, Callable[[], None]], int]
 
 
 class _Attempt:
-    """To begin one epoch of one tier. ``is_noted``: a server that starts now finds it, also if this
-    process is killed; ``epoch`` is known when it is durable; ``error`` says why it was not the last
-    time. Guarded by the condition, but for ``was_waited_for``."""
+    """One attempt to begin an epoch of one tier.
+
+    ``is_noted``: a server that starts now would see the new epoch, even if this process is killed;
+    ``epoch`` is known when it is durable; ``error`` is the last failure. Guarded by the condition,
+    except for ``was_waited_for``.
+    """
 
     __slots__ = ("epoch", "error", "is_noted", "was_waited_for")
 
@@ -40,13 +43,16 @@ class _Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to wait for at present."""
+        """True if there is nothing to wait for at present."""
         return self.epoch is not None or bool(self.error)
 
 
 class PendingEpochs:
-    """For ``tiers`` tiers. ``begin_one(tier, noted)`` begins a new epoch of a tier durably and
-    returns it, or raises; it calls ``noted`` as soon as a server that starts would find it."""
+    """Begins epochs of ``tiers`` tiers.
+
+    ``begin_one(tier, noted)`` begins a new epoch of a tier durably and returns it, or raises; it
+    calls ``noted`` as soon as a server that starts would see the epoch.
+    """
 
     def __init__(self, tiers: int, begin_one: BeginOne, retry_s: float = RETRY_S) -> None:
         self._begin_one = begin_one
@@ -60,11 +66,11 @@ class PendingEpochs:
             threading.Thread(target=work, name=f"kvtiers-epoch-{tier}", daemon=True).start()
 
     def reset(self, wait_s: float = WAIT_S) -> bool:
-        """New epochs are due in all tiers. Returns whether all have noted that; waits for them at
-        most ``wait_s`` seconds, and for each attempt once.
+        """Request new epochs in all tiers; returns whether all of them have noted that.
 
-        An attempt that ``take`` has not given out yet is as good for this reset as for the one
-        before: nothing was written under its epoch.
+        Waits at most ``wait_s`` seconds in all, and once for each attempt. An attempt whose epoch
+        ``take`` has not returned yet also serves this reset, because nothing was written under that
+        epoch.
         """
         for tier, asked in enumerate(self._asked):
             if tier not in self._owed:
@@ -85,7 +91,7 @@ class PendingEpochs:
         return not missing
 
     def take(self) -> dict[int, int]:
-        """The epochs that have become durable since the last call, by tier."""
+        """Return the epochs that have become durable since the last call, by tier."""
         if not self._owed:
             return {}
         with self._changed:
@@ -114,7 +120,7 @@ class PendingEpochs:
         while not self._closed.is_set():
             try:
                 epoch = self._begin_one(tier, partial(self._say, attempt, is_noted=True))
-            except Exception as error:  # whatever it is, the disk is not back yet
+            except Exception as error:  # whatever the error, the disk is not back yet
                 if not attempt.error:
                     logger.error("kvtiers: an epoch of tier %d cannot be begun: %s", tier, error)
                 self._say(attempt, error=str(error) or repr(error))

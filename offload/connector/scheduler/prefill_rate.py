@@ -1,4 +1,4 @@
-"""How fast prompts are computed, as their requests see it."""
+"""Measures how fast prompts are computed, as seen by their requests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ if TYPE_CHECKING:
 
 
 class PrefillRate:
-    """Measures each request from the step that first computes it until its first output token is
-    there. ``observe(tokens, seconds)`` takes the tokens that were computed meanwhile."""
+    """Measures each request from the step that first computes it until its first output token.
+
+    ``observe(tokens, seconds)`` receives the number of tokens that were computed in that time.
+    """
 
     def __init__(self, observe: Callable[[int, float], None]) -> None:
         self._observe = observe
         self._running: dict[str, tuple[float, int]] = {}
 
     def scheduled(self, request: Request, now: float) -> bool:
-        """The request is part of the step that begins at ``now`` (monotonic seconds). Answers
-        whether it has its first token and need not be told of again."""
+        """Note that the request is part of the step that begins at ``now`` (monotonic seconds).
+
+        Returns whether it has its first token, after which no further call is needed.
+        """
         if request.num_output_tokens:
             self.ended(request, now)
             return True
@@ -28,7 +32,7 @@ class PrefillRate:
         return False
 
     def ended(self, request: Request, now: float) -> None:
-        """The request has its first token, or will never have one."""
+        """End the measurement: the request has its first token, or will never have one."""
         started = self._running.pop(request.request_id, None)
         if started is not None and request.num_output_tokens:
             since, computed = started

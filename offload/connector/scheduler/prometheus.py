@@ -1,8 +1,8 @@
-"""Numbers of both sides, published through vLLM's own ``/metrics``.
+"""Publishes the numbers of both sides through vLLM's ``/metrics``.
 
 Every metric is declared in ``offload.telemetry.metrics``. Counters travel as differences, gauges as
-they are, each under a flat name: ``metric`` or ``metric:label``, with labels in their declared
-order.
+absolute values, each under a flat name: ``metric`` or ``metric:label``, with labels in their
+declared order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped here
-    """Flat numbers, see the module."""
+    """Flat numbers; see the module."""
 
     def reset(self) -> None:
         self.data = dict[str, float]()
@@ -45,7 +45,7 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped h
         return OffloadStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs every few seconds."""
+        """The numbers that vLLM logs every few seconds."""
         return {name: round(value, 3) for name, value in sorted(self.data.items())}
 
 
@@ -72,23 +72,26 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
             if metric.counter:
                 self._metrics[name] = metric_types[Counter](**about)
             else:
-                # With several API servers any of them gets a step's numbers; the default would
-                # show what each was told last, added up by every query that sums.
+                # With several API servers, any of them receives a step's numbers. By default each
+                # would show the value it received last, and a sum over them would be wrong.
                 self._metrics[name] = metric_types[Gauge](**about, multiprocess_mode="mostrecent")
             for values in per_engine_labelvalues.values():
                 for labels in started(name, metric, known):
                     self._metrics[name].labels(*values, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one batch of numbers. Never raises: vLLM takes an exception here for the end of the
-        engine, and every request would fail for a number."""
+        """Add one batch of numbers.
+
+        Never raises: vLLM treats an exception here as the end of the engine, so every request would
+        fail because of a number.
+        """
         for name, value in transfer_stats_data.items():
             try:
                 self._observe(name, value, self.per_engine_labelvalues[engine_idx])
-            except Exception as error:  # as said above
+            except Exception as error:  # see the docstring
                 if not self._has_failed:
                     self._has_failed = True
-                    logger.error("kvtiers: the metric %s cannot be published: %r", name, error)
+                    logger.error("kvtiers: metric %s cannot be published: %r", name, error)
 
     def _observe(self, name: str, value: float, engine: Sequence[object]) -> None:
         metric, *labels = name.split(":")
@@ -102,9 +105,12 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
 def started(
     name: str, metric: Metric, known: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """The labels under which a counter stands on the page from the start, as 0. To Prometheus a
-    series that begins with 1 has not grown: ``increase`` would be 0 after the first fault. Hooks
-    that are never called and questions that no tier is asked are left out, as are gauges."""
+    """The labels under which a counter appears from the start, as 0.
+
+    A series that begins with 1 has not grown in Prometheus's eyes: ``increase`` would be 0 after
+    the first fault. Gauges are left out, and so are hooks that are never called and queries that no
+    tier receives.
+    """
     if not metric.counter or metric.tiers is Tiers.SHARED or name in ("hook_calls", "hook_seconds"):
         return
     tiers = known["tier"][1:] if metric.tiers is Tiers.LOWER else known["tier"]
@@ -115,8 +121,10 @@ def started(
 
 
 def _label_values(extra: Any) -> dict[str, Sequence[str]]:
-    """What labels can be with this configuration; of a faulty one, which is refused elsewhere, as
-    far as it can be read."""
+    """The possible values of each label with this configuration.
+
+    A faulty configuration is refused elsewhere; here it is read as far as possible.
+    """
     reasons = [reason.value for reason in Reason if reason is not Reason.COMPLETE]
     tiers = ["cpu", *tier_names(draft_config(extra)[0])]
     return {"tier": tiers, "reason": reasons, "hook": sorted(HOOKS)}

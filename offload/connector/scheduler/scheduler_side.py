@@ -1,7 +1,7 @@
-"""The connector in vLLM's scheduler process: from requests and block tables to plans.
+"""The connector in vLLM's scheduler process: turns requests and block tables into plans.
 
-Runs on vLLM's scheduler thread, waits for nothing and owns all decision state. Until the
-workers have said what they have (``attach``) everything is a miss.
+Runs on vLLM's scheduler thread, never waits, and owns all decision state. Until the workers have
+reported what they have (``attach``), every lookup is a miss.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALL_S = 5.0
-"""Work that has not moved for this long does not keep an idle engine stepping, nor a shutdown
-waiting."""
+"""Work that has made no progress for this long neither keeps an idle engine stepping nor delays a
+shutdown."""
 
 
 class SchedulerSide:
@@ -84,8 +84,10 @@ class SchedulerSide:
         self._clock = PrefillRate(self._computed)
 
     def attach(self, planner: Planner, foreign: Sequence[str] = ()) -> None:
-        """The workers are ready: start to plan. ``foreign``: see
-        ``offload.requests.miss_reasons.Explainer``."""
+        """Start to plan, because the workers are ready.
+
+        ``foreign``: see ``offload.requests.miss_reasons.Explainer``.
+        """
         self.planner = planner
         self._endings = FinishedRequests(self.layout, planner, self._max_pinned_share)
         self._stores = StoreProgress(
@@ -98,7 +100,7 @@ class SchedulerSide:
     # -- requests ----------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request was added (also called again for a resumed session)."""
+        """Add a request (also called again for a resumed session)."""
         if request.request_id not in self._states:
             state = self.intake.admit(request)
             if state is None:  # its lookup asks again
@@ -109,18 +111,20 @@ class SchedulerSide:
                 self._stores.begin(state)
 
     def close(self) -> None:
-        """The server stops."""
+        """Close the records, because the server stops."""
         self.intake.close()
         self.log.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond ``computed_tokens`` that can be loaded now; ``None``: ask again later. No
-        side effect on tiers.
+        """Return how many tokens beyond ``computed_tokens`` can be loaded now; ``None``: ask again
+        later.
 
-        A request whose load failed computes. vLLM reserves the blocks of its whole prompt for it
-        until then, from itself too, so that a second load may wait for ever; and it would stop
-        looking at the requests behind this one, which hold the blocks of ended loads: these go
-        first.
+        Has no side effect on the tiers.
+
+        A request whose load failed is computed. Until then vLLM reserves the blocks of its whole
+        prompt for it, even against the request itself, so a second load could wait forever. vLLM
+        would also not look at the requests behind it, which hold the blocks of ended loads. So
+        those requests go first.
         """
         self.on_new_request(request)
         state = self._states.get(request.request_id)
@@ -136,7 +140,7 @@ class SchedulerSide:
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
-        """vLLM has allocated blocks; ``external_tokens`` > 0 means: load them now."""
+        """Plan a load, because vLLM has allocated blocks, if ``external_tokens`` > 0."""
         self._unseen.forget(request.request_id)
         if self.planner is None:
             return
@@ -147,8 +151,8 @@ class SchedulerSide:
         try:
             self._plan_load(self._state(request), block_ids, external_tokens)
         except Exception:
-            # The request waits for a load now: it must get an answer. And whatever was about to
-            # be fenced was not.
+            # The request waits for a load now, so it must get an answer. Its fence may
+            # be missing.
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(request.request_id)
             raise
@@ -157,7 +161,7 @@ class SchedulerSide:
         try:
             if self.lookups is not None:
                 self.lookups.accepted(self._state(request), request, external_tokens)
-        except Exception as error:  # a record that fails must not cost the load
+        except Exception as error:  # a failed record must not cost the load
             self._faults.note("explain", error)
 
     def _plan_load(
@@ -178,7 +182,9 @@ class SchedulerSide:
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ends and its blocks are about to be freed: store what is still missing.
-        Returns what the client is told, if it has told us something."""
+
+        Returns the report to the client, if the client sent options.
+        """
         state = self._states.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._unseen.forget(request.request_id)
@@ -203,7 +209,7 @@ class SchedulerSide:
         return self._endings.report(state, pinned_tokens)
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
-        """How many of the loaded tokens come from the CPU tier and from lower tiers."""
+        """The number of loaded tokens that come from the CPU tier and from lower tiers."""
         state = self._states.get(request.request_id)
         if state is None:
             return external_tokens, 0
@@ -214,7 +220,7 @@ class SchedulerSide:
     # -- steps -------------------------------------------------------------------------------
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
-        """Everything the workers have to do because of this step."""
+        """The plan with all work for the workers in this step."""
         idle = output.total_num_scheduled_tokens == 0
         if self.planner is None:
             return StepPlan()
@@ -230,7 +236,7 @@ class SchedulerSide:
             if self._digests is not None:
                 return replace(plan, digests=self._digests.take())
             return plan
-        except Exception as error:  # loads and fences of this step must go out all the same
+        except Exception as error:  # loads and fences of this step must still go out
             self._faults.note("build_connector_meta", error)
             self.planner.stores.distrust()
             return self.planner.step(idle=idle, write_through=False)
@@ -247,7 +253,7 @@ class SchedulerSide:
                 self._states[request_id].restart()
             if self._digests is not None:
                 self._digests.restarted(request_id)
-        # Fences first: a store planned below reads blocks that are this step's own.
+        # Fences come first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
@@ -256,7 +262,7 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            # Most requests of most steps decode inside a chunk: nothing to do for them.
+            # Most requests of most steps decode inside a chunk, so there is nothing to do for them.
             request = self._requests[request_id]
             if not state.outcome.has_answered:
                 state.outcome.has_answered = self._clock.scheduled(request, now)
@@ -290,8 +296,11 @@ class SchedulerSide:
             self.planner.health.computed(tokens, seconds)
 
     def adapters_loaded(self, loaded: Loaded) -> None:
-        """The workers have loaded adapters. Where that has changed what an adapter holds, its
-        requests leave, and what is being stored may be of either."""
+        """The workers have loaded adapters.
+
+        If the content of an adapter has changed, its requests are excluded, and chunks that are
+        being stored now may belong to either content.
+        """
         users = self.adapters.take(loaded)
         if users and self.planner is not None:
             self.planner.stores.distrust()
@@ -301,7 +310,7 @@ class SchedulerSide:
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
-        """Take in what the workers have done."""
+        """Take in the results of the workers."""
         if not (self.planner and self.lookups and self._stores):
             return
         ended = [self._states[name] for name in finished if name in self._states]
@@ -332,7 +341,7 @@ class SchedulerSide:
 
     @property
     def pending(self) -> bool:
-        """Whether workers have something to finish and are getting on with it."""
+        """True if the workers have unfinished work that makes progress."""
         is_told = self._endings is None or self._endings.are_told
         if self.planner is None or (is_told and not self.planner.busy):
             self._moved_at = time.monotonic()
@@ -341,7 +350,7 @@ class SchedulerSide:
         return time.monotonic() - moved_at < STALL_S
 
     def begin_epochs(self, epochs: Mapping[int, int]) -> None:
-        """These new epochs of lower tiers are durable: workers may write under them."""
+        """Allow workers to write under these new epochs of lower tiers, which are durable."""
         if self.planner is not None:
             self.planner.begin_epochs(epochs)
 
@@ -361,5 +370,5 @@ class SchedulerSide:
                 self._stores.weights_changed(state, computed)
 
     def kept(self) -> dict[str, int]:
-        """What clients have kept of each tier, in units of its space."""
+        """The space that clients have pinned in each tier, in the tier's units."""
         return self._endings.pins.used() if self._endings is not None else {}

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class StoreProgress:
     """Follows how far each request is computed and plans stores of its complete chunks.
 
-    ``planned_at`` is when it last planned one (monotonic seconds). ``digests`` are informed of the
-    recurrent states that are handed over, if there are any.
+    ``planned_at`` is when the last store was planned (monotonic seconds). ``digests`` receives the
+    recurrent states that are handed over, if verification is on.
     """
 
     def __init__(
@@ -49,27 +49,29 @@ class StoreProgress:
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
 
     def begin(self, state: RequestState) -> None:
-        """Follow a request from now on."""
+        """Begin to follow a request."""
         state.stores.ready_at = self._ready_at(state)
         state.stores.removal_mark = self._planner.removals.count
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
-        """These chunks of each group are being loaded: they need no store."""
+        """Note that these chunks of each group are being loaded and need no store."""
         state.stores.loaded = chunks
 
     def load_failed(self, state: RequestState) -> None:
-        """The load has failed: vLLM computes its chunks."""
+        """Note that the load has failed, so that vLLM computes its chunks."""
         state.stores.loaded = ()
 
     def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
-        """The tokens computed so far belong to the old weights, until the request restarts."""
+        """Mark the tokens computed so far as belonging to the old weights, until the request
+        restarts."""
         state.stores.stale = computed_tokens > 0
 
     def scheduled(
         self, output: SchedulerOutput, state: RequestState, request: Request, scheduled: int
     ) -> None:
-        """This step computes ``scheduled`` tokens of the request and may complete chunks."""
-        # Known tokens only: what is sampled or drafted in this step may still be rejected.
+        """Plan stores of the chunks that this step may complete by computing ``scheduled``
+        tokens."""
+        # Known tokens only: tokens that are sampled or drafted in this step may still be rejected.
         limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if limit >= state.stores.ready_at:
             blocks = output.kv_connector_block_state
@@ -111,15 +113,18 @@ class StoreProgress:
                 self._planner.stores.plan(batch)
 
     def _ready_at(self, state: RequestState) -> int:
-        """Where the first chunk ends that is not stored. Recurrent states do not count: vLLM hands
-        them over at their boundary."""
+        """The end of the first chunk that is not stored, in tokens. Recurrent states do not count:
+        vLLM hands them over at their boundary."""
         next_chunk = state.stores.next_chunk
         ends = [(next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
         return min(ends) if ends else sys.maxsize
 
     def _look_again(self, state: RequestState) -> None:
-        """Chunks may have been evicted while their request ran, because its use of them counts
-        only at its end. Store them again from the GPU: chunks behind a gap can never be hit."""
+        """Look again at stored chunks, some of which may have been evicted while their request ran.
+
+        The request's use of them is counted only at its end. They are stored again from the GPU,
+        because chunks behind a gap can never be hit.
+        """
         stores = state.stores
         if self._planner.removals.count == stores.removal_mark:
             return
@@ -158,7 +163,7 @@ class StoreProgress:
     def _store_up_to(
         self, state: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool
     ) -> None:
-        """Plan as many chunks of one group as one step takes, without those that were loaded."""
+        """Plan as many chunks of one group as one step allows, without those that were loaded."""
         stores = state.stores
         most = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
         size = self._layout.groups[index].chunk_tokens

@@ -1,9 +1,10 @@
-"""On which processors this project's threads of a worker may run.
+"""Chooses the processors on which this project's threads of a worker may run.
 
 vLLM's CPU platform binds the OpenMP threads of a worker to cores and leaves other cores free, one
 of them for connectors. GNU's and Intel's OpenMP bind the main thread to the first of these cores,
-and threads that it starts inherit that: ours would all share the core of the model's first thread,
-for which all others wait at the end of every loop. See docs/decisions/0072.
+and threads that it starts inherit that. So all of this project's threads would share the core of
+the model's first thread, for which all others wait at the end of every loop. See
+docs/decisions/0072.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
-"""Environment variables by which OpenMP is told to bind threads to cores."""
+"""Environment variables that make OpenMP bind threads to cores."""
 
 
 @contextlib.contextmanager
 def threads_unbound() -> Iterator[None]:
-    """Threads that are started inside may run wherever this worker's parent process may.
+    """Let threads that are started inside run wherever this worker's parent process may run.
 
-    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: a mask
-    that somebody else has set is a wish of the user's.
+    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: any
+    other mask was set on purpose by the user.
     """
     own = wide = frozenset[int]()
     parent = multiprocessing.parent_process()
@@ -33,7 +34,7 @@ def threads_unbound() -> Iterator[None]:
         try:
             own, wide = (frozenset(os.sched_getaffinity(pid or 0)) for pid in (0, parent.pid))
             os.sched_setaffinity(0, wide)
-        except (OSError, AttributeError) as error:  # not Linux, or not allowed: slower, no more
+        except (OSError, AttributeError) as error:  # not Linux, or not allowed: only slower
             logger.debug("threads stay on the processors %s: %s", sorted(own), error)
             own = wide
     if own != wide:

@@ -1,7 +1,7 @@
 """The connector in a worker process: registers the KV caches, opens the tiers, carries out plans.
 
-Ownership: every method runs on vLLM's model-runner thread; the executor's loop runs on a thread
-of its own (`offload.loop`) and is reached by ``post`` and answered by ``drain`` only.
+Ownership: every method runs on vLLM's model-runner thread. The executor's loop runs on a separate
+thread (`offload.loop`); ``post`` is the only way to it, and ``drain`` the only way back.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 3.0
 HOOKS_PERIOD_S = 1.0
 IDLE_WAIT_S = 0.001
-"""An idle engine with work of ours in flight steps without pause; waiting a millisecond for a
+"""While an idle engine has work in flight, it steps without pause. Waiting a millisecond for a
 result leaves the core to the copies and the disk. A new request waits at most this long."""
 
 
 class WorkerSide:
-    """One rank's slab, copy engine, tiers and executor; ``shares`` of its kind divide the
-    configured capacities. ``fence_is_late``: see `offload.connector.startup`."""
+    """One rank's slab, copy engine, tiers and executor.
+
+    The configured capacities are divided among ``shares`` workers. ``fence_is_late``: see
+    `offload.connector.startup`.
+    """
 
     def __init__(
         self,
@@ -73,9 +76,9 @@ class WorkerSide:
     def register(self, registration: Registration, specs: Sequence[TierSpec]) -> None:
         """Take over the registered KV caches: slab, engine, tiers, loop.
 
-        Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory
-        cannot be had, and ``TierUnavailableError`` for a tier that does not open. Releases
-        everything that was set up by then.
+        Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory is
+        not available, and ``TierUnavailableError`` for a tier that does not open. On an error it
+        releases everything that was set up by then.
         """
         with ExitStack() as undo, threads_unbound():
             self._register(registration, specs, undo)
@@ -138,31 +141,31 @@ class WorkerSide:
             loop.stop(0.5)
 
     def state(self) -> RankState | None:
-        """What the scheduler side needs; ``None`` before ``register``."""
+        """The facts that the scheduler side needs; ``None`` before ``register``."""
         return self._state
 
     def shutdown(self) -> None:
-        """Let go of everything within a few seconds. Idempotent."""
+        """Release everything within a few seconds. Idempotent."""
         executor, loop, slab = self._executor, self._loop, self._slab
         self._executor = self._loop = self._slab = None
         if loop is None:
             return
         if slab is not None:
-            slab.stop_preparing()  # pinning ends while what flies comes down
+            slab.stop_preparing()  # unpinning runs while operations in flight end
         closed = executor is None
         if executor is not None:
             try:
                 loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
                 closed = True
-            except Exception as error:  # a hung tier must not hold up the server's end
+            except Exception as error:  # a hung tier must not delay the server's end
                 logger.warning("kvtiers: the tiers did not close in time: %r", error)
         if loop.stop(0.5) and closed and slab is not None:
-            slab.close()  # only when nobody can copy from it any more
+            slab.close()  # only when nothing can copy from it any more
 
     # -- a step ------------------------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
-        """Before the step's forward pass."""
+        """Call before the step's forward pass."""
         try:
             self._fence(plan)
         finally:
@@ -170,9 +173,11 @@ class WorkerSide:
                 self._executor.before_step(plan)
 
     def _fence(self, plan: StepPlan) -> None:
-        """Before anything is overwritten: let the fenced stores finish reading. Where the fence
-        comes late they may have read what is there now, and fail unless ``drain`` has seen
-        them end, which was before this step began."""
+        """Let the fenced stores finish reading before anything is overwritten.
+
+        If the fence comes late, they may have read the new content. They then fail, unless
+        ``drain`` has seen them end, which was before this step began.
+        """
         if plan.fence and self._executor is not None:
             try:
                 self._executor.fence(plan.fence)
@@ -183,20 +188,24 @@ class WorkerSide:
                 self._executor.poison(plan.fence)
 
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
-        """After the step's forward pass was submitted: start the step's jobs. ``refused``: why its
-        stores and loads must not be."""
+        """Start the step's jobs, after its forward pass was submitted.
+
+        ``refused``: the reason why its stores and loads must fail, if there is one.
+        """
         if self._executor is not None:
             self._executor.post(plan, refused=refused)
 
     def drain(self, idle: bool) -> Drained:
-        """What ended since the last step."""
+        """Everything that ended since the last step."""
         if self._executor is None:
             return Drained()
         return self._executor.drain(IDLE_WAIT_S if idle else 0.0)
 
     def counters(self, hooks: Mapping[str, float]) -> dict[str, float]:
-        """What was added to this rank's counters since the last call. ``hooks``, which grow at
-        every step, are among them about once a second."""
+        """The growth of this rank's counters since the last call.
+
+        About once a second it includes ``hooks``, which grow at every step.
+        """
         if self._executor is None:
             return {}
         now = self._executor.stats.totals()

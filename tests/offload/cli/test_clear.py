@@ -172,9 +172,9 @@ def test_beside_a_writer(root: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "what to remove: is not said. Give --namespace"),
-        (["--namespace", "zz"], '--namespace: fits nothing (got "zz"). Known: '),
-        (["--model", "x"], '--model: fits nothing (got "x"). Known: tiny/llama, tiny/qwen'),
+        ([], "what to remove: is missing. Give --namespace"),
+        (["--namespace", "zz"], '--namespace: matches nothing (got "zz"). Known: '),
+        (["--model", "x"], '--model: matches nothing (got "x"). Known: tiny/llama, tiny/qwen'),
         (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),
         (["--all", "--json"], "--yes: is required with --json. Add --yes, or --dry-run to look"),
         (["--all"], "--yes: is required where there is no terminal to ask on. Add --yes, or"),

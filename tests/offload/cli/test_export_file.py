@@ -110,5 +110,5 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1  # and does not wait for it
     result = kvtiers("export", tmp_path / "a", tmp_path / "pipe", "--overwrite")
     assert result.code == 2
-    assert "is no regular file" in result.err
+    assert "is not a regular file" in result.err
     assert (tmp_path / "pipe").is_fifo()

@@ -218,7 +218,7 @@ def test_an_epoch_that_was_reset_stays_reset(tmp_path: Path) -> None:
     for capacity in ([], ["--capacity", "24MiB"]):
         result = kvtiers("import", tmp_path / "old", tmp_path / "a", "--json", *capacity)
         assert result.code == 1
-        assert "a reset between them" in result.json["stores"][0]["refused"]
+        assert "a reset in between" in result.json["stores"][0]["refused"]
     assert len(contents(tmp_path / "a")) == 2
     # A store that is made for an import begins at the epoch of its records.
     result = kvtiers("import", tmp_path / "new", tmp_path / "b", "--capacity", "24MiB")

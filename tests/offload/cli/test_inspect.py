@@ -78,7 +78,7 @@ def test_hits_come_from_the_server(tmp_path: Path) -> None:
     assert found["server"]["url"] == f"http://{address}/metrics"
     lmdb = {"name": "lmdb", "hit_tokens": 400, "loaded_tokens": 640, "missed_tokens": 0}
     assert lmdb in found["server"]["tiers"]
-    assert "lmdb had 400 tokens that were wanted and gave 640" in shown
+    assert "lmdb: 400 tokens hit, 640 loaded, 0 missed" in shown
     assert "server" not in kvtiers("inspect", tmp_path, "--json").json
     for wrong, code in ((address, 1), ("no server", 2)):
         result = kvtiers("inspect", tmp_path, "--server", wrong)

@@ -15,7 +15,7 @@ from policies.simulation.trace import TraceWriter
 from tests.offload.cli.stores import ROOT, kvtiers, make_store
 from tests.offload.cli.test_plan import alternating
 
-FULL = "kvtiers: the output cannot be written: No space left on device\n"
+FULL = "kvtiers: cannot write the output: No space left on device\n"
 
 
 def run(output: int | IO[str], *words: object, unbuffered: str = "") -> tuple[int, str]:

@@ -187,13 +187,13 @@ def test_a_model_of_vllm(llama: Path) -> None:
         ([], ["2 problems", "--cpu: is required", "neither MODEL nor --token-bytes is given"]),
         (["m", "--token-bytes", "1KiB", "--cpu", "1GiB"], ["both MODEL and --token-bytes"]),
         (["--cpu", "8G", "--token-bytes", "x"], ["--cpu: has an ambiguous unit", "is not a size"]),
-        (["--cpu", "0", "--token-bytes", "1KiB"], ["--cpu: must be more than nothing"]),
+        (["--cpu", "0", "--token-bytes", "1KiB"], ["--cpu: must be positive"]),
         (
             ["--cpu", "0", "--token-bytes", "0KiB"],
             [
                 "2 problems",
-                '--cpu: must be more than nothing (got "0"). Give a positive size',
-                '--token-bytes: must be more than nothing (got "0KiB"). Give a positive size',
+                '--cpu: must be positive (got "0"). Give a positive size',
+                '--token-bytes: must be positive (got "0KiB"). Give a positive size',
             ],
         ),
         (
@@ -206,7 +206,10 @@ def test_a_model_of_vllm(llama: Path) -> None:
         ),
         (["--cpu", "1GiB", "--token-bytes", "1KiB", "--mix", "users=0"], ["has no requests"]),
         (["--cpu", "1GiB", "--token-bytes", "1KiB", "--trace", "no"], ["--trace: cannot be read"]),
-        (["--cpu", "1GiB", "--token-bytes", "1KiB", "--dsk=1GiB"], ["--dsk=1GiB: is no option"]),
+        (
+            ["--cpu", "1GiB", "--token-bytes", "1KiB", "--dsk=1GiB"],
+            ["--dsk=1GiB: is not an option"],
+        ),
     ],
 )
 def test_bad_input(words: list[str], texts: list[str]) -> None:

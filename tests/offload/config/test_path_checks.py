@@ -75,7 +75,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
         (folder / f"notes-{number}").touch()
     text = said(folder)
     assert (
-        "is not empty, and holds nothing of kvtiers: notes-0, notes-1, notes-2 and 2 more" in text
+        "is not empty, and contains no kvtiers data: notes-0, notes-1, notes-2 and 2 more" in text
     )
     assert f"for example {folder / 'kvtiers'}" in text
     assert said(folder / "kvtiers") == ""
@@ -103,4 +103,4 @@ def test_an_import_goes_nowhere_else_either(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     result = kvtiers("import", tmp_path / "blocks.kvt", tmp_path / "other", "--capacity", "64MiB")
-    assert (result.code, "holds nothing of kvtiers: notes" in result.err) == (2, True)
+    assert (result.code, "contains no kvtiers data: notes" in result.err) == (2, True)

@@ -278,7 +278,7 @@ def test_a_reset_waits_for_transfers_and_says_so(
         world.step()
         resetting = threading.Thread(target=world.manager.reset_cache)
         resetting.start()
-        while "waits for 1 transfers" not in caplog.text:
+        while "is waiting for 1 transfers" not in caplog.text:
             assert resetting.is_alive()
             time.sleep(0.01)
         gate.set()

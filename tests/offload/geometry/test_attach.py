@@ -74,7 +74,7 @@ STATES = geometry_of(1, 0, OWN)
         ),
         (
             {"geometry": {"hash_block_size": 16, "groups": []}},
-            "    geometry.hash_block_size is 32 stored, 16 now: keys are hashes of other stretches "
+            "    geometry.hash_block_size is 32 stored, 16 now: keys are hashes of other ranges "
             "of the prompt\n",
         ),
         (
@@ -114,7 +114,7 @@ async def test_stores_that_do_not_describe_themselves_are_refused(tmp_path: Path
     home = tmp_path / "kv" / namespace_of(2).name / "replica-0"
     for rank in range(2):
         (home / f"rank-{rank}.geometry.json").write_text("{}")
-    with pytest.raises(NamespaceError, match="does not say how its records are ordered"):
+    with pytest.raises(NamespaceError, match="does not describe the order of its records"):
         look(tmp_path / "kv")
 
 

@@ -273,7 +273,7 @@ async def test_two_descriptions_of_the_same_records_are_both_not_believed(
         async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
             assert await tier.present(KEYS) == [False] * 6
             assert (await fetch(tier, KEYS[0], 4096))[0] is ReadOutcome.MISS
-    assert "is described in two ways" in caplog.text
+    assert "has two different descriptions" in caplog.text
 
 
 @quick
