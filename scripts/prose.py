@@ -1,10 +1,7 @@
 """Lint the prose: Markdown, docstrings, comments and messages, against the list in ``prose.toml``.
 
-    python scripts/prose.py            # fails on a folder with more findings than it may have
-    python scripts/prose.py -v         # every finding
-    python scripts/prose.py --lower    # writes lower counts into prose_left.toml, never higher ones
-
-Folders that are not clean yet stand in ``prose_left.toml`` with their number of findings.
+python scripts/prose.py            # every finding; fails if there is one
+python scripts/prose.py offload    # only in these files and folders
 """
 
 from __future__ import annotations
@@ -17,14 +14,12 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "scripts" / "prose.toml"
-LEFT = ROOT / "scripts" / "prose_left.toml"
 PYTHON = ("offload", "tiers", "policies", "bench", "demo", "examples", "scripts", "tests")
 MESSAGES_IN = ("offload", "tiers", "policies", "bench", "demo")
 """Folders whose string literals are prose too: errors, log lines, help."""
@@ -148,40 +143,14 @@ def findings() -> list[Finding]:
     return found
 
 
-def folder_of(finding: Finding) -> str:
-    return Path(finding.path).parent.as_posix() if "/" in finding.path else finding.path
-
-
-def allowed() -> dict[str, int]:
-    return dict(tomllib.loads(LEFT.read_text(encoding="utf-8"))["findings"])
-
-
-def lower(counts: Counter[str]) -> None:
-    kept = {f: min(n, counts[f]) for f, n in sorted(allowed().items()) if counts[f]}
-    head = LEFT.read_text(encoding="utf-8").partition("[findings]")[0]
-    lines = [f'"{folder}" = {number}' for folder, number in kept.items()]
-    LEFT.write_text("\n".join([f"{head}[findings]", *lines, ""]), encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-v", "--verbose", action="store_true", help="show every finding")
-    parser.add_argument("--lower", action="store_true", help="write lower counts")
     parser.add_argument("paths", nargs="*", help="only these files and folders")
     options = parser.parse_args(arguments)
-    found = findings()
-    counts = Counter(map(folder_of, found))
-    if options.lower:
-        lower(counts)
-    left = allowed()
-    over = {folder for folder, number in counts.items() if number > left.get(folder, 0)}
+    found = [f for f in findings() if not options.paths or f.path.startswith(tuple(options.paths))]
     for finding in found:
-        wanted = not options.paths or finding.path.startswith(tuple(options.paths))
-        if wanted and (options.verbose or options.paths or folder_of(finding) in over):
-            print(finding)
-    for folder in sorted(over):
-        print(f"{folder}: {counts[folder]} findings, {left.get(folder, 0)} allowed")
-    return 1 if over else 0
+        print(finding)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

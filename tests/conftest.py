@@ -36,7 +36,7 @@ WRITTEN_BYTES = 8 << 30
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End the run before its first test if a disk tier would find no room."""
+    """End the run before its first test if a disk tier would not fit."""
     folder = session.config.getoption("basetemp") or tempfile.gettempdir()
     place = Path(folder) if Path(folder).exists() else Path(folder).parent
     disk = shutil.disk_usage(place)

@@ -137,8 +137,8 @@ def _selector(tokens: list[tuple[str, str]], at: int, found: Query) -> int:
 
 
 def problems(query: str, known: Mapping[str, set[str]], others: set[str]) -> list[str]:
-    """What is wrong with a query on a page with these metrics and their labels; ``others`` are
-    labels that Prometheus adds."""
+    """The problems of a query on a page with these metrics and their labels; ``others`` are labels
+    that Prometheus adds."""
     try:
         found = parse(query)
     except PromqlError as error:

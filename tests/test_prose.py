@@ -1,11 +1,10 @@
-"""The prose linter: what it finds, what it leaves alone, and that no folder gets worse."""
+"""The prose linter: what it finds, what it leaves alone, and that no text has a finding."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -38,13 +37,8 @@ def found_in_markdown(source: str) -> list[tuple[int, str]]:
     return [(f.line, f.words) for t in texts for f in prose.findings_in("a.md", t, RULES)]
 
 
-def test_no_folder_has_more_findings_than_it_may() -> None:
-    findings = prose.findings()
-    counts = Counter(prose.folder_of(finding) for finding in findings)
-    left = prose.allowed()
-    worse = {f: (n, left.get(f, 0)) for f, n in counts.items() if n > left.get(f, 0)}
-    listed = [str(f) for f in findings if prose.folder_of(f) in worse]
-    assert not worse, "\n".join(["folder: (findings, allowed)", str(worse), *listed])
+def test_no_text_has_a_finding() -> None:
+    assert list(map(str, prose.findings())) == []
 
 
 @pytest.mark.parametrize(
@@ -55,6 +49,10 @@ def test_no_folder_has_more_findings_than_it_may() -> None:
         ("A full tier is well.", "is well"),
         ("A thread of its own writes it.", "of its own"),
         ("The planner is told of it.", "told"),
+        ("A tier that may be somebody else's.", "somebody else's"),
+        ("The first damaged record, nobody knows whose.", "nobody knows"),
+        ("One found no room.", "found no room"),
+        ("Keys like these, and so on and so forth.", "and so on and so forth"),
         ("Whether the tier is asked.", "Whether the tier is asked."),
         ("Those that are pinned.", "Those that are pinned."),
         ("What has left the tiers lately.", "What has left the tiers lately."),
@@ -65,7 +63,7 @@ def test_each_construction_is_found_everywhere(sentence: str, words: str) -> Non
     assert found_in_python(f'def f():\n    """{sentence}"""\n') == [(2, words)]
     if not ends(words):
         assert found_in_python(f"# {sentence}\n") == [(1, words)]
-        assert found_in_python(f"raise ValueError('{sentence} Mend it.')\n") == [(1, words)]
+        assert found_in_python(f"raise ValueError({f'{sentence} Mend it.'!r})\n") == [(1, words)]
 
 
 def ends(words: str) -> int:
@@ -84,12 +82,3 @@ def test_plain_sentences_pass() -> None:
         "Whether it is read depends on its state. The well-known tier is well below its capacity."
     )
     assert found_in_markdown(f"## What may enter a tier\n\n{good}\n") == []
-
-
-def test_counts_only_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / "left.toml"
-    left.write_text('# A head.\n\n[findings]\n"a" = 3\n"b" = 2\n"c" = 1\n')
-    monkeypatch.setattr(prose, "LEFT", left)
-    prose.lower(Counter({"a": 1, "b": 9}))
-    assert prose.allowed() == {"a": 1, "b": 2}
-    assert left.read_text().startswith("# A head.\n")

@@ -1,1 +1,1 @@
-"""Which chunks one tier holds, their states, and what must not be evicted. Pure."""
+"""The chunks that one tier holds, their states, and the rules for eviction. Pure."""

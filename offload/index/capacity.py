@@ -65,7 +65,7 @@ class Capacity(ABC):
 
     @abstractmethod
     def missing(self, size: int) -> int:
-        """How much ``used`` must fall so that ``size`` bytes fit; 0 if they fit now."""
+        """The bytes by which ``used`` must fall so that ``size`` bytes fit; 0 if they fit now."""
 
     def missing_all(self, sizes: Sequence[int]) -> int:
         """``missing`` for all of these together."""
@@ -73,7 +73,7 @@ class Capacity(ABC):
 
     @abstractmethod
     def amount(self, location: int) -> int:
-        """How much ``used`` falls when this location is given back."""
+        """The amount by which ``used`` falls when this location is given back."""
 
 
 class SlotCapacity(Capacity):

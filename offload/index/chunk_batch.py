@@ -1,9 +1,7 @@
-"""What policies are told of chunks, by columns.
+"""Chunks and groups as the planner sees them, and the facts about chunks for policies, by columns.
 
-A long prompt has thousands of chunks, and most policies never look at what they are told: it is
-made only when somebody does.
-
-Chunks and groups as the planner sees them.
+A long prompt has thousands of chunks, and most policies never look at these facts: they are made on
+first use.
 """
 
 from __future__ import annotations
@@ -25,8 +23,11 @@ from policies.base import EntryInfo
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """The request that a chunk comes from: a digest of the tenant's cache salt and hints, which
-    policies may know, and controls, which the planner obeys."""
+    """The request that a chunk comes from.
+
+    It has a digest of the tenant's cache salt and hints, which policies may know, and controls,
+    which the planner obeys.
+    """
 
     salt: bytes = b""
     hints: RequestHints = NO_HINTS
@@ -34,7 +35,7 @@ class RequestOrigin:
 
     @property
     def priority(self) -> str:
-        """How much the client cares."""
+        """The client's priority."""
         found: str = self.hints.stored.get(names.PRIORITY, names.NORMAL)
         return found
 
@@ -44,9 +45,11 @@ UNKNOWN = RequestOrigin()
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Chunks of one group that a request needs, in prefix order and by columns, because a long
-    prompt has thousands of them: their keys; the GPU blocks of all, one after the other and as many
-    of each (below 0: skip); and where each ends in the prompt (tokens)."""
+    """Chunks of one group that a request needs, in prefix order and by columns.
+
+    A long prompt has thousands of them. The columns are their keys; the GPU blocks of all chunks,
+    with equally many for each (below 0: skip); and the end of each chunk in the prompt (tokens).
+    """
 
     keys: Sequence[bytes]
     group: int
@@ -74,7 +77,7 @@ class ChunkBatch:
         )
 
     def chosen(self, flags: Sequence[object]) -> ChunkBatch:
-        """Those with a true flag."""
+        """The chunks with a true flag."""
         if all(flags):
             return self
         blocks = self.blocks
@@ -89,15 +92,15 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What the planner knows of a group: restore rule, tokens of a chunk, and what a chunk
-    takes in each tier (``footprints[t]``, bytes of lower tier ``t``)."""
+    """A group as the planner knows it: restore rule, tokens of a chunk, and the size of a chunk in
+    each tier (``footprints[t]``, bytes of lower tier ``t``)."""
 
     kind: str
     chunk_tokens: int
     footprints: tuple[int, ...]
 
     def entries(self, run: ChunkBatch, size: int) -> LazyEntryInfos:
-        """What policies are told of chunks of this group that take ``size`` of a tier each."""
+        """The facts for policies about chunks of this group that each take ``size`` of a tier."""
         return LazyEntryInfos(self, run.group, run.depths, run.origin, size)
 
 
@@ -110,7 +113,7 @@ FEW = 16
 
 
 class LazyEntryInfos(Sequence[EntryInfo]):
-    """What policies are told of chunks of one group that take ``size`` of a tier each."""
+    """The facts for policies about chunks of one group that each take ``size`` of a tier."""
 
     __slots__ = ("_depths", "_info", "_origin", "group", "size")
 
@@ -125,7 +128,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
 
     @property
     def priority(self) -> str:
-        """How much the client cares for these chunks."""
+        """The client's priority for these chunks."""
         return self._origin.priority
 
     def sized(self, size: int) -> LazyEntryInfos:
@@ -133,18 +136,18 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return LazyEntryInfos(self._info, self.group, self._depths, self._origin, size)
 
     def chosen(self, flags: Iterable[object]) -> LazyEntryInfos:
-        """Those with a true flag."""
+        """The chunks with a true flag."""
         return self._with(list(compress(self._depths, flags)))
 
     def is_like(self, other: object) -> bool:
-        """Whether the two differ in nothing but depths."""
+        """True if the two differ only in depths."""
         return isinstance(other, LazyEntryInfos) and (
             (self.group, self.size, self._info, self._origin)
             == (other.group, other.size, other._info, other._origin)
         )
 
     def followed_by(self, others: Iterable[LazyEntryInfos]) -> LazyEntryInfos:
-        """These and then others that are like them."""
+        """These chunks followed by others that are like them."""
         return self._with([*self._depths, *chain.from_iterable(o._depths for o in others)])
 
     def _with(self, depths: Sequence[int]) -> LazyEntryInfos:
@@ -182,7 +185,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return repeat(told.stored, len(self))
 
     def _costs(self) -> Sequence[float]:
-        """Of computing a chunk again, in units of a prompt's first token."""
+        """The cost of computing a chunk again, in units of a prompt's first token."""
         depths, tokens = self._depths, self._info.chunk_tokens
         # All groups but full ones look back at a window, or at a state.
         slope = tokens / PAIR_TOKENS if self._info.kind == FULL else 0.0
@@ -197,14 +200,14 @@ class LazyEntryInfos(Sequence[EntryInfo]):
 
 
 def chosen(infos: Sequence[EntryInfo], flags: Sequence[object]) -> Sequence[EntryInfo]:
-    """Those with a true flag."""
+    """The chunks with a true flag."""
     if isinstance(infos, LazyEntryInfos):
         return infos.chosen(flags)
     return list(compress(infos, flags))
 
 
 def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
-    """All of them, one after the other."""
+    """All of them, one after another."""
     if len(parts) == 1:
         return parts[0]
     alike = [part for part in parts if isinstance(part, LazyEntryInfos) and part.is_like(parts[0])]
@@ -214,7 +217,7 @@ def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
 
 
 def sized(infos: Sequence[EntryInfo], size: int) -> Sequence[EntryInfo]:
-    """The same chunks in a tier of which each takes ``size``."""
+    """The same chunks in a tier where each takes ``size``."""
     if isinstance(infos, LazyEntryInfos):
         return infos.sized(size)
     # ``_replace`` takes three times as long.
@@ -222,7 +225,7 @@ def sized(infos: Sequence[EntryInfo], size: int) -> Sequence[EntryInfo]:
 
 
 def sizes_of(infos: Sequence[EntryInfo]) -> list[int]:
-    """What each of these takes of its tier."""
+    """The size of each chunk in its tier."""
     if isinstance(infos, LazyEntryInfos):
         return [infos.size] * len(infos)
     return list(map(_size_bytes, infos))

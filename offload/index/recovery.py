@@ -1,5 +1,7 @@
-"""What a tier held when it was opened, entered into its index. A restart may bring back millions of
-chunks: columns of keys are looked at as a whole."""
+"""Enters the chunks that a tier held when it was opened into its index.
+
+A restart may bring back millions of chunks, so whole columns of keys are processed at once.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from tiers.base import KeyColumn
 def recover(
     index: TierIndex, columns: Sequence[KeyColumn], infos: Mapping[int, EntryInfo]
 ) -> list[bytes]:
-    """Enter the chunks of these columns, oldest first; ``infos`` are what is known of those of each
-    group. Returns the others: of no group here, or that did not fit."""
+    """Enter the chunks of these columns, oldest first; ``infos`` are the facts about those of each
+    group.
+
+    Returns the others: those of an unknown group, or without space.
+    """
     keys: list[bytes] = []
     entries: list[EntryInfo] = []
     rejected: list[bytes] = []
@@ -41,8 +46,8 @@ def recover(
 def held_by_all(
     ranks: Sequence[Sequence[KeyColumn]],
 ) -> tuple[Sequence[KeyColumn], set[bytes]]:
-    """The keys that every rank holds, in the order of the first, and those that only some hold (a
-    crash came between them)."""
+    """The keys that every rank holds, in the order of the first rank, and those that only some hold
+    (after a crash between them)."""
     first = ranks[0]
     if all(_are_equal(first, other) for other in ranks[1:]):
         return first, set()

@@ -1,21 +1,20 @@
-"""Controls of clients: what ``kv_transfer_params`` of a request orders for that request alone.
+"""Reads the controls and hints of clients in the ``kv_transfer_params`` of a request.
 
     "kv_transfer_params": {"kvtiers": {"no_store": true, "tiers": ["cpu"], "pin_s": 600}}
 
-Pure. Controls stand beside the hints (``offload.index.request_options``) in the same object; unlike
-those they are obeyed. Nothing a client sends here may raise: what cannot be read is left out and
-described, and the answer's ``kv_transfer_params`` carry that back.
+Pure. Controls apply to that request only, and are obeyed. Hints, in the same object, describe its
+future. No client input may raise: unreadable values are left out and described, and the answer's
+``kv_transfer_params`` carry that back.
 
-What may have been meant to keep a prompt off the tiers, and was not understood, keeps it off them:
-an unknown name in the object, an object that is none, and what looks like ours elsewhere in the
-parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left alone.
+A value that was not understood, but may be intended to keep a prompt off the tiers, does keep it
+off them: an unknown name in the object, a value that is not an object, and a similar name elsewhere
+in the parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left alone.
 
-Hints of clients: what ``kv_transfer_params`` of a request says about its future.
+An example of hints:
 
     "kv_transfer_params": {"kvtiers": {"session": "c-17", "session_end": true}}
 
-Pure. Names and meanings are those of ``policies.hints``. Nothing a client sends here may raise or
-change an answer: what cannot be read is left out and described.
+Names and meanings of hints are those of ``policies.hints``. They never change an answer.
 """
 
 from __future__ import annotations
@@ -33,16 +32,19 @@ from policies import hints
 from policies import hints as names
 
 SESSION_MAX = 256
-"""Characters of a session's name."""
+"""Maximum length of a session's name in characters."""
 RETURN_MAX_S = 7 * 86_400.0
 TOKENS_MAX = 1 << 53
-"""What is larger than any prompt, and exact as a float."""
+"""A number larger than any prompt, and exact as a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What a client told of one request. ``stored`` goes with its chunks, ``ended`` is told when
-    it ends; the first ``pinned_tokens`` are to be kept as long as possible."""
+    """A client's hints for one request.
+
+    ``stored`` goes with its chunks, ``ended`` is reported when it ends; the first ``pinned_tokens``
+    are to be kept as long as possible.
+    """
 
     stored: Mapping[str, Any] = field(default_factory=dict)
     ended: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +82,7 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         if expected is not None and _is_valid(name, value):
             good[name] = value
         elif len(wrong) >= WRONG_MAX:
-            continue  # a nearest name is looked for in what is told only
+            continue  # a nearest name is looked for only among the given ones
         elif expected is None:
             wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
@@ -141,10 +143,10 @@ def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
 
 
 FIELD = "kvtiers"
-"""Under this name in ``kv_transfer_params``, which other connectors use as well."""
+"""The name of the object in ``kv_transfer_params``, which other connectors use as well."""
 REPORT = "kvtiers_report"
-"""Under this name in the ``kv_transfer_params`` of the answer. Another name, because some routers
-send an answer's parameters on with the next request."""
+"""The name of the report in the ``kv_transfer_params`` of the answer. It is a different name,
+because some routers send an answer's parameters with the next request."""
 
 NO_STORE = "no_store"
 NO_LOAD = "no_load"
@@ -153,27 +155,30 @@ TIERS = "tiers"
 PIN_S = "pin_s"
 CONTROL_NAMES = (NO_STORE, NO_LOAD, MAX_LOAD_TOKENS, TIERS, PIN_S)
 KNOWN_NAMES = (*hints.NAMES, *CONTROL_NAMES)
-"""All that may stand in the object."""
+"""All names that the object may have."""
 _PRIVACY = (NO_STORE, TIERS)
 """Controls that keep a prompt off tiers."""
 
 PIN_MAX_S = 86_400.0
 NAMES_MAX = 64
-"""Names in one request's object that are looked at."""
+"""Names of one request's object that are read."""
 NAME_MAX = 40
-"""Characters of a parameter's name that may be meant for ours."""
+"""Maximum length of a parameter's name that is compared with kvtiers' names."""
 NEAR = 0.85
-"""From this similarity on a name is taken for another one."""
+"""From this similarity on, a name is taken for a misspelt one."""
 WRONG_MAX = 8
-"""Problems that are described; a request with more has no use for the others."""
+"""Number of problems that are described; further ones would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What one request orders. ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU
-    tier), ``None`` for all; only lower tiers count in ``write``, since every chunk passes the CPU
-    tier. ``max_load_tokens`` bounds what is loaded, ``pin_s`` is how long to keep its chunks.
-    ``doubted``: it is not stored because something was not understood."""
+    """The controls of one request.
+
+    ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU tier), ``None`` for all; only
+    lower tiers count in ``write``, since every chunk passes the CPU tier. ``max_load_tokens``
+    bounds the load, ``pin_s`` is how long to keep its chunks. ``doubted`` means that the request is
+    not stored because something was not understood.
+    """
 
     no_store: bool = False
     no_load: bool = False
@@ -229,7 +234,7 @@ def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
 
 
 def _is_understood(told: object) -> bool:
-    """Whether nothing in our object can be a control of privacy that is not known."""
+    """True if the object cannot contain an unknown privacy control."""
     if told is None:
         return True
     return (
@@ -240,8 +245,8 @@ def _is_understood(told: object) -> bool:
 
 
 def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
-    """Describe what looks like ours beside our object; whether it may be meant to keep the prompt
-    off the tiers."""
+    """Describe parameters beside the object that look like kvtiers'; returns whether one may be
+    intended to keep the prompt off the tiers."""
     doubted = False
     for name, value in islice(params.items(), NAMES_MAX):
         meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
@@ -257,7 +262,7 @@ def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
 
 
 def _is_harmless(value: object) -> bool:
-    """Whether an object under a name like ours orders no privacy."""
+    """True if an object under a similar name contains no privacy control."""
     if not _is_understood(value):
         return False
     told = value if isinstance(value, Mapping) else {}
@@ -270,7 +275,7 @@ def _says_no(value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _meant(name: str) -> str | None:
-    """Our field or the control that a parameter's name stands for, by exact or similar letters."""
+    """The field or control that a parameter's name stands for, by exact or similar letters."""
     if name in (FIELD, REPORT):
         return None
     plain = _plain(name)
@@ -296,7 +301,7 @@ def show(value: object) -> str:
 def _flag(
     told: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
 ) -> bool:
-    """A flag; ``unreadable`` is what it counts as if the client did not say what it wanted."""
+    """A flag; ``unreadable`` is its value if the client's value is not readable."""
     value = told.get(name, False)
     if isinstance(value, bool):
         return value
@@ -326,9 +331,11 @@ def _seconds(told: Mapping[str, Any], wrong: list[str]) -> float:
 def _tiers(
     value: object, tiers: Sequence[str], wrong: list[str]
 ) -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """Which tiers may be read and written. A wrong value restricts nothing less than was meant: a
-    name that cannot be read is left out, what is no list at all allows no tier, and beside a part
-    of an unknown name a part that is missing allows none."""
+    """The tiers that may be read and written.
+
+    A wrong value never allows more than was intended: an unreadable name is left out, a value that
+    is not a list allows no tier, and if a part has an unknown name, a missing part allows no tier.
+    """
     if value is None:
         return None, None
     if not isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Which chunks of a tier must not be evicted now, and the callback that tells the policies."""
+"""Chunks of a tier that must not be evicted now, and the callback with which policies check
+that."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ _NOTHING: frozenset[bytes] = frozenset()
 
 
 class Retention:
-    """What eviction asks: the chunks of one tier that must stay. Owned by the tier's index.
+    """The chunks of one tier that eviction must spare. Owned by the tier's index.
 
     ``pins`` counts the jobs that use a chunk. ``keep`` and ``hold`` register live containers: a
     chunk must stay as long as it is in one of them. Such a chunk can still be dropped, when it is
@@ -31,7 +32,7 @@ class Retention:
         self._held = keys
 
     def is_in_use(self, key: bytes) -> bool:
-        """Whether a job uses this chunk now, or is about to."""
+        """True if a job uses this chunk now, or is about to."""
         return key in self.pins or key in self._held
 
     def evictable(self, protect: Container[bytes]) -> Evictable:
@@ -60,7 +61,7 @@ class LoadHolds:
         return False
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """Whether no load holds any of these."""
+        """True if no load holds any of these."""
         return all(held.isdisjoint(keys) for held in self._held.values())
 
     def hold(self, owner: int, keys: Iterable[bytes]) -> None:
@@ -68,7 +69,7 @@ class LoadHolds:
         self._held[owner] = frozenset(keys)
 
     def holds(self, owner: int) -> bool:
-        """Whether this load holds chunks."""
+        """True if this load holds chunks."""
         return owner in self._held
 
     def release(self, owner: int) -> None:

@@ -2,7 +2,7 @@
 
 Pure and synchronous. The index owns states, pins and locations; the eviction policy only orders the
 resident keys. A resident chunk is in two dicts (the index's and the policy's) and nowhere else,
-because a disk tier may hold ten million of them; pins and the rarer states have dicts of their own.
+because a disk tier may hold ten million of them; pins and the rarer states have separate dicts.
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ class TierIndex:
 
     @property
     def filling_count(self) -> int:
-        """How many chunks are being written."""
+        """The number of chunks that are being written."""
         return len(self._filling)
 
     def is_pinned(self, key: bytes) -> bool:
-        """Whether a job uses this chunk now, or is about to."""
+        """True if a job uses this chunk now, or is about to."""
         return self.retention.is_in_use(key)
 
     def is_filling(self, key: bytes) -> bool:
-        """Whether a job is writing this chunk now."""
+        """True if a job is writing this chunk now."""
         return key in self._filling
 
     @property
@@ -122,11 +122,11 @@ class TierIndex:
         return set(filter(self._filling.__contains__, keys)) if self._filling else set()
 
     def are_absent(self, keys: Collection[bytes]) -> bool:
-        """Whether all these chunks could be reserved."""
+        """True if all these chunks could be reserved."""
         return all(state.keys().isdisjoint(keys) for state in (self._resident, *self.barred))
 
     def is_absent(self, key: bytes) -> bool:
-        """Whether the chunk could be reserved."""
+        """True if the chunk could be reserved."""
         return not (key in self._resident or key in self._filling or key in self._doomed)
 
     def location(self, key: bytes) -> int:
@@ -302,7 +302,7 @@ class TierIndex:
         return self._make_space(count_bytes, _NOTHING)
 
     def clear(self) -> None:
-        """Forget every chunk at once; chunks in use stay DOOMED until their jobs let go of them."""
+        """Forget every chunk at once; chunks in use stay DOOMED until their jobs release them."""
         pinned = self._pins.keys() & self._resident.keys()
         self._move(list(pinned), ChunkEvent.DROP, self._drops, [])
         self.space.give_all(self._resident.values())

@@ -1,9 +1,9 @@
 """Chunks that clients have asked to keep for a time (``pin_s``).
 
-Part of the scheduler side, on its thread. Such a chunk is no victim of eviction until its time is
-over; it is dropped like any other when it is damaged or the weights change. At most a share of each
-tier is kept, so that no client can fill it: what is beyond is not pinned, and the client is told.
-Memory is bounded by that share too: one entry per kept chunk.
+Part of the scheduler side, on its thread. Such a chunk is not evicted until its time is over; it is
+dropped like any other when it is damaged or the weights change. At most a share of each tier is
+kept, so that no client can fill it: chunks beyond that are not pinned, and the client gets a
+report. Memory is bounded by that share, too: one entry per kept chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from offload.layout.keys import group_of
 
 
 class _Kept:
-    """The kept chunks of one tier: when each may go, and what they take of ``most``. ``sizes`` are
-    by group, in units of the tier's space."""
+    """The kept chunks of one tier: when each expires, and how much of ``most`` they take. ``sizes``
+    are by group, in units of the tier's space."""
 
     def __init__(self, index: TierIndex, sizes: Mapping[int, int], most: int) -> None:
         self.until: dict[bytes, int] = {}
@@ -51,7 +51,7 @@ class _Kept:
         return len(keys)
 
     def tick(self, now: float, most: int) -> None:
-        """Let go what is due."""
+        """Release expired chunks."""
         left = most
         while self._seconds and self._seconds[0] <= now and left:
             due = self._due[self._seconds[0]]
@@ -64,7 +64,7 @@ class _Kept:
                 del self._due[heapq.heappop(self._seconds)]
 
     def clear(self) -> None:
-        """Keep nothing any more."""
+        """Release all chunks."""
         self.until.clear()
         self._due.clear()
         self._seconds.clear()
@@ -92,8 +92,8 @@ class TimedPins:
         ]
 
     def keep(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
-        """Keep these chunks of one group (prefix order) for so long, as far as some tier holds or
-        gets them; returns how many from the first on are kept in at least one tier."""
+        """Keep these chunks of one group (prefix order) for that many seconds, if some tier holds
+        or gets them; returns how many, from the first on, are kept in at least one tier."""
         until = int(now + seconds) + 1
         held = [key for key in keys if self._is_held(key)]
         kept = max(tier.keep(held, until) for tier in self._tiers)
@@ -107,16 +107,16 @@ class TimedPins:
         return not self._cpu.is_absent(key) or any(key in index for index in self._lower)
 
     def tick(self, now: float, most: int) -> None:
-        """Time passes (monotonic seconds)."""
+        """Set the time (monotonic seconds)."""
         for tier in self._tiers:
             tier.tick(now, most)
 
     def clear(self) -> None:
-        """Everything is forgotten."""
+        """Forget all chunks."""
         for tier in self._tiers:
             tier.clear()
 
     def used(self) -> dict[str, int]:
-        """How much of each tier is kept, in units of its space."""
+        """The space that is kept in each tier, in the tier's units."""
         indexes = (self._cpu, *self._lower)
         return {i.name: tier.used for i, tier in zip(indexes, self._tiers, strict=True)}

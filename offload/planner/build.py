@@ -1,5 +1,7 @@
-"""Builds the planner from what the ranks have opened, for the connector and for the in-process
-manager. Ranks must agree, and only chunks that every rank holds count."""
+"""Builds the planner from the ranks' states, for the connector and for the in-process manager.
+
+Ranks must agree, and only chunks that every rank holds count.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def make_planner(
             admissions=_tier_admissions(config.lower[tier], len(ranks)),
             read_only=config.is_read_only(tier),
             max_waiting=limits.waiting_writes,
-            max_flying=max(1, slots // 4),  # what hangs keeps its slots
+            max_flying=max(1, slots // 4),  # a hanging operation keeps its slots
         )
         for tier, index in enumerate(lower)
     ]
@@ -96,10 +98,10 @@ def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
 
 
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
-    """The namespace in which the workers store. ``own`` are the fields that the scheduler knows by
-    itself: it makes the keys and the layout.
+    """The namespace in which the workers store.
 
-    Raises ``NamespaceError`` that names the fields if two processes do not agree.
+    ``own`` are the fields that the scheduler knows by itself, because it makes the keys and the
+    layout. Raises ``NamespaceError`` that names the fields if two processes do not agree.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -140,7 +142,7 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[RankState], tier: int) -
     share = 1.0 if config.is_read_only(tier) else settings.high_watermark
     space = ByteCapacity(int(capacity * share))
     state = ranks[0].tiers[tier]
-    if state.shared:  # what is known of it; it keeps its capacity itself
+    if state.shared:  # the chunks known so far; the tier manages its capacity itself
         space = ByteCapacity(KNOWN_MAX * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
@@ -153,7 +155,8 @@ def _recover(
     ranks: Sequence[RankState],
     groups: Mapping[int, GroupInfo],
 ) -> None:
-    """Enter what every rank holds; what only some hold (a crash between ranks) is deleted."""
+    """Enter the chunks that every rank holds; those that only some hold (after a crash between
+    ranks) are deleted."""
     columns, lost = held_by_all([rank.tiers[tier].keys for rank in ranks])
     infos = {
         group: EntryInfo(group, info.kind, 0, info.footprints[tier])
@@ -177,5 +180,5 @@ def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
 
 
 def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
-    """``None`` stands for "all", which needs no question per chunk."""
+    """``None`` represents "all", which needs no call per chunk."""
     return None if policy.name == "all" else make_admission(policy.spec)

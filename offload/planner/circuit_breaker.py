@@ -1,10 +1,10 @@
-"""A circuit breaker: after failures in a row nothing is asked any more, except by a probe.
+"""A circuit breaker: after consecutive failures, only probes are sent.
 
     CLOSED --failures--> OPEN --wait--> HALF_OPEN --good--> CLOSED
                           ^                 |
                           +-----failed------+   (the wait doubles)
 
-Pure: whoever drives it says what time it is.
+Pure: its caller passes the time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def observe(self, good: int, failed: int, now: float, rank: int = 0) -> None:
-        """Take in how many operations of one rank went well and how many failed or came late.
+        """Count successful operations of one rank, and those that failed or came late.
 
-        Ranks are counted apart: a request needs its chunks from every rank, so that one broken
-        disk among many spoils as many hits as if all were broken.
+        Ranks are counted separately: a request needs its chunks from every rank, so one broken disk
+        among many spoils as many hits as if all were broken.
         """
         if self.state is BreakerState.CLOSED:
             if good:
@@ -52,10 +52,10 @@ class CircuitBreaker:
                 self._open(now, self._first_wait_s)
         elif self.state is BreakerState.HALF_OPEN and failed:
             self._open(now, min(2 * self._wait_s, self._wait_max_s))
-        # OPEN: it was begun before it opened; what counts now is the probe
+        # OPEN: the operation began before it opened; only the probe counts now
 
     def judge(self, now: float, *, good: bool) -> None:
-        """A probe has been answered by every rank; only that closes the breaker."""
+        """Every rank has answered a probe; only that closes the breaker."""
         if self.state is BreakerState.HALF_OPEN:
             if good:
                 self.state = BreakerState.CLOSED
@@ -63,7 +63,7 @@ class CircuitBreaker:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
-        """The wait may be over."""
+        """Set the time: the wait may be over."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self.state = BreakerState.HALF_OPEN
 

@@ -1,6 +1,7 @@
-"""What the parts of one planner share: indexes, health, jobs, counters and the step budget.
+"""The state that the parts of one planner share.
 
-The planner makes one context and hands it to each of its parts, which keep it.
+Indexes, health, jobs, counters and the step budget. The planner makes one context and hands it to
+each of its parts, which keep it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from policies.base import EntryInfo
 
 
 class JobKind(enum.Enum):
-    """What a job moves."""
+    """The direction in which a job moves chunks."""
 
     STORE = "store"
     LOAD = "load"
@@ -80,7 +80,7 @@ class Job:
         return self.tokens.by_tier if self.tokens is not None else {}
 
     def verdict(self) -> tuple[list[bytes], list[bytes]]:
-        """Which of the keys that an ended job filled may be committed, and which must not."""
+        """The keys filled by an ended job that may be committed, and those that must not."""
         if self.answer.failed or self.distrusted:
             return [], list(self.fills)
         bad = self.answer.bad
@@ -168,7 +168,7 @@ class JobTable:
                 job.distrusted = True
 
     def count(self, kind: JobKind) -> int:
-        """How many jobs of a kind are open."""
+        """The number of open jobs of a kind."""
         return sum(1 for job in self._jobs.values() if job.kind is kind)
 
     def jobs(self) -> list[Job]:

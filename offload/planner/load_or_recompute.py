@@ -1,8 +1,8 @@
-"""Is loading faster than computing? Measured rates, and a decision with hysteresis.
+"""Decides whether loading is faster than computing, from measured rates and with hysteresis.
 
 Rates are tokens per second as a request sees them: computed tokens over the time to its first
-token, loaded tokens over the time of its load. Both contain what other requests do at the same
-time. Pure: seconds come from outside.
+token, loaded tokens over the time of its load. Both include the work of other requests at the same
+time. Pure: times come from the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESUME_ABOVE = 1.1
 RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FORGET_S = 60.0
-"""How long it is remembered what short loads took."""
+"""Time for which the duration of short loads is remembered."""
 
 
 class Rate:
@@ -40,19 +40,19 @@ class Rate:
         return statistics.median(self._samples)
 
     def clear(self) -> None:
-        """Forget: what was measured does not hold any more."""
+        """Forget all measurements, because they are no longer valid."""
         self._samples.clear()
 
 
 class LoadOrRecompute:
-    """Whether one tier gives tokens faster than they are computed.
+    """Decides whether one tier provides tokens faster than they are computed.
 
     It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
     ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double
     until loads, which meet more traffic than probes do, have shown that it pays.
 
-    ``chunk_tokens`` is the most that one chunk has: a load of two is short, whatever their size.
-    A tier that pays may still be too slow to answer for a few tokens: ``least_tokens``.
+    ``chunk_tokens`` is the most that one chunk has: a load of two is short, whatever their size. A
+    tier that pays may still be too slow for a few tokens: ``least_tokens``.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
@@ -67,20 +67,23 @@ class LoadOrRecompute:
 
     @property
     def least_tokens(self) -> float:
-        """A request should compute rather than load fewer tokens than this: in the time that
-        short loads take at present they are computed. 0 if that is not known."""
+        """Below this number of tokens a request should compute instead of load.
+
+        It is the number that can be computed in the time of short loads. 0 if that time is unknown.
+        """
         prefill = self._prefill.value()
         if not self._enabled or prefill is None or len(self._short) < SAMPLES_MIN:
             return 0.0
         return STOP_BELOW * prefill * statistics.median(took for _, took in self._short)
 
     def tick(self, now: float) -> None:
-        """Time passes: what short loads took is forgotten, and so tried again."""
+        """Set the time: old durations of short loads are forgotten, so that loading is tried
+        again."""
         while self._short and self._short[0][0] < now - FORGET_S:
             self._short.popleft()
 
     def observe_load(self, tokens: int, seconds: float, now: float) -> None:
-        """A load that came from this tier has ended well."""
+        """A load from this tier has succeeded."""
         self.rate.observe(tokens, seconds)
         if tokens <= self._short_tokens:
             self._short.append((now, seconds))
@@ -94,7 +97,7 @@ class LoadOrRecompute:
             self._wait_s = RETRY_S
 
     def observe_late(self, tokens: int, seconds: float, now: float) -> None:
-        """A load that came from this tier took longer than a request waits: one is enough."""
+        """A load from this tier took longer than a request waits: one is enough."""
         self.rate.clear()
         for _ in range(SAMPLES_MIN):
             self.observe_load(tokens, seconds, now)
@@ -112,5 +115,5 @@ class LoadOrRecompute:
             self._retry_at = now + self._wait_s
 
     def probe_due(self, now: float) -> bool:
-        """Whether it should be measured again."""
+        """True if the tier should be measured again."""
         return not self.pays and now >= self._retry_at

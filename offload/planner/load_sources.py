@@ -54,9 +54,12 @@ class LoadSources:
     def holders(
         self, read: frozenset[int] | None = None, above: int | None = None
     ) -> tuple[Container[bytes], ...]:
-        """What can be loaded now, nearest tier first, from the tiers ``read`` (``None``: all) and
-        from those before the lower tier ``above``. A promotion under way counts, unless it may
-        come from a tier that is not to be waited for."""
+        """The chunks that can be loaded now, from the tiers ``read`` (``None``: all), nearest tier
+        first.
+
+        Only tiers before the lower tier ``above`` count. A promotion under way counts, unless it
+        may come from a tier that is not to be waited for.
+        """
         asked = [tier for tier, health in enumerate(self._health) if health.readable]
         asked = [tier for tier in asked if read is None or tier in read]
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
@@ -161,8 +164,11 @@ class LoadSources:
         return found
 
     def _joins(self, key: bytes, source: int) -> bool:
-        """Whether to wait for another load's read of this chunk: not if that may come from an
-        unreadable tier while ``source`` has the chunk too and is readable."""
+        """True if a load should wait for another load's read of this chunk.
+
+        It should not if that read may come from an unreadable tier while ``source`` has the chunk,
+        too, and is readable.
+        """
         if key not in self.promoting:
             return False
         if all(health.readable for health in self._health):

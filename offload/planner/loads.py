@@ -263,9 +263,10 @@ class LoadPlanner:
         self._planned.append(LoadJob(job, request, (NOBODY,)))
 
     def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
-        """Whether the bounds on loads in flight allow one of ``chunks`` into ``blocks`` GPU blocks.
-        Loads of low priority may use half of the bounds. One load is always allowed, however
-        large."""
+        """True if the bounds on loads in flight allow one of ``chunks`` into ``blocks`` GPU blocks.
+
+        Loads of low priority may use half of the bounds. One load is always allowed, however large.
+        """
         share, limits = 2 if origin.priority == LOW else 1, self._context.limits
         if not self.loading or (
             share * (self.loading + chunks) <= limits.load_chunks

@@ -10,7 +10,7 @@ from offload.planner.step_budget import DELETIONS_MAX
 
 
 class PendingDeletes:
-    """Keys by tier, oldest first. A key that waits here must not be written again before.
+    """Keys by tier, oldest first. A key must not be written again while it waits here.
 
     Owned by the planner; used on its thread. ``shared`` are the tiers that other engines write to
     as well.
@@ -23,18 +23,21 @@ class PendingDeletes:
     def add(
         self, tier: int, keys: Iterable[bytes], damaged: Container[bytes] = frozenset()
     ) -> None:
-        """Delete records that the tier's index does not know. Of a shared tier, whose other records
-        other engines may know, only the ``damaged`` ones: a present record is not overwritten."""
+        """Delete records that the tier's index does not know.
+
+        In a shared tier only the ``damaged`` ones are deleted, because other engines may know the
+        others: a present record is not overwritten.
+        """
         if tier in self._shared:
             keys = [key for key in keys if key in damaged]
         self._waiting.setdefault(tier, deque()).extend(keys)
 
     def waiting(self, tier: int) -> int:
-        """How many records of a tier wait."""
+        """The number of waiting records of a tier."""
         return len(self._waiting.get(tier, ()))
 
     def is_behind(self, tier: int) -> bool:
-        """Whether one step is not enough for a tier's deletions: nothing may be written to it
+        """True if one step is not enough for a tier's deletions: nothing may be written to it
         meanwhile."""
         return self.waiting(tier) > DELETIONS_MAX
 
@@ -45,7 +48,7 @@ class PendingDeletes:
             waiting = self._waiting.pop(tier, None)
             if not waiting:
                 continue
-            if len(waiting) <= 2 * DELETIONS_MAX:  # with what this step has evicted
+            if len(waiting) <= 2 * DELETIONS_MAX:  # with keys that this step has evicted
                 taken[tier] = Keys(tuple(waiting))
             else:
                 taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MAX)])

@@ -1,4 +1,4 @@
-"""What shared tiers hold: queries to them, and a cache of their replies.
+"""Queries shared tiers about their chunks, and caches their replies.
 
 Other engines write to a shared tier, so this engine's index of it is not the truth: it holds the
 chunks that the tier reported, or that this engine wrote, within the last ``remember_s``. Absent
@@ -31,8 +31,8 @@ PROBE_KEY = b"kvtiers-probe"
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """How long a request waits for a reply and how long replies are remembered (seconds), and how
-    many chunks of one tier may be queried at a time."""
+    """Bounds of queries: how long a request waits for a reply and how long replies are remembered
+    (seconds), and how many chunks of one tier may be queried at a time."""
 
     lookup_timeout_s: float = 0.05
     remember_s: float = 5.0
@@ -61,8 +61,11 @@ class _Open:
 
 
 class _Memory:
-    """What is remembered of one shared tier. The dicts of chunks that are ``absent``, ``there`` or
-    unknown because the tier failed to reply (``silent``) map each to its expiry, oldest first."""
+    """The cached replies of one shared tier.
+
+    The dicts of chunks that are ``absent``, ``there`` or unknown because the tier failed to reply
+    (``silent``) map each to its expiry, oldest first.
+    """
 
     def __init__(self, tier: int, index: TierIndex, groups: Mapping[int, GroupInfo]) -> None:
         self.index = index
@@ -77,7 +80,7 @@ class _Memory:
         }
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys of which nothing is known and that no query asks about."""
+        """The keys without a known state that no query is about."""
         resident, absent, asked = self.index.resident, self.absent, self.asked
         return [k for k in keys if not (k in resident or k in absent or k in asked)]
 
@@ -124,7 +127,7 @@ class _Memory:
 
 
 class PresenceCache:
-    """What the shared tiers hold, as far as it is known. Owned by the planner; used on its thread.
+    """The known content of the shared tiers. Owned by the planner; used on its thread.
 
     ``tiers`` are the numbers of the shared tiers; ``steps`` counts plans, ``timeouts`` the requests
     that went on before a reply.
@@ -171,7 +174,7 @@ class PresenceCache:
         return PendingLookup(frozenset(numbers), now, self.steps)
 
     def is_waiting(self, wait: PendingLookup, now: float) -> bool:
-        """Whether a request should go on waiting for what it has asked."""
+        """True if a request should still wait for its queries."""
         if wait.is_over:
             return False
         if not wait.numbers.isdisjoint(self._open):
@@ -183,8 +186,11 @@ class PresenceCache:
         return False
 
     def is_stale(self, wait: PendingLookup, now: float) -> bool:
-        """Whether to ask again because replies may have expired. Never before the request has gone
-        on once: in an engine with long steps it would wait for ever."""
+        """True if the request must ask again because replies may have expired.
+
+        This is never the case before the request has gone on once: in an engine with long steps it
+        would wait forever.
+        """
         return wait.is_over and now > wait.since + self.limits.remember_s
 
     def is_unanswered(self, tier: int, key: bytes) -> bool:
@@ -227,7 +233,7 @@ class PresenceCache:
     # -- what is known otherwise -------------------------------------------------------------
 
     def written(self, tier: int, keys: Sequence[bytes], now: float) -> None:
-        """These were written to a tier and entered into its index."""
+        """Note chunks that were written to a tier and entered into its index."""
         if tier in self.tiers:
             self._memories[tier].remember(keys, now + self.limits.remember_s)
 

@@ -37,7 +37,7 @@ class Recency:
         index = self._lower[tier]
         if held := list(filter(index.resident.__contains__, keys)):
             index.touch(held)
-            if self._health[tier].writes.closed:  # or uses would queue up behind a hung disk
+            if self._health[tier].writes.closed:  # or uses would queue behind a hung disk
                 self._waiting.setdefault(tier, []).extend(held)
 
     def note_everywhere(self, keys: Sequence[bytes]) -> None:
@@ -125,7 +125,7 @@ class RequestUses:
 
     @property
     def is_long(self) -> bool:
-        """Whether the next piece is a long request of a policy that does not take parts."""
+        """True if the next piece is a long request of a policy that does not take parts."""
         return bool(self._behind) and len(self._behind[0].keys) > USE_KEYS_MAX
 
     def clear(self) -> None:

@@ -1,4 +1,5 @@
-"""What one step of vLLM may cost in the planner: one budget, its allowances, and all their numbers.
+"""Bounds the cost of the planner in one step of vLLM: one budget, its allowances, and all their
+numbers.
 
 The parts of the planner draw from one ``StepBudget``. Work late in a chunk's life comes first:
 taking in ended jobs may use most of the budget, stores less, and what precedes them less again. So
@@ -153,7 +154,8 @@ class StepBudget:
         self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
     def above(self, eighths: int) -> int:
-        """What may be spent so that this many eighths of the budget are left for others."""
+        """The part of the budget that may be spent so that this many eighths are left for
+        others."""
         return self.left - self.times * self.units * eighths // 8
 
     def spend(self, units: int) -> None:

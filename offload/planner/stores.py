@@ -57,7 +57,7 @@ class StorePlanner:
         self._budget = context.budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
-        self._is_full = False  # nothing can be evicted in this step: that is not tried again
+        self._is_full = False  # nothing can be evicted in this step, so it is not tried again
 
     def __len__(self) -> int:
         """Stores that were planned and not sent."""
@@ -120,14 +120,13 @@ class StorePlanner:
         return settled
 
     def available(self, *, ended: bool = False) -> int:
-        """How many chunks of a request may be stored in this step if none has to be evicted for
-        them."""
+        """The number of a request's chunks that may be stored in this step without evicting any."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
         return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
 
     @property
     def piece(self) -> int:
-        """How many chunks of a running request to plan at a time; looking up more is wasted."""
+        """The number of a running request's chunks to plan at a time; looking up more is wasted."""
         return min(STEP_CHUNKS // 2, max(STORE_PIECE_MIN, self.available()))
 
     def _absent_prefix(
@@ -138,7 +137,7 @@ class StorePlanner:
         wanted = _absent(run.keys, holders)
         if True not in wanted:
             return run.part(0, 0), len(run)
-        # A recurrent state is offered once; what else is refused here is asked again.
+        # A recurrent state is offered once; other chunks that are refused here are offered again.
         allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
             allowed = max(0, self._max_chunks - self.storing)
@@ -214,7 +213,7 @@ class StorePlanner:
 
 
 def _absent(keys: Sequence[bytes], holders: Sequence[Container[bytes]]) -> list[bool]:
-    """Which of these are in no holder. Usually all are absent, which one test finds out."""
+    """The chunks that are in no holder. Usually that is all of them, which one test finds out."""
     if all(isinstance(held, dict) and held.keys().isdisjoint(keys) for held in holders):
         return [True] * len(keys)
     return [not here for here in present_in(*holders)(keys)]

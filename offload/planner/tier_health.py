@@ -46,12 +46,12 @@ class TierHealth:
 
     @property
     def readable(self) -> bool:
-        """Whether hits may come from this tier."""
+        """True if hits may come from this tier."""
         return self.reads.closed and self.pace.pays
 
     @property
     def writable(self) -> bool:
-        """Whether chunks may be queued for this tier."""
+        """True if chunks may be queued for this tier."""
         return self.writes.state is not BreakerState.OPEN
 
     def tick(self, now: float) -> bool:
@@ -73,7 +73,7 @@ class TierHealth:
 
     @property
     def pays(self) -> bool:
-        """Whether loading from this tier is faster than computing."""
+        """True if loading from this tier is faster than computing."""
         return self.pace.pays
 
     @property
@@ -140,8 +140,7 @@ class TierHealth:
         for what, old, new in (("read", before[0], now[0]), ("written", before[1], now[1])):
             if new is BreakerState.OPEN and old is BreakerState.CLOSED:
                 logger.warning(
-                    "kvtiers: tier %s fails and is not %s any more; it is tried again from time "
-                    "to time",
+                    "kvtiers: tier %s failed and is no longer %s; it is probed from time to time",
                     self.name,
                     what,
                 )
@@ -185,7 +184,7 @@ class TierHealths:
         self._prefill.observe(tokens, seconds)
 
     def totals(self) -> dict[str, float]:
-        """How often each tier's circuit breakers have opened, by flat name."""
+        """The number of times that each tier's circuit breakers have opened, by flat name."""
         return {
             f"breaker_openings:{tier.name}": tier.reads.openings + tier.writes.openings
             for tier in self._tiers

@@ -59,7 +59,7 @@ class WriteThrough:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a chunk waits for any tier."""
+        """True if a chunk waits for any tier."""
         return any(map(len, self.queues))
 
     def offer(self, keys: Sequence[bytes], job: Job) -> None:
@@ -96,8 +96,9 @@ class WriteThrough:
         kept, bad, gone = self.queues[tier].ended(jobs, self._cpu, now)
         self._stats.stored(tier, kept, bad)
         self._presence.written(tier, kept, now)
-        # What a rank may have written and the index does not keep (it failed on another, or was
-        # forgotten meanwhile) must not take space, nor come back after a restart.
+        # Delete records that a rank may have written and the index does not keep (the write failed
+        # on another rank, or the chunk was forgotten meanwhile): they must not take space, nor come
+        # back after a restart.
         self._deletes.add(tier, gone)
 
     def suspend(self) -> None:
@@ -191,8 +192,11 @@ class WriteThroughQueue:
 
     @property
     def _limit(self) -> int:
-        """How many chunks may wait, and stay pinned, for this tier: while its circuit breaker is
-        half-open one batch, to find out whether the tier works."""
+        """The number of chunks that may wait, and stay pinned, for this tier.
+
+        While its circuit breaker is half-open this is one batch, to find out whether the tier
+        works.
+        """
         if self._health.writes.closed:
             return self._max_waiting
         if not self._health.writable or self._flying:
@@ -220,7 +224,7 @@ class WriteThroughQueue:
                 self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
             return
         infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
-        # What a readable tier holds was not stored: see ``StorePlanner.plan``.
+        # Chunks that a readable tier holds were not stored: see ``StorePlanner.plan``.
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
@@ -238,7 +242,7 @@ class WriteThroughQueue:
             self._count += len(keys)
 
     def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], left: int) -> list[bool]:
-        """Which of these may wait for the tier, up to ``left``."""
+        """The chunks among these that may wait for the tier, up to ``left``."""
         flags: list[bool] = []
         for key, info in zip(keys, infos, strict=True):
             if not left:
@@ -258,14 +262,14 @@ class WriteThroughQueue:
         return True
 
     def _admits(self, key: bytes, info: EntryInfo) -> bool:
-        """Whether the policies admit a chunk. High priority only has to pass write budgets."""
+        """True if the policies admit a chunk. High priority only has to pass write budgets."""
         if info.hints.get(PRIORITY) != HIGH:
             return all(admission.admit(key, info) for admission in self._admissions)
         budgets = [a for a in self._admissions if isinstance(a, WriteBudget)]
         return all(admission.admit(key, info) for admission in budgets)
 
     def _may_displace(self, info: EntryInfo) -> bool:
-        """Whether a chunk may be written: one of low priority only into free space."""
+        """True if a chunk may be written. One of low priority is only written into free space."""
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(

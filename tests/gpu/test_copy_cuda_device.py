@@ -59,7 +59,7 @@ class Device:
         self.engine = CudaCopyEngine([group], self.slab, num_blocks=BLOCKS, path=path)
 
     def blocks(self, ids: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """What a slot should hold for these blocks."""
+        """The expected content of a slot with these blocks."""
         index = torch.tensor(ids, device="cuda")
         picked = self.tensor[index] if self.contiguous else self.tensor[:, index].transpose(0, 1)
         return picked.cpu().numpy().ravel()
@@ -257,7 +257,7 @@ def test_the_slab_is_really_pinned_and_unpinned() -> None:
 
 
 class Gated(CudaRegistrar):
-    """Pins the first piece at once, the others when told to."""
+    """Pins the first piece at once, the others on command."""
 
     gate = threading.Event()
 

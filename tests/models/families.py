@@ -1,4 +1,4 @@
-"""Every model family that runs on vLLM's CPU platform, with what vLLM must be told for it.
+"""Every model family that runs on vLLM's CPU platform, with the flags that vLLM needs for it.
 
     family = FAMILIES["gemma3"]
     model = family.make(folder)

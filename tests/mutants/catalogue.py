@@ -94,7 +94,7 @@ class Mutant:
 
 
 def _elsewhere(mutant: Mutant, root: Path) -> str:
-    """Where the old text is now, for whoever has moved it."""
+    """Names the file that has the old text now, in case it was moved."""
     anchor = mutant.after or mutant.old
     found = [
         path.relative_to(root).as_posix()

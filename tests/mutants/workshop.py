@@ -31,7 +31,7 @@ IMPORTS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
     ],
 }
-"""What takes longer to import than most tests take."""
+"""Modules that take longer to import than most tests take to run."""
 LEAST_LIMIT_S = 120.0
 LIMIT_FACTOR = 20.0
 """A run may take this many times what its tests take without a fault, and never less than the
@@ -39,7 +39,7 @@ limit above: only what hangs is stopped."""
 
 
 class Verdict(Enum):
-    """What became of a planted fault."""
+    """The result of a planted fault."""
 
     KILLED = "killed"
     HUNG = "hung"
@@ -181,7 +181,7 @@ class Workshop:
         began = time.monotonic()
         try:
             path.write_text(mutant.plant(self.tree))
-            # Compiled files are told apart by size and by whole seconds: never the same twice.
+            # Compiled files are identified by size and whole seconds: never the same twice.
             self._plants += 1
             os.utime(path, (stamp, stamp + self._plants))
             run = self.run(mutant.tests, limit_s, stop_at_first=True)
@@ -199,7 +199,7 @@ def kill_group(group: int) -> None:
 
 
 def judge(run: Run) -> tuple[Verdict, str]:
-    """What a run with a fault in the tree says of it, and the test or the reason."""
+    """The verdict of a run with a fault in the tree, and the test or the reason."""
     failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
     if run.code is None:
         return Verdict.HUNG, run.last

@@ -37,7 +37,7 @@ def kv_caches() -> dict[str, torch.Tensor]:
 
 
 def page(key: bytes, layer: str) -> np.ndarray[Any, Any]:
-    """What the page of this layer holds for this key."""
+    """The content of this layer's page for this key."""
     seed = hashlib.sha256(key + layer.encode()).digest()
     return np.frombuffer(seed * (PAGES[layer] // 32 + 1), dtype=np.uint8)[: PAGES[layer]]
 

@@ -1,4 +1,4 @@
-"""What prompts leave on a disk can be read by its owner alone, whatever the umask is."""
+"""Only its owner can read data of prompts on a disk, whatever the umask is."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[], SimulatedCopyEngine]:
-    """The copy engine of the manager that was opened last; it copies when it is told to."""
+    """The copy engine of the manager that was opened last; it copies on command."""
     made = simulated_engines(monkeypatch, automatic=False)
     return lambda: made[-1]
 

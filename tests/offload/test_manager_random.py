@@ -3,7 +3,7 @@ and hanging tiers, resets and an end at any moment. Whatever happens:
 
 * a chunk that was restored is right, byte for byte;
 * when a call has ended, however it did, its blocks are its caller's: they get a new owner at once,
-  and nothing is written there any more, nor is what the new owner wrote ever taken for the chunk;
+  nothing is written there any more, and the new owner's bytes are never taken for the chunk;
 * every call ends, and so does closing.
 
     python -m pytest tests/offload/test_manager_random.py
@@ -74,7 +74,7 @@ class Moody(TierWrapper):
 
 
 class Caller:
-    """Makes one call after the other with blocks of its own."""
+    """Makes one call after another with separate blocks."""
 
     def __init__(self, life: Life, number: int) -> None:
         self.life = life

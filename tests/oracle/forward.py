@@ -21,7 +21,7 @@ VOCABULARY = 97
 
 @dataclass
 class Running:
-    """What the model runner keeps of a request."""
+    """The model runner's state of a request."""
 
     tokens: list[int]
     tables: list[list[int]]

@@ -91,7 +91,7 @@ class KvMemory:
     """The KV cache of one rank. ``caches`` are vLLM's tensors by layer, as a worker has them.
 
     With ``draft_head`` the layers named ``draft.0``, ``draft.1`` ... look 1, 2 ... tokens ahead.
-    ``drafts``: a state is kept for each drafted token, in columns of the table of their own.
+    ``drafts``: a state is kept for each drafted token, in separate columns of the table.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class KvMemory:
             self._bytes[start : start + layer.page] = NULL_BYTE
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """What vLLM does to fresh blocks: every layer's page of these ids."""
+        """Zero fresh blocks as vLLM does: every layer's page of these ids."""
         for layer in self._layers:
             for block in blocks:
                 start = layer.start + block * layer.block_stride
@@ -133,7 +133,7 @@ class KvMemory:
             self._bytes[other : other + layer.page] = self._bytes[one : one + layer.page]
 
     def check(self, tables: Tables, digests: np.ndarray, computed: int) -> list[str]:
-        """What a forward pass that goes on at token ``computed`` would read wrong."""
+        """The errors that a forward pass that resumes at token ``computed`` would read."""
         wrong = []
         for layer in self._plain:
             positions = np.arange(layer.first_read(computed), computed)
@@ -159,10 +159,10 @@ class KvMemory:
     def check_heads(
         self, tables: Tables, digests: np.ndarray, computed: int, known: Callable[[int], bool]
     ) -> list[str]:
-        """What a draft head that goes on at token ``computed`` would read wrong.
+        """The errors that a draft head that resumes at token ``computed`` would read.
 
         The tokens that the end of a block looks at are not in the block's key. There it may be the
-        continuation of whoever wrote the block, but a ``known`` one: not a guess that was wrong.
+        continuation of the request that wrote the block, but a ``known`` one: not a wrong guess.
         """
         wrong = []
         for layer in self._heads:

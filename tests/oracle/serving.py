@@ -56,9 +56,9 @@ MAX_TOKENS = 152
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a world is like. ``slots`` of the CPU tier; ``tier``: whether there is a lower tier;
-    ``fault_rate`` of its reads; ``late``: most turns that copies get per step; ``runner``: the
-    model runner whose order of hooks and kernels is played."""
+    """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
+    tier; ``fault_rate`` of its reads; ``late``: most turns that copies get per step; ``runner``:
+    the model runner whose order of hooks and kernels is played."""
 
     slots: int = 24
     tier: bool = True
@@ -271,7 +271,7 @@ class World:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def forget_locally(self) -> None:
-        """vLLM's own cache is emptied and whoever runs begins again, so that the next hits are
+        """vLLM's own cache is emptied and running requests begin again, so that the next hits are
         ours. Loads under way hold vLLM back."""
         with suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -309,7 +309,7 @@ class World:
         raise AssertionError(f"seed {self.seed}: not at rest: {self._stuck()}")
 
     def check(self) -> None:
-        """What must hold at any time; raises ``AssertionError``."""
+        """Check the invariants; raises ``AssertionError``."""
         where = f"seed {self.seed}"
         assert self.mismatches == [], f"{where}: {self.mismatches[:5]}"
         assert self.engine.hazards == [], f"{where}: {self.engine.hazards[:5]}"
@@ -337,7 +337,7 @@ class World:
         self.scheduler.shutdown()
 
     def events(self) -> dict[str, float]:
-        """What has happened so far, counted."""
+        """The counted events so far."""
         return self.loaded() | {
             "preempted": self._preempted,
             "fenced": self._fenced,

@@ -1,4 +1,4 @@
-"""Controls of a request that vLLM's real scheduler serves, and what the client is told."""
+"""Controls of a request that vLLM's real scheduler serves, and the report to the client."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_wrong_values_are_told_and_counted(world: World) -> None:
 def test_a_control_that_was_not_understood_stores_nothing(
     world: World, params: dict[str, Any]
 ) -> None:
-    """The client is told so, and told what it may have meant."""
+    """The client learns of that, and of the name that it may have meant."""
     report = serve_params(world, "a", PROMPT, params)["kvtiers_report"]
     assert len(world.planner.cpu) == len(world.planner.lower[0]) == 0
     assert len(report["ignored"]) == 1

@@ -98,8 +98,8 @@ class DeadDisk:
     @contextmanager
     def dies(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            # vLLM's handler may hold the captured output of a test that has ended. What logging
-            # then prints of its own failure has source lines in it.
+            # vLLM's handler may hold the captured output of a test that has ended. The report that
+            # logging then prints about its failure contains source lines.
             patch.setattr(logging, "raiseExceptions", False)
             for name in CALLS:
                 call = getattr(posix, name, None)
@@ -181,7 +181,7 @@ def world(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def failed(world: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that vLLM has been told of, that their loads failed."""
+    """Requests whose loads have failed, as vLLM knows."""
     names: list[str] = []
     update = world.connector._scheduler.update
 
@@ -232,7 +232,7 @@ def while_the_disks_are_dead(world: Served, work: Callable[[], None]) -> DeadDis
     def run() -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # raised again in the test's thread
             errors.append(error)
 
     disk = DeadDisk()
@@ -274,7 +274,7 @@ def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> No
 
 
 def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
-    """What they hold is asked, what is written to them hangs, a reset needs none of them."""
+    """They are queried, writes to them hang, and a reset needs none of them."""
     with opened(tmp_path, shared=True) as world:
         world.serve("first", PROMPT)
         world.until(lambda: not world.planner.busy)

@@ -1,5 +1,5 @@
-"""How many keys of a long prompt are made, and in which steps: none when it arrives, and of the
-rest so many as a step looks at anyway."""
+"""The number of keys of a long prompt that are made in each step: none when it arrives, and of the
+rest as many as a step looks at anyway."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_store_makes_what_a_step_looks_at(made: list[int]) -> None:
 
 
 class Heard:
-    """What policies hear of, in place of the planner's own way to them."""
+    """The policies' calls, in place of the planner's own way to them."""
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self.uses: list[list[bytes]] = []

@@ -58,7 +58,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def failed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that vLLM has been told of, that their loads failed."""
+    """Requests whose loads have failed, as vLLM knows."""
     names: list[str] = []
     update = world.connector._scheduler.update
 
@@ -313,7 +313,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
 
 
 def lose(world: World, name: str) -> None:
-    """What this request will load turns out to be missing on the disk."""
+    """The chunks that this request will load turn out to be missing on the disk."""
     identity = world.connector._scheduler._states[name].identity
     identity.extend(world.scheduler.requests[name].block_hashes)
     world.planner.cpu.drop(list(identity.keys[0]))

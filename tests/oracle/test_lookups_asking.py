@@ -40,5 +40,5 @@ def test_a_request_does_not_ask_for_ever(
         world.at(world.now + step_s)
         if len(asked) >= answers_after:
             world.answer(asked[-answers_after], WANTED)
-        world.at(world.now + 0.001)  # what a step of its own time forgets
+        world.at(world.now + 0.001)  # forgotten by a step at that time
     pytest.fail("it waits forever")

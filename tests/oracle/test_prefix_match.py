@@ -3,7 +3,7 @@
 Both are given the same block hashes and the same cached blocks; vLLM's are put into its own block
 pool under its own keys, which are ours too. With a start above 0, all before it is in vLLM's pool
 alone (the GPU's own cache, which our lookup goes on from). With chunks of several blocks, whole
-chunks are cached, and vLLM is told to align its hits as ours are. Some things of vLLM 0.32 are not
+chunks are cached, and vLLM is set to align its hits as ours are. Some things of vLLM 0.32 are not
 copied or cannot be asked; these cases are compared with the definition alone:
 
 * with two draft groups of windows it checks only one of them for the block that it drops, and

@@ -1,4 +1,4 @@
-"""What vLLM's real scheduler hands us of a request reaches the policies and the recorded trace."""
+"""The requests of vLLM's real scheduler reach the policies and the recorded trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.oracle.serving import Conditions, World
 
 
 class Spy(LruPolicy):
-    """LRU that notes what it is told."""
+    """LRU that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

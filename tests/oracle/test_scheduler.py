@@ -76,7 +76,8 @@ def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
 
 
 def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
-    """What the tests above stand on does happen: both tiers, preemption, failed loads, fences."""
+    """The tests above depend on events that do happen: both tiers, preemption, failed loads,
+    fences."""
     seen = dict.fromkeys(["cpu", "file", "preempted", "load_failures", "fenced", "weights"], 0)
     for seed in range(6):
         folder = tmp_path / str(seed)

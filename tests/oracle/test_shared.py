@@ -1,5 +1,8 @@
-"""Engines that share a tier, each with vLLM's real scheduler: every byte that a forward pass reads
-is right, whoever has stored it, also when their weights change apart from each other."""
+"""Engines that share a tier, each with vLLM's real scheduler.
+
+Every byte that a forward pass reads is right, whichever engine stored it, also when their weights
+change separately.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def serve_together(folder: Path, seed: int) -> tuple[Engine, Engine]:
 
 
 def serve(engine: Engine, prompt: list[int]) -> None:
-    """One request of its own, to its end."""
+    """Serve one separate request to its end."""
     request(engine, prompt)
     engine.drain()
     engine.check()

@@ -33,7 +33,7 @@ def world(request: Any, tmp_path: Path) -> Any:
 
 
 def compute_a_part(world: World) -> None:
-    """A request is in the midst of its prompt when the weights change; it is not restarted."""
+    """A request is in the middle of its prompt when the weights change; it is not restarted."""
     request = ask(world, "running", PROMPT)
     world.step()
     world.step()
@@ -101,7 +101,7 @@ def chunks_being_stored(world: World) -> int:
 def test_a_fault_that_may_have_hidden_a_fence_spoils_every_open_store(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the blocks of these stores hold nobody knows. The chunks may be stored again later."""
+    """The content of these stores' blocks is unknown. The chunks may be stored again later."""
     with World(MODELS["full"], Conditions(slots=100, tier=False, late=1), tmp_path, 2) as world:
         ask(world, "stored", PROMPT)
         world.drain()

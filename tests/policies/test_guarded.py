@@ -26,7 +26,7 @@ class TestGuardedContract(PolicyContract):
 
 
 class Clock:
-    """Time that passes only when somebody says so."""
+    """Time that passes only on command."""
 
     now = 0.0
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Evil(LruPolicy):
-    """Does one wrong thing when told to."""
+    """Does one wrong thing on command."""
 
     wrong = ""
     clock = Clock()
@@ -146,7 +146,7 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
 
 
 class Slow(LruPolicy):
-    """Its next insertion takes so many seconds."""
+    """Its next insertion takes that many seconds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -211,7 +211,7 @@ def test_all_wrong_values_are_said_at_once() -> None:
 
 
 class Foreign(LruPolicy):
-    """As somebody else writes it: types without ranges, and some that are not checked."""
+    """As a third party writes it: types without ranges, and some that are not checked."""
 
     def __init__(self, speed: int = 1, name: str = "", how: list[int] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What every page must hold: a function of its key, the weights' epoch, the rank and the layer.
+"""The expected content of every page: a function of its key, the weights' epoch, the rank and the
+layer.
 
 Two groups share one pool of GPU block ids, as in vLLM. A position of a request's prefix is one
 chunk of each group: one block of group 0, two of group 1.
@@ -33,7 +34,7 @@ REGIONS = tuple(
 
 
 def group_infos(tiers: int) -> dict[int, GroupInfo]:
-    """What the planner knows of the groups."""
+    """The groups as the planner knows them."""
     return {g: GroupInfo("full", CHUNK_TOKENS, (SLOT_BYTES,) * tiers) for g in LAYERS}
 
 

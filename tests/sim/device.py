@@ -1,7 +1,7 @@
 """One rank's simulated GPU: memory, a late compute stream, and two copy lanes in virtual time.
 
-A copy moves half of its pages when it begins and the other half when it ends, so that whoever
-overwrites its source or its target too early is seen. It waits for the event it was given.
+A copy moves half of its pages when it begins and the other half when it ends, so that an early
+overwrite of its source or its target is seen. It waits for the event it was given.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Device(CopyEngine):
         return self._memory[layer][block * size : (block + 1) * size]
 
     def slot_bytes(self, slot: int, count: int) -> bytes:
-        """What lies in a slot, behind everybody's back."""
+        """The content of a slot, read directly."""
         return bytes(self._slots[slot][:count])
 
     # -- compute -----------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class Engine(Server):
         self.loading[request.name] = request
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
-        """Which positions the step's forward pass computes."""
+        """Choose the positions that the step's forward pass computes."""
         passes = []
         for request in self.running:
             done = len(request.epochs)

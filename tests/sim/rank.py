@@ -116,7 +116,7 @@ class Rank:
         return outcomes == [ReadOutcome.OK] and into[: len(content)].tobytes() == content
 
     def drain(self) -> Drained:
-        """What ended since the last call; no request may end twice."""
+        """Everything that ended since the last call; no request may end twice."""
         drained = self.executor.drain()
         for request in drained.finished:
             assert request not in self.finished, f"rank {self.number}: {request} ended twice"

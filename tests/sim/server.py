@@ -64,7 +64,7 @@ class Setup:
 
 
 class Medium(Tier):
-    """What outlives the process."""
+    """The state that outlives the process."""
 
     @property
     def epoch(self) -> int:

@@ -29,7 +29,7 @@ DISK_SEEDS = max(5, SEEDS // 40)
 
 
 class Totals:
-    """What all worlds of a run went through together."""
+    """The events of all worlds of a run together."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()

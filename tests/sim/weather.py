@@ -1,4 +1,4 @@
-"""What happens to one rank's lower tier: calm, or some trouble for a while.
+"""The events at one rank's lower tier: calm, or some trouble for a while.
 
 The wrappers of ``tiers.testing.faults`` do the damage, each switched on by the weather of the
 moment and counting what it really did. Time and chance come from the world.

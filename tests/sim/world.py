@@ -29,7 +29,7 @@ from tests.sim.virtual_time import VirtualLoop, run_virtually
 from tests.sim.weather import Sky
 
 LATE_S = 1.0
-"""What a load may take beyond its deadline: the copies that had begun."""
+"""Time that a load may take beyond its deadline: for copies that had begun."""
 HOPELESS_S = (FAILURES + 2) * LIMITS.tier_timeout_s
 """After hanging for so long a tier's breaker must have opened."""
 
@@ -96,7 +96,7 @@ class World(Engine):
             rng.choice(rng.choice(self.weathers)).change(Sky.CALM, self.now())
 
     def _some_chain(self) -> list[bytes]:
-        """A path in the tree of prefixes: few branches near the root, a tail of its own."""
+        """A path in the tree of prefixes: few branches near the root, a separate tail."""
         chain, at = [], b"root"
         for depth in range(self.rng.randint(1, 10)):
             branch = self.rng.randrange(2 if depth < 6 else 50)
@@ -116,14 +116,14 @@ class World(Engine):
             return
         self.events["aborted"] += 1
         if request.loading:
-            request.aborted = True  # its blocks are held until every rank has let go of them
+            request.aborted = True  # its blocks are held until every rank has released them
             self.planner.loads.cancel(request.name)
             return
         (self.waiting if request in self.waiting else self.running).remove(request)
         self._give_back(request)
 
     def _new_weights(self) -> None:
-        """What was computed so far may never be restored again."""
+        """Chunks computed so far must never be restored again."""
         self.epoch += 1
         self.events["reset"] += 1
         for request in (*self.running, *self.loading.values()):

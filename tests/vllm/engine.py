@@ -222,7 +222,7 @@ class Engine:
         self._connection.close()
 
     def verified(self) -> Verified:
-        """What ``verify`` has found so far, on all ranks."""
+        """The findings of ``verify`` so far, on all ranks."""
         return self.call(verified.count)
 
     def _check_loads(self) -> None:

@@ -284,7 +284,7 @@ def nursery(control: socket.socket) -> None:
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker  # noqa: F401  (all four only to have them in memory)
+    import vllm.v1.worker.cpu_worker  # noqa: F401  # all four only to have them in memory
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries ended engines
     control.sendall(b"ready")

@@ -54,7 +54,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Expected:
-    """What vLLM does alone: answers without a cache and from its own, and its KV bytes.
+    """The results of vLLM alone: answers without a cache and from its own cache, and its KV bytes.
 
     ``first_turn`` is asked before the ``prompts`` are for the first time.
     """
@@ -224,8 +224,10 @@ def group_of(key: bytes) -> int:
 
 
 def planted_faults_fail_loads(engine: Engine, expected: Expected) -> None:
-    """What is wrong after a load is found before the request goes on, and named by group. The
-    prompt is recomputed then, perhaps in other pieces, so its bytes may be others from here on."""
+    """A wrong load is found before the request goes on, and named by group.
+
+    The prompt is then recomputed, perhaps in other pieces, so its bytes may differ from here on.
+    """
     engine.may_differ = True
     plans = [(copy_faults.wrong_bit, group) for group in range(expected.groups)]
     for fault, group in [*plans, (copy_faults.swapped_chunks, None)]:

@@ -33,8 +33,8 @@ def prompts(count: int, tokens: int = 600, seed: int = 0) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What vLLM answers without offloading, by the prompt's number and by how many of its tokens
-    came from vLLM's own cache.
+    """vLLM's answers without offloading, by the prompt's number and by the number of its tokens
+    that came from vLLM's own cache.
 
     The rest of a prompt is computed by kernels that depend on how much of it there is, so an answer
     is only compared with one whose hit had the same length. Then it is equal to the last bit on

@@ -24,7 +24,7 @@ SLOW_S = 0.3
 RETRY_S = (0.2, 1.0)
 """The first and the longest wait of a breaker after ``retry_soon``."""
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
-"""What a write ends with; reads work."""
+"""The end of a write; reads work."""
 
 
 class SickIo(DiskIo):
@@ -68,7 +68,7 @@ def infect(worker: Any, state: str) -> None:
         io.state = state
         if state == "well":
             io.gate.set()
-            tier._files.file._io = SickIo()  # later calls have a gate of their own
+            tier._files.file._io = SickIo()  # later calls wait at a separate gate
 
 
 def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> None:
@@ -82,7 +82,7 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
 
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:
-    """What break-even compares loads with, whatever this machine's speed is."""
+    """The speed of computing for break-even, whatever this machine's speed is."""
     prefill = connector(llm)._scheduler.planner.health._prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None

@@ -43,7 +43,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
 
 
 def load(llm: Any, path: str, in_place: bool = False) -> None:
-    """As a server does for its adapters at its start, and when it is told to."""
+    """Load adapters as a server does, at its start and on request."""
     llm.llm_engine.add_lora(LoRARequest(NAME, 1, path, load_inplace=in_place))
 
 

@@ -25,6 +25,6 @@ def test_the_example_serves(tmp_path, capsys) -> None:
     custom_policy.in_the_simulator()
     assert custom_policy.in_a_server(tmp_path), capsys.readouterr().out
     log = (tmp_path / "server.log").read_text(errors="replace")
-    # Both tiers were too small, and each had a policy of its own.
+    # Both tiers were too small, and each had a separate policy.
     assert log.count("HeadsLastPolicy names its first victims") == 2
     assert "is replaced by LRU" not in log

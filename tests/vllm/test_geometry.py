@@ -26,8 +26,8 @@ FAMILY = ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in 
 def connector(
     path: Path, geometry: str, capacity: str, *, shared: bool = False, **others: Any
 ) -> dict[str, Any]:
-    """An LMDB tier that takes part in geometry as told. These models have no weight files; the
-    engine's id stands for them."""
+    """An LMDB tier with this ``geometry`` setting. These models have no weight files; the engine's
+    id stands for them."""
     tier = {"type": "lmdb", "path": str(path), "capacity": capacity, "reserve": 0}
     tiers = [tier | {"geometry": geometry, "shared": shared}]
     return config(None, tiers=tiers, **others) | {"engine_id": "geometry"}

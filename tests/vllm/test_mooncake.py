@@ -168,7 +168,7 @@ def test_the_master_is_killed_and_restarted_under_load(
 async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
-    """The engines give no memory; a client of its own does. A chunk without one rank's part is a
+    """The engines give no memory; a separate client does. A chunk without one rank's part is a
     miss."""
     ranks = {"tensor_parallel_size": 2} | HASH
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(2), **ranks)

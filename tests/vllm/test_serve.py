@@ -301,7 +301,7 @@ def test_a_hook_that_raises_costs_hits_and_never_an_answer(
 
 
 def recomputes_failed_loads(llm: Any) -> bool:
-    """What vLLM's scheduler does, whatever is said in the configuration."""
+    """vLLM's scheduler recomputes them, whatever the configuration says."""
     return bool(llm.llm_engine.engine_core.engine_core.scheduler.recompute_kv_load_failures)
 
 

@@ -114,7 +114,7 @@ def page_of(server: VllmServer) -> dict[str, set[str]]:
 
 
 def controls_are_answered(server: VllmServer) -> None:
-    """What a client orders over HTTP is done, and what became of it is in the answer."""
+    """A client's controls over HTTP are obeyed, and the answer reports the result."""
     server.reset_prefix_cache()
     told = {"max_load_tokens": 64, "pin_s": 60, "no_load": "perhaps"}
     answer = server.completion(ASKED[0], 1, kv_transfer_params={"kvtiers": told})

@@ -31,7 +31,7 @@ def connector(path: Path, kind: str) -> dict[str, Any]:
 
 
 def compute(engine: Engine, asked: list[list[int]], tier: str) -> Reference:
-    """What the engine answers when it has to compute everything; it is stored when this returns."""
+    """The engine's answer when it has to compute everything; it is stored when this returns."""
     before = loaded_tokens(engine, tier)
     cold = [engine.generate_one(prompt) for prompt in asked]
     assert loaded_tokens(engine, tier) == before, "it was computed before"

@@ -1,5 +1,5 @@
 """Whatever happens to the disk, every request is answered with the right tokens; the tier is shut
-out after a few failures, costs nothing while it is, and is used again when the disk is well."""
+out after a few failures, costs nothing while it is, and is used again when the disk works."""
 
 from __future__ import annotations
 

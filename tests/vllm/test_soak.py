@@ -92,7 +92,7 @@ class Soak:
         self.engine.abort(*names)
 
     def sample(self) -> None:
-        """Measure at rest, with a disk that is well."""
+        """Measure at rest, with a healthy disk."""
         self.infect("well")
         if self.owes_reset:
             self.engine.reset_prefix_cache(connector=True)

@@ -37,7 +37,7 @@ CAPACITY = 24 << 20
 
 @dataclass
 class Result:
-    """What a command answered."""
+    """The result of a command."""
 
     code: int
     out: str

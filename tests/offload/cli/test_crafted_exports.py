@@ -1,5 +1,5 @@
-"""Exports that somebody made by hand, with checksums that fit: the importer says what is wrong with
-them, takes what is good, and never ends with a traceback."""
+"""Handmade exports with valid checksums: the importer reports what is wrong with them, imports the
+good records, and never ends with a traceback."""
 
 from __future__ import annotations
 

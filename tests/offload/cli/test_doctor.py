@@ -288,7 +288,7 @@ there takes 15 s."""
 
 def test_as_a_program(tmp_path, monkeypatch):
     """Exit code 0, and stdout is the report alone. A process comes to the same namespace as this
-    one: the scheduler and each worker compute it for themselves, with hash seeds of their own."""
+    one: the scheduler and each worker compute it for themselves, with separate hash seeds."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     folder = make_model(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]

@@ -81,7 +81,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
     make_store(tmp_path / "a", range(40))
     part = tmp_path / "f.part"
     part.write_bytes(b"")
-    part.chmod(0o644)  # somebody's leftover
+    part.chmod(0o644)  # left by another export
     words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "1KiB")  # it would take minutes
     command = [sys.executable, "-m", "offload.cli", *map(str, words)]
     ignored = {other: signal.signal(other, signal.SIG_IGN) for other in without}  # inherited

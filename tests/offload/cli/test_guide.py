@@ -139,7 +139,7 @@ def run_program(words: list[str]) -> None:
 
 
 def check_serve(flags: list[str], model: Path, folder: Path) -> None:
-    """What ``vllm serve`` would make of these flags, on a machine a thousand times smaller."""
+    """The result of ``vllm serve`` with these flags, on a machine a thousand times smaller."""
     smaller = {"/var/cache/kv": str(folder / "kv"), "GiB": "MiB", "TiB": "MiB"}
     for shown, real in smaller.items():
         flags = [flag.replace(shown, real) for flag in flags]

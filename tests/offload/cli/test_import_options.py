@@ -1,4 +1,4 @@
-"""What ``kvtiers import`` is asked wrongly is said before anything is made or written."""
+"""Wrong options of ``kvtiers import`` are reported before anything is created or written."""
 
 from __future__ import annotations
 

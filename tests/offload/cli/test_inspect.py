@@ -63,7 +63,7 @@ def test_a_file_tier_that_does_not_say_its_capacity(tmp_path: Path, content: byt
     found = only_store(tmp_path)
     assert (found["capacity_bytes"], found["records"], found["problem"]) == (None, 3, "")
     assert " ? " in kvtiers("inspect", tmp_path).out
-    make_store(tmp_path, range(4), kind="file")  # whoever opens it notes it
+    make_store(tmp_path, range(4), kind="file")  # the process that opens it notes the time
     assert only_store(tmp_path)["capacity_bytes"] == CAPACITY
 
 

@@ -1,4 +1,4 @@
-"""What ``kvtiers`` prints to: a full disk or a closed pipe, as a shell gives them, or a narrow
+"""The output of ``kvtiers`` to a full disk or a closed pipe, as a shell gives them, or a narrow
 terminal."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def without_rights(folder: Path) -> Iterator[None]:
-    """Somebody who may do nothing with this folder, until the end of the block."""
+    """A user without any access to this folder, until the end of the block."""
     is_root = os.geteuid() == 0
     folder.chmod(0o700 if is_root else 0)
     if is_root:
@@ -70,7 +70,7 @@ def test_what_may_not_be_read_is_not_called_empty(
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
 def test_a_store_that_may_only_be_read_is_not_called_damaged(command: str, place: Path) -> None:
-    """LMDB enters whoever reads in a table, so reading needs the right to write one file."""
+    """LMDB enters each reader in a table, so reading needs the right to write one file."""
     folder = make_store(place / "kv", range(2))
     words = [command, place / "kv", *([place / "f"] if command == "export" else [])]
     assert kvtiers(*words).code == 0  # which also imports what the command needs

@@ -1,4 +1,4 @@
-"""What a start makes of a store, and what ``verify`` and ``inspect`` say of it, are the same."""
+"""``verify`` and ``inspect`` describe a store as a start would treat it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def rank_of(home: Path) -> Path:
 
 
 async def start(root: Path, **options: Any) -> tuple[TierInfo, int]:
-    """What a server's start finds there, and how often that counted as set aside. It stores
-    ``KEYS`` and ends."""
+    """The keys that a server's start finds, and how many folders were set aside. It stores ``KEYS``
+    and ends."""
     [spec] = places(root, **options).specs()
     try:
         tier = make_tier(spec, 4096)
@@ -72,7 +72,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def of_another_rank(home: Path) -> None:
-    """``cp -r rank-1 rank-0``, as by somebody who puts a copy back."""
+    """``cp -r rank-1 rank-0``, as a user does who restores a copy."""
     rank_of(home).rename(home / "replica-0" / "rank-1")
     shutil.copytree(home / "replica-0" / "rank-1", rank_of(home))
 

@@ -186,7 +186,7 @@ def test_an_interval_that_never_ends(interval: str) -> None:
 
 
 def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
-    """Until somebody ends it, or reads no more."""
+    """It runs until it is ended, or its output is closed."""
     server = Server()
     server.fill()
     with serving([server.page]) as address:

@@ -1,5 +1,5 @@
 """A server as far as the disk sees one: claims its rank's folder, writes, evicts, touches and reads
-back through the tier until it is told to stop, and then checks everything that it holds.
+back through the tier until its input ends, and then checks everything that it holds.
 
 Not a test itself: ``writer_child.py <root> <kind> <records>``. Says ``ready`` once it is full and
 churning; on end of input it stops and says ``<commits> <reads> <wrong>``.
@@ -26,7 +26,7 @@ BATCH = 4
 
 
 class Counts:
-    """What happened so far."""
+    """The counts so far."""
 
     rounds = reads = wrong = 0
 

@@ -16,7 +16,7 @@ from tests.offload.worker.reopening_child import places
 
 
 def said(path: Path | str) -> str:
-    """What the configuration's check says of a tier's path; empty if nothing."""
+    """The message of the configuration's check about a tier's path; empty if there is none."""
     return problems_of(tier(path)).get("$.tiers[0].path", "")
 
 
@@ -83,7 +83,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 def test_a_folder_that_was_a_tiers_stays_one(tmp_path: Path, kind: str) -> None:
-    """Whatever else somebody put there, and also when everything in it was cleared."""
+    """Whatever else is there, and also when everything in it was cleared."""
     folder = tmp_path / "kv"
     [spec] = places(folder, type=kind).specs()
     renew = spec.renew

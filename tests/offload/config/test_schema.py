@@ -272,7 +272,7 @@ def test_slots_and_staging_stay_inside_the_capacity(
 def test_a_capacity_hint_helps(
     capacity: int, tiers: int, staging: int | None, slot: int, ranks: int
 ) -> None:
-    """Whoever follows the hints has no problem left."""
+    """A user who follows the hints has no problem left."""
     config = sized(capacity, tiers, staging)
     problems = check_capacity(config, slot, ranks)
     raw = cpu(capacity)

@@ -109,7 +109,7 @@ class World:
             self.step()
 
     def store(self, key: bytes, content: int) -> None:
-        """What a GPU would have stored: bytes in the primary tier's chunk, then below."""
+        """Store the bytes that a GPU would have stored in the primary tier's chunk, then below."""
         context = self.request()
         stored = self.manager.prepare_store([key], context)
         assert stored is not None

@@ -1,4 +1,4 @@
-"""What a worker adds to the identity of its records, and what is said at start-up."""
+"""A worker's part of the identity of its records, and the messages at start-up."""
 
 from __future__ import annotations
 

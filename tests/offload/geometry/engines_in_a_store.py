@@ -1,4 +1,4 @@
-"""Engines in little that share a real Mooncake store, each in a geometry of its own."""
+"""Small engines that share a real Mooncake store, each with a different geometry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in little that keep records of one model in geometries of their own, on real disks."""
+"""Small engines that keep records of one model in different geometries, on real disks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def places(path: Path, ranks: int, rank: int = 0, how: str = "own", **options: A
 
 
 def payload(geometry: Geometry, key: bytes) -> Buffer:
-    """What a rank keeps under a key: every head of every layer has bytes of its own."""
+    """A rank's record of a key: every head of every layer has different bytes."""
     found = aligned(-(-geometry.groups[0].chunk_bytes // 4096) * 4096)
     found[:] = 0
     heads = geometry.groups[0].layers[0].heads

@@ -161,7 +161,7 @@ def live_owner(path: Path, shared: bool) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_live_owner_evicts_resets_and_is_killed(tmp_path: Path, shared: bool) -> None:
-    """What it removes is a miss; nothing that is read is ever wrong (see ``read``)."""
+    """Removed records are misses; nothing that is read is ever wrong (see ``read``)."""
     await write(tmp_path / "kv", 2, shared=shared)
     new = bytes([6]) * 32 + KEYS[0][-4:]
     with live_owner(tmp_path / "kv", shared) as owner:

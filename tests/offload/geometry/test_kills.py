@@ -60,7 +60,7 @@ async def test_what_is_translated_is_right_while_its_owners_are_killed(
     real = Checker.check
 
     def late(checker: Checker, found: Found) -> tuple[Health, Buffer]:
-        """Its owner is faster than whoever has looked a record up."""
+        """Its owner is faster than a reader that has looked a record up."""
         time.sleep(0.02)
         return real(checker, found)
 

@@ -1,4 +1,4 @@
-"""Records of another geometry in a real Mooncake store: read exactly, refused, or told of."""
+"""Records of another geometry in a real Mooncake store: read exactly, refused, or logged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ quick = pytest.mark.usefixtures("_quick")
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> str:
-    """Tests share the store, each with a model of its own."""
+    """Tests share the store, each with a different model."""
     return str(request.node.name)
 
 
@@ -180,7 +180,7 @@ async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) ->
 async def test_who_is_gone_for_days_refuses_nobody(
     master: Master, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has left is read all the same where that is exact."""
+    """Its records are still read if that is exact."""
     states = {"model": model, "geometry": geometry_of(1, 0, OWN)}
     async with engine(master, 4, model=model):
         pass
@@ -218,7 +218,7 @@ def test_no_master_is_said_at_once(tmp_path: Any) -> None:
 
 
 def look_now(tier: Any) -> None:
-    """What the tier does once a minute."""
+    """The tier's check of every minute."""
     assert isinstance(tier, RemoteReadOnlyTier)
     assert tier._source is not None
     tier._source.look()

@@ -73,7 +73,7 @@ def geometry_of(
 
 
 def record_of(layers: list[Logical], cut: Cut, ranks: int, rank: int, orders: list[str]) -> bytes:
-    """What this rank's record must hold, cut from the logical cache without any stride."""
+    """The expected record of this rank, cut from the logical cache without any stride."""
     found = b""
     for block in range(cut.chunk_blocks):
         for logical, order in zip(layers, orders, strict=True):
@@ -131,7 +131,7 @@ def divisors(number: int) -> list[int]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any pair that must be translatable."""
-    pick = lambda items: draw(st.sampled_from(items))  # noqa: E731 - read ten times below
+    pick = lambda items: draw(st.sampled_from(items))  # noqa: E731  # used ten times below
     kinds = draw(st.lists(st.sampled_from([ROWS, TILES, LATENT, STATE]), min_size=1, max_size=4))
     heads = pick([1, 2, 3, 4, 6, 8])
     counts = [r for r in (1, 2, 3, 4, 6, 8, 16) if r % heads == 0 or heads % r == 0]

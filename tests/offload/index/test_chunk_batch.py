@@ -1,4 +1,4 @@
-"""What policies are told by columns is what was said of each chunk."""
+"""The columns for policies have the facts of each chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restart enters into the index, and what it gives back."""
+"""The chunks that a restart enters into the index, and those that it gives back."""
 
 from __future__ import annotations
 

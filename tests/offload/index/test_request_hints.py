@@ -1,4 +1,4 @@
-"""What clients say in ``kv_transfer_params`` reaches the policies; nonsense is left out."""
+"""Clients' hints in ``kv_transfer_params`` reach the policies; nonsense is left out."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_nothing_that_a_client_sends_raises(value: Any) -> None:
 
 
 class Spy(LruPolicy):
-    """LRU that notes what it is told, in order."""
+    """LRU that records its calls, in order."""
 
     def __init__(self) -> None:
         super().__init__()

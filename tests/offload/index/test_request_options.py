@@ -1,4 +1,4 @@
-"""What clients order in ``kv_transfer_params`` is obeyed by the planner; nonsense is described."""
+"""The planner obeys clients' controls in ``kv_transfer_params``; nonsense is described."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OF_OTHERS = {
     "store": True,
     "cache": {"no_store": True},
 }
-"""What other connectors and routers put beside our object, and our own answer sent on."""
+"""Parameters of other connectors and routers beside our object, and our own answer sent on."""
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_wrong_control_is_described(told: dict[str, Any], part: str) -> None:
 
 
 def test_a_wrong_list_of_tiers_allows_none() -> None:
-    """Somebody wanted to keep a prompt off some tier: no tier may get it by mistake."""
+    """A client wanted to keep a prompt off some tier: no tier may get it by mistake."""
     for value in ("cpu", ["dsk"], 7, {"wirte": ["cpu"]}, {"cpu": True}):
         controls, _ = read(tiers=value)
         assert controls.no_store

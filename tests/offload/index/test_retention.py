@@ -1,4 +1,4 @@
-"""What may not be evicted is passed by: once, and without turning a prefix upside down."""
+"""Eviction passes by retained chunks: once, and without turning a prefix upside down."""
 
 from __future__ import annotations
 

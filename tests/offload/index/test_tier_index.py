@@ -25,7 +25,7 @@ keys_st = st.lists(st.sampled_from(KEYS[:6]), min_size=1, max_size=4, unique=Tru
 
 
 class NaiveIndex:
-    """What the index promises, said in the simplest way: lists and per-key records."""
+    """The specification of the index in the simplest form: lists and per-key records."""
 
     def __init__(self) -> None:
         self.state = dict.fromkeys(KEYS, ChunkState.ABSENT)

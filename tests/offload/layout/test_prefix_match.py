@@ -1,4 +1,4 @@
-"""The coordinator against a brute-force reading of its own promise, on generated layouts."""
+"""The coordinator against a brute-force reading of its specification, on generated layouts."""
 
 import math
 import random

@@ -53,7 +53,7 @@ class Pair:
         assert len(self.lazy) == len(self.eager)
 
     def append(self) -> None:
-        """vLLM has computed; nobody was told yet."""
+        """vLLM has computed; no request knows yet."""
         self.live += [self.random.randbytes(32) for _ in range(self.random.choice([1, 3, 40]))]
 
     def grow(self) -> None:

@@ -1,4 +1,5 @@
-"""The weights change while a disk is away: the others are told at once, it when it is back."""
+"""The weights change while a disk is away: the other tiers reset at once, that one when it is
+back."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_a_disk_that_is_away_is_told_when_it_is_back(
 
 
 class Held:
-    """Begins epochs, and hangs on one tier where it is told to."""
+    """Begins epochs, and hangs on the chosen tier."""
 
     def __init__(self, paths: list[str], tier: int, where: str) -> None:
         self.hangs, self.go_on = threading.Event(), threading.Event()

@@ -62,7 +62,7 @@ class Bed:
         return first
 
     def parts(self) -> list[LoadJob]:
-        """What is still to come, step by step."""
+        """The remaining parts, step by step."""
         found: list[LoadJob] = []
         while not (found and found[-1].is_last):
             found += self.step().loads
@@ -159,8 +159,10 @@ def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
 
 
 def keeps_its_chunks(tier: str) -> None:
-    """What a load waits for is not evicted before its part is planned. The parts are planned
-    although the tier overflows meanwhile."""
+    """The chunks of a load are not evicted before its part is planned.
+
+    The parts are planned although the tier overflows meanwhile.
+    """
     bed = Bed(slots=24 if tier == "disk" else 14, disk_chunks=14)
     bed.store(LONG)
     if tier == "disk":

@@ -226,7 +226,7 @@ def test_a_sent_store_whose_block_is_reused_is_fenced() -> None:
 
 
 def test_stores_that_are_distrusted_are_never_committed() -> None:
-    """A fence may have been missed: nobody knows what the blocks hold."""
+    """A fence may have been missed: the content of the blocks is unknown."""
     planner = make()
     planner.stores.plan(wanted(1))
     sent = planner.step().stores[0].job

@@ -22,7 +22,7 @@ class WholeRequests(LruPolicy):
 
 
 class Told(LruPolicy):
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step does is bounded, and what does not fit does not pile up."""
+"""The work of a step is bounded, and deferred work does not pile up."""
 
 from __future__ import annotations
 

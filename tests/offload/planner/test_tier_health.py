@@ -316,10 +316,9 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         break_writes(planner)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "kvtiers: tier disk0 fails and is not read any more; it is tried again from time to time",
+        "kvtiers: tier disk0 failed and is no longer read; it is probed from time to time",
         "kvtiers: tier disk0 is read again",
-        "kvtiers: tier disk0 fails and is not written any more; "
-        "it is tried again from time to time",
+        "kvtiers: tier disk0 failed and is no longer written; it is probed from time to time",
     ]
 
 

@@ -1,4 +1,4 @@
-"""How much of a hit is loaded, and what is left to be computed because that is sooner done."""
+"""How a hit is split into a part to load and a part that is faster to compute."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class World:
         return found.end_tokens
 
     def truth(self, start: int = 0) -> int | None:
-        """What a lookup says that remembers nothing and may ask for everything."""
+        """The result of a lookup without a cache and without bounds."""
         self.planner.budget.lookups = Allowance(10**6, least=10**6)
         try:
             return self.ask(start, PartialLookup())

@@ -104,7 +104,7 @@ def test_every_panel_shows_the_chosen_servers_only() -> None:
 
 
 def firing(value: float, expression: str) -> bool:
-    """What the comparison at the end of an alert's first line says of a gauge."""
+    """The result of the comparison at the end of an alert's first line, for a gauge."""
     comparison, number = expression.split(")")[-1].split()
     return {"==": operator.eq, ">": operator.gt}[comparison](value, float(number))
 

@@ -1,7 +1,7 @@
 """The alert rules and the dashboard's queries as Prometheus itself reads them.
 
 Needs ``promtool`` (Debian: ``apt-get install prometheus``) and is skipped without it; the other
-tests of both read them with a small reader of their own.
+tests of both read them with a small parser.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KEYS = [key + bytes(4) for key in keys(8)]
 
 
 class Rank:
-    """An executor on simulated streams that move only when told to."""
+    """An executor on simulated streams that move only on command."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
 
         reading.result = wait
         fence = asyncio.create_task(asyncio.to_thread(rank.executor.fence, [1]))
-        while not waits.is_set() and not fence.done():  # noqa: ASYNC110 (set by a thread)
+        while not waits.is_set() and not fence.done():  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
         assert waits.is_set(), "the copy has not run yet"
         assert not fence.done(), "the copy has not run yet"
@@ -365,7 +365,7 @@ async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> Non
 
 
 def test_reads_that_never_return_leave_the_probe_a_way() -> None:
-    """Lost reads hold all turns and all staging slots of loads; the disk is well again."""
+    """Lost reads hold all turns and all staging slots of loads; the disk works again."""
     run_virtually(lose_reads_and_probe())
 
 

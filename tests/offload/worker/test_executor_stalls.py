@@ -1,4 +1,4 @@
-"""A rank whose loop or copies stand still: what requests are told, and what steps wait for."""
+"""A rank whose loop or copies stand still: the answers to requests, and the waits of steps."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def submit_first(loads: OpenLoads, submit: Callable[[], Ticket | None]) -> Ticke
 
 @pytest.mark.parametrize("order", [end_first, submit_first, "in between"])
 def test_an_end_and_a_copy_at_the_same_time(order: Any) -> None:
-    """Whichever comes first, no copy runs in blocks whose request has been told."""
+    """Whichever comes first, no copy runs in blocks whose request was answered."""
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]
     ticket = FutureTicket()

@@ -31,7 +31,7 @@ LIMITS = ScrubLimits(bytes_per_s=4 << 20, period_s=3600.0)
 
 
 class Scrubbing(MemoryTier):
-    """Notes when it is scrubbed; answers what it is told to."""
+    """Records when it is scrubbed; returns prepared answers."""
 
     def __init__(self, answer: Callable[[], Scrubbed | None]) -> None:
         super().__init__(1 << 20)
@@ -53,8 +53,8 @@ def whole_batch() -> Scrubbed:
 def scrubbing(
     answer: Callable[[], Scrubbed | None], seconds: float, beside: Callable[..., Awaitable[Any]]
 ) -> tuple[Scrubbing, list[Scrubbed]]:
-    """So many seconds of a tier that is scrubbed, while ``beside(watch)`` runs; the tier, and what
-    was reported."""
+    """Scrub a tier for that many seconds, while ``beside(watch)`` runs; returns the tier and the
+    reports."""
     found: list[Scrubbed] = []
     tier = Scrubbing(answer)
 

@@ -146,7 +146,7 @@ async def test_a_tier_that_begins_empty_keeps_whose_weights_they_are(tmp_path: P
 
 
 async def test_the_file_of_epochs_is_never_behind_a_tier(tmp_path: Path) -> None:
-    """Also when somebody resets to an epoch that the tier has had."""
+    """Also after a reset to an epoch that the tier has had."""
     path = tmp_path / "kv"
     tier = tier_at(path)
     await tier.open()
@@ -249,7 +249,7 @@ def test_only_the_place_of_before_is_used_again(
 
 @contextmanager
 def mounted(folder: Path) -> Iterator[None]:
-    """A small file system of its own at ``folder``."""
+    """A small separate file system at ``folder``."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "none", str(folder)],
         capture_output=True,
@@ -260,7 +260,7 @@ def mounted(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Lazily, as somebody who unplugs a disk does: the tier's files are open.
+        # Lazily, as when a disk is unplugged: the tier's files are open.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 

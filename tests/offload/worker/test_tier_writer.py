@@ -1,4 +1,4 @@
-"""What a tier failed to do is made good before it is written again."""
+"""A failed delete or reset of a tier is repeated before the next write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_what_a_full_tier_did_not_take_is_told() -> None:
 
 
 async def test_a_reset_waits_for_the_writes_before_it() -> None:
-    """What is being written belongs to the old weights, and so to their epoch."""
+    """Records that are being written belong to the old weights, and so to their epoch."""
     medium = MemoryTier(1 << 20)
     tier = HoldingTier(medium, methods={"write"})
     async with rank_with(tier) as rank:

@@ -242,7 +242,7 @@ class HeldVerifier(Verifier):
         self.compared = {key: asyncio.Event() for key in KEYS}
 
     async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
-        """What differs, as soon as the first of these may be compared."""
+        """The differing keys, as soon as the first of these may be compared."""
         await self.may_compare[items[0].key].wait()
         found = await super().wrong(items)
         self.compared[items[0].key].set()

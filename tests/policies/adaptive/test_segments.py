@@ -33,7 +33,7 @@ class _Naive:
         return next((span for span, keys in self.spans.items() if key in keys), None)
 
     def take(self, keys: Sequence[int]) -> list[tuple[Span, int, int, bool]]:
-        """Who gave how many, where they end, and whether some are left."""
+        """The numbers given by each segment, their ends, and whether some are left."""
         taken: list[tuple[Span, list[int]]] = []
         for key in dict.fromkeys(keys):
             span = self.owner(key)

@@ -87,7 +87,7 @@ def test_kv_events_rebuild_the_chains(tmp_path) -> None:
 
 
 def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
-    """What several groups and tiers say of the same tokens counts once."""
+    """Events of several groups and tiers about the same tokens count once."""
     events = pytest.importorskip("vllm.distributed.kv_events")
     encode = pytest.importorskip("msgspec").json.encode
 

@@ -213,7 +213,7 @@ async def test_a_record_that_is_being_removed_can_be_written_again(
         removal: Any = tier._removing[KEYS[0]]
         callbacks = len(removal._callbacks)
         writing = asyncio.ensure_future(put(tier, KEYS[:1], SIZE))
-        while not writing.done() and len(removal._callbacks) == callbacks:  # noqa: ASYNC110 (no event)
+        while not writing.done() and len(removal._callbacks) == callbacks:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)
         assert not writing.done(), "it does not wait, and will be removed"
         gate.open()

@@ -27,7 +27,7 @@ for turn in range(int(count)):
         code = 1
         try:
             live(turn, lambda: os.write(writing, b"b"), *arguments)
-        except BaseException as error:
+        except BaseException as error:  # the child must not return into the parent's code
             print(repr(error), flush=True)
         finally:
             os._exit(code)

@@ -1,8 +1,8 @@
-"""What was decided about vLLM's settings: these count, because nobody has shown that they do not.
+"""Decisions about vLLM's settings: these count, because they were not shown to be harmless.
 
-Of each class of its configuration the fields, and of its environment the variables. Whatever is
-neither here nor in `offload.connector.model.cannot_change_kv` has not been looked at: it counts,
-and `tests.offload.connector.model.test_identity_sweep` fails.
+For each class of its configuration the fields, and for its environment the variables. A setting
+that is neither here nor in `offload.connector.model.cannot_change_kv` has not been examined: it
+counts, and `tests.offload.connector.model.test_identity_sweep` fails.
 """
 
 from __future__ import annotations

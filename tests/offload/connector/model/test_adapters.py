@@ -34,7 +34,7 @@ def make_adapter(folder: Path, content: bytes) -> LoRARequest:
 
 
 def digest(request: LoRARequest, during: Any = lambda: None) -> bytes:
-    """What a worker reports of an adapter; ``during`` happens while vLLM loads it."""
+    """A worker's report of an adapter; ``during`` happens while vLLM loads it."""
     watch = AdapterWatch(LoRAConfig())
     watch.load(request, during)
     [(name, digests)] = watch.take().items()

@@ -127,7 +127,7 @@ def test_other_kernel_blocks(stored: int, now: int) -> None:
 
 
 def test_a_kernel_that_orders_a_heads_tokens_itself() -> None:
-    """vLLM's CPU attention: heads can be told apart, tokens cannot."""
+    """vLLM's CPU attention: heads can be distinguished, tokens cannot."""
     logical = logical_cache(HEADS_ALL, 2 * HEAD_SIZE * 2)
     one = Worker(attention(1, 32), kernel="CPU_ATTN")
     two = [Worker(attention(2, 32), kernel="CPU_ATTN", ranks=2, rank=rank) for rank in range(2)]

@@ -134,7 +134,7 @@ def test_geometry_counts(
 
 
 def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path) -> None:
-    """vLLM flattens such a group for the scheduler; the pages are told apart all the same."""
+    """vLLM flattens such a group for the scheduler; the pages are still distinguished."""
 
     def worker_config(wide: int) -> KVCacheConfig:
         specs = {"a": full(32), "b": full(32, num_kv_heads=wide)}

@@ -1,5 +1,5 @@
-"""What reaches the forward pass beside the model's files makes a separate namespace; what does
-not, does not."""
+"""Settings besides the model's files that reach the forward pass make a separate namespace; others
+do not."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_the_address_of_tensorized_weights_counts(model: Path) -> None:
     one, two = tensorized(model, "s3://weights/one"), tensorized(model, "s3://weights/two")
     assert between(one, two) == ["model.loader.tensorizer_uri"]
     again = tensorized(model, "s3://weights/one", engine="later")
-    assert between(one, again) == ["model.weights.engine"]  # nobody can tell what lies there now
+    assert between(one, again) == ["model.weights.engine"]  # its content now is unknown
 
 
 def test_tensorized_weights_on_this_machine_count_by_content(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
-"""Everything that vLLM can be told counts for the namespace, or somebody has decided that it cannot
-change KV. What a newer vLLM brings fails here until somebody decides; until then it counts."""
+"""Every setting of vLLM counts for the namespace, unless a developer has decided that it cannot
+change KV.
+
+New settings of a newer vLLM fail here until they are classified; until then they count.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +255,7 @@ HUB_FILES = (
 def test_every_file_of_a_models_folder_counts_or_is_harmless(
     may_read: bool, tmp_path: Path
 ) -> None:
-    """By changing one after the other. What nobody knows counts."""
+    """By changing one after the other. Unknown ones count."""
     code = model_code.CodeNames(whole=not may_read)
     folder = make_model(tmp_path / "model")
     harmless = words(FILES) + ([] if may_read else words(FILES_UNLESS_READ))

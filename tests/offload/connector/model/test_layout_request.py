@@ -1,4 +1,4 @@
-"""Which layout of the KV cache is asked of vLLM, and what vLLM's own rule makes of it."""
+"""The layout of the KV cache that is requested from vLLM, and the result of vLLM's own rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks a step is said to write again, group by group and for every kind of request."""
+"""The blocks that a step may rewrite, group by group and for every kind of request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.layout.prefix_match import PrefixMatcher
 
 GROUPS = (GroupLayout(0, FULL, 4, 1, ("full",)), GroupLayout(2, STATE, 8, 1, ("state",)))
 TABLES = BlockTables(ModelLayout(100, 4, 8, GROUPS))
-"""vLLM's group 1 is not offloaded: nobody knows how its table runs."""
+"""vLLM's group 1 is not offloaded: the order of its table is unknown."""
 
 
 def output(**more: Any) -> Any:

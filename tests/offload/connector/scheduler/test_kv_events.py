@@ -1,4 +1,4 @@
-"""Who follows vLLM's KV events knows at any time which tier holds which block."""
+"""A listener of vLLM's KV events knows at any time which tier holds which block."""
 
 from __future__ import annotations
 
@@ -190,14 +190,14 @@ def test_changes_beyond_the_bound_are_told_as_a_new_beginning(
 
 
 def differences_after_a_restart(folder: Path) -> list[str]:
-    """As above, for who is told what was found, while half of it goes."""
+    """As above, for a listener of the chunks found at a start, while half of them go."""
     for world, follower in followed("full", folder, 1):
         live(world, 60)
         world.drain()
         planner = world.planner
         assert world.connector._scheduler is not None
         events = KvEvents(world.connector._scheduler.layout, planner)
-        follower.held, follower.cleared = set(), 1  # removals of what it was never told of are fine
+        follower.held, follower.cleared = set(), 1  # removals of unknown chunks are fine
         portions = []
         count = len(planner.cpu) + len(planner.lower[0])
         planner.forget(list(planner.lower[0].resident)[::2])

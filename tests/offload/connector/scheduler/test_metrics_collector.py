@@ -1,5 +1,4 @@
-"""What reaches ``/metrics`` step by step adds up to what was counted, and every number has a place
-on the page."""
+"""The numbers on ``/metrics`` add up to the counters, and every number has a place on the page."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class Scraped:
 
 
 def differences(folder: Path) -> dict[str, tuple[float, float]]:
-    """What the page says and what was counted, where that is not the same."""
+    """The values on the page and the counters, where they differ."""
     with World(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
         scraped = Scraped(world)
         live(world, 150)

@@ -27,7 +27,7 @@ def _masks() -> list[frozenset[int]]:
 
 
 def _worker(results: multiprocessing.Queue, variable: str) -> None:
-    """A worker as vLLM starts them: bound to a core, told so by the environment."""
+    """A worker as vLLM starts them: bound to a core by the environment."""
     os.sched_setaffinity(0, ONE)
     if variable:
         os.environ[variable] = str(min(CPUS))

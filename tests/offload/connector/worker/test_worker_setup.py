@@ -1,4 +1,4 @@
-"""What a worker has set up is let go again when a later step of its set-up fails."""
+"""A worker releases everything that it has set up when a later step of the set-up fails."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_released(slabs: list[HostSlab], threads: set[threading.Thread]) -> No
         slabs[0].slot(0)
     left = set(threading.enumerate()) - threads
     for thread in left:
-        thread.join(PATIENCE_S)  # a loop's own pool is told to end, not waited for
+        thread.join(PATIENCE_S)  # a loop's own pool ends without being waited for
     assert not [thread for thread in left if thread.is_alive()]
 
 
@@ -87,7 +87,7 @@ def test_a_tier_that_does_not_open_leaves_nothing_behind(
 
 
 def test_a_share_that_is_too_small_has_its_place(tmp_path: Path, slabs: list[HostSlab]) -> None:
-    """What others have left below the path is seen only when it is claimed."""
+    """Data of others below the path is seen only when it is claimed."""
     threads = set(threading.enumerate())
     one = worker()
     config = TierConfig("lmdb", str(tmp_path), 1 << 24)

@@ -1,4 +1,4 @@
-"""A worker on real tiers, without vLLM: what it finds at the start, counts, and lets go of."""
+"""A worker on real tiers, without vLLM: what it finds at the start, counts, and releases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_records_that_fit_no_group_are_not_found(tmp_path: Path) -> None:
 
 
 def test_counters_are_sent_once(one: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of hooks now and then, because they grow at every step."""
+    """Counters of hooks are sent about once a second, because they grow at every step."""
     now = [1000.0]
     monkeypatch.setattr(worker_side, "time", SimpleNamespace(monotonic=lambda: now[0]))
     one._hooks_at = now[0]

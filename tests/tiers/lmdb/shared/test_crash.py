@@ -202,6 +202,6 @@ def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
         try:
             run_world(tmp_path / str(seed), TIGHT, 240, seed, fault)
         except AssertionError as error:
-            assert re.search(PLANTED[fault], str(error)), error  # noqa: PT017 (some runs pass)
+            assert re.search(PLANTED[fault], str(error)), error  # noqa: PT017  # some runs pass
             return
     raise AssertionError(f"{fault} went unseen")
