@@ -1,7 +1,7 @@
-"""Does a report of ``bench copy`` on a GPU meet the targets? Prints the shares and names what fell
-short: ``python -m bench.copy_targets copy-cuda.json`` ends with 1 if anything did.
+"""Checks whether a report of ``bench copy`` on a GPU meets the targets.
 
-Needs nothing but the standard library.
+``python -m bench.copy_targets copy-cuda.json`` prints the shares, names missed targets, and ends
+with 1 if there are any. Needs only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the default policy hit at least what LRU does, and how much of LRU's gap does it close?
+"""Does the default policy hit at least as much as LRU, and how much of LRU's gap does it close?
 
 Replays whole traces and parts of them at several capacities, without hints and with the ends of
 sessions where the trace has them, beside LRU and Belady's optimum.
@@ -24,7 +24,7 @@ from policies.simulation.jobs import OPTIMUM, Job, Source, load, run_jobs
 from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
-"""By so much of the token hit ratio the default may be behind LRU."""
+"""The default may be behind LRU by this much of the token hit ratio."""
 FLOORS = {("mooncake_conversation", 0.01): 0.068, ("cc_agentic", 0.01): 0.642}
 """Token hits that the default must reach on whole traces, by the start of their file's name."""
 END = " + ends"

@@ -1,4 +1,4 @@
-"""What do the connector's hooks cost on vLLM's threads, and the index per key?
+"""What do the connector's hooks cost on vLLM's threads, and what does the index cost per key?
 
 One long request at a time goes through the real scheduler side (with vLLM's own ``Request`` and
 ``SchedulerOutput``), over an index that holds up to ten million chunks in a lower tier. No engine
@@ -212,7 +212,7 @@ class Bed:
             clock.time("take in", lambda: self.side.update(report, (), ()))
 
     def _rest(self, clock: Clock) -> None:
-        """Steps until nothing is left to be done, in which others compute."""
+        """Steps until no work is left, while other requests compute."""
         while self.planner.busy:
             clock.next_step()
             plan = clock.time("build plan", lambda: self.side.build_plan(_output()))

@@ -85,7 +85,8 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 SERIES_MAX = 6
-"""Bars of one group that a reader can tell apart. More series swap with cases."""
+"""Number of bars in a group that a reader can distinguish. With more series, series and cases are
+swapped."""
 BARS_MAX = 102
 LABEL_CHARACTERS = 28
 """From this length of a label on the legend has two columns instead of three."""

@@ -142,8 +142,11 @@ def _arguments(config: Config, model: Path) -> dict[str, Any]:
 
 
 def _room(config: Config, folder: Path) -> Room:
-    """A host tier holds a whole round. One above a disk holds two batches, so that all but the last
-    come back from the disk."""
+    """The size of a tier.
+
+    A host tier holds a whole round. One above a disk holds two batches, so that all but the last
+    come back from the disk.
+    """
     longest = max(config.sizes) + config.output_tokens
     batch = config.requests * longest * kv_bytes_per_token(MODELS[config.model])
     everything = (config.misses + len(config.hits) + 1) * len(config.sizes) * batch
@@ -156,8 +159,8 @@ def _room(config: Config, folder: Path) -> Room:
 def _measure(
     config: Config, engines: dict[str, Engine], report: Report, progress: Progress
 ) -> Samples:
-    """Run all rounds. A short one, which is not counted, warms up; who restores nothing in it,
-    though something was to be restored, takes no part in the others."""
+    """Run all rounds. A short one, which is not counted, warms up; a system that restores nothing
+    in it, although there was something to restore, takes no part in the others."""
     samples, warm = Samples(), Samples()
     short = dataclasses.replace(config, misses=1, hits=config.hits[-1:])
     batches = config.rounds * (config.misses + len(config.hits)) + 1 + len(short.hits)

@@ -310,7 +310,7 @@ def serve(connection: Connection, arguments: dict[str, Any]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says."""
+    """The first line of an exception's text."""
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""How fast are the shared tiers, as a share of what they are made of?
+"""How fast are the shared tiers, as a share of the components they are built on?
 
 The Mooncake tier over TCP on this machine against the same calls of Mooncake's own client on the
 same memory; the shared LMDB tier against the exclusive one. All run interleaved, round by round,
@@ -35,7 +35,7 @@ ASKED = 512
 """Keys of one question: a prompt of 8,192 tokens in chunks of 16."""
 QUESTIONS = 40
 NEVER = 1 << 40
-"""No block has such a number."""
+"""A number that no block has."""
 Samples = dict[tuple[str, str], dict[str, list[float]]]
 
 

@@ -1,5 +1,8 @@
-"""The scripted conversation of the demo. The tiny model answers with random letters; what counts is
-that every turn repeats all turns before it, as a chat does."""
+"""The scripted conversation of the demo.
+
+The tiny model answers with random letters; the point is that every turn repeats all turns before
+it, as a chat does.
+"""
 
 from __future__ import annotations
 

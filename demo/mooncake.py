@@ -27,7 +27,7 @@ class MasterError(Exception):
 
 
 def why_not() -> str:
-    """Why Mooncake cannot be used here, and what to do about it; "" if it can."""
+    """The reason why Mooncake cannot be used here, and the remedy; "" if it can."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -36,8 +36,11 @@ def why_not() -> str:
 
 
 class Master:
-    """``mooncake_master`` with its metadata server, on free ports that it keeps; ``flags``
-    are further ones of its command line."""
+    """A running ``mooncake_master`` with its metadata server, on free ports that are the same after
+    a restart.
+
+    ``flags`` are added to its command line.
+    """
 
     def __init__(self, log: Path, *flags: str) -> None:
         self._flags = flags

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _has_config_file(flags: list[str]) -> bool:
-    """True if a file holds flags, which ours on the command line would override."""
+    """True if a file holds flags, which the defaults on the command line would override."""
     return any(flag.split("=")[0] == "--config" for flag in flags)
 
 

@@ -3,7 +3,7 @@
 1. Plain vLLM answers a conversation: the reference for the tokens and the times.
 2. The first server with this project's connector computes it and stores it.
 3. The second server, which has never seen it, restores it from the store.
-4. The store's master is killed: both answer all the same. It is started again, empty, and is used
+4. The store's master is killed: both servers still answer. It is started again, empty, and is used
    again.
 
 Exit code 0: all tokens and restored blocks equal, and the second server restored what the first had

@@ -1,4 +1,4 @@
-"""Where the prompt tokens of a request came from, read from vLLM's metrics."""
+"""Reads from vLLM's metrics where the prompt tokens of a request came from."""
 
 from __future__ import annotations
 

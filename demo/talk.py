@@ -156,7 +156,7 @@ def problems_of(rows: list[Row], compared: Compared) -> list[str]:
         if phase not in with_answers
     ]
     if compared.different:
-        problems.append(f"{compared.different} restored blocks were not what was computed")
+        problems.append(f"{compared.different} restored blocks differ from what was computed")
     if not compared.equal or compared.unknown:
         problems.append(f"restored blocks were not all compared: {compared}")
     return problems

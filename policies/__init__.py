@@ -1,6 +1,6 @@
 """Eviction and admission policies: they order keys and own no memory.
 
-What ``__all__`` lists is public, and so are the modules ``policies.hints`` and
+The names in ``__all__`` are public, and so are the modules ``policies.hints`` and
 ``policies.testing``; everything else is private and may change at any time. The simulator is
 imported on first use, because it needs numpy.
 """

@@ -21,7 +21,7 @@ from policies.eviction.lru import LruPolicy
 logger = logging.getLogger(__name__)
 
 _WINDOW_KEYS = 4096
-"""The guard judges the mean time per key each time this many keys have passed."""
+"""After each such number of keys the guard judges the mean time per key."""
 _MEMORY_KEYS = 1 << 17
 """The guard forgets a slow call after this many further keys."""
 

@@ -1,6 +1,6 @@
 """Tiers below the GPU: media that keep KV chunks, and engines that copy chunks to and from them.
 
-What ``__all__`` lists is public, and so are the modules ``tiers.base``, ``tiers.record``,
+The names in ``__all__`` are public, and so are the modules ``tiers.base``, ``tiers.record``,
 ``tiers.authoring`` and ``tiers.testing``; everything else is private and may change at any time.
 The tiers themselves are imported on first use, because they need LMDB, Mooncake and threads.
 """

@@ -180,7 +180,7 @@ def shown_url(url: str) -> str:
 
 
 def _without_password(text: str) -> str:
-    """The same for a text that is not an address: the start of a password is unknown."""
+    """``shown_url`` for a text that is not an address, which hides everything before an ``@``."""
     _, hidden, host = text.rpartition("@")
     return f"...@{host}" if hidden else text
 

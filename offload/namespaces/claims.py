@@ -72,7 +72,7 @@ def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
     try:
         if not _lock(fd, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
             raise TierUnavailableError(
-                f"{folder} is locked by another process for more than {LOCK_WAIT_S:g} s"
+                f"{folder} has been locked by another process for more than {LOCK_WAIT_S:g} s"
             )
         yield
     finally:

@@ -45,10 +45,14 @@ _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
 
 
 class Standing(enum.Enum):
-    """The treatment of a rank folder by the next start: begin with nothing, because nothing was
-    stored (``EMPTY``) or because the weights were replaced since (``STALE``); keep it (``WHOLE``);
-    begin empty because it cannot be trusted, or refuse to start if recovery is strict
-    (``DAMAGED``); refuse to start because a newer version wrote it (``NEWER``)."""
+    """How the next start treats a rank folder.
+    * ``EMPTY``: begin empty, because nothing was stored.
+    * ``STALE``: begin empty, because the weights have been replaced since.
+    * ``WHOLE``: use its records.
+    * ``DAMAGED``: begin empty because it cannot be trusted, or refuse to start if recovery is
+      strict.
+    * ``NEWER``: refuse to start, because a newer version wrote it.
+    """
 
     EMPTY = "empty"
     WHOLE = "whole"

@@ -71,7 +71,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._queues: SpanQueues | None = None  # only while the density order is in charge
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = Shadows(self._worth)
-        self._stale = False  # whether the scores of ``_queues`` are old
+        self._stale = False  # true if the scores of ``_queues`` are old
         self._segment_of = self._tree.segments.of
         self._hanging = self._tree.hanging
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
@@ -172,7 +172,7 @@ class AdaptivePolicy(EvictionPolicy):
                     break
             else:
                 drain(self._fresh, count, evictable, found)
-        if len(found) < count:  # only by breaking prefixes, if at all
+        if len(found) < count:  # if needed, by breaking prefixes
             rest = (k for k in self._segment_of if k not in found and evictable(k))
             found.update(dict.fromkeys(islice(rest, count - len(found))))
         return list(found)
@@ -323,7 +323,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._queues.add(span)
 
     def _drop(self, span: Span) -> None:
-        """Take a span that has no members left out of all orders."""
+        """Remove a span without members from all orders."""
         if self._queues is not None:
             self._queues.discard(span)
         self._by_time.pop(span, None)

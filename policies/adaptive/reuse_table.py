@@ -1,16 +1,16 @@
-"""How soon spans of a kind are used again, learned online, and what room for them is worth.
+"""Learns online how soon spans of a kind are reused, and how much the space for them is worth.
 
-For each kind a life table over ages (time since last use, in blocks touched meanwhile; bins grow
-by half) gives the chance of a reuse at each age, with spans that have not come back yet counted
-as censored (E. L. Kaplan, P. Meier, "Nonparametric estimation from incomplete observations", JASA
-53, 1958). Kinds are tuples; a kind with few observations leans on its prefix, and so on up.
+For each kind a life table over ages (time since last use, in blocks touched meanwhile; bins grow by
+half) gives the chance of a reuse at each age, with spans that have not come back yet counted as
+censored (E. L. Kaplan, P. Meier, "Nonparametric estimation from incomplete observations", JASA 53,
+1958). Kinds are tuples; a kind with few observations relies on its prefix, recursively.
 
 The worth of a span at age a is its Gittins index (J. C. Gittins, "Bandit processes and dynamic
 allocation indices", J. R. Stat. Soc. B 41(2), 1979): the best ratio, over all horizons, of the
-chance of a reuse before the horizon to the expected time until reuse or horizon. It is what "hit
-density" is in LHD (N. Beckmann, H. Chen, A. Cidon, NSDI 2018), without the dependence on the
-present eviction rate. With F the chance of a reuse until an age and A the expected time until
-then, it is the steepest slope from (A(a), F(a)) to a later point of that curve.
+chance of a reuse before the horizon to the expected time until reuse or horizon. It corresponds to
+"hit density" in LHD (N. Beckmann, H. Chen, A. Cidon, NSDI 2018), without the dependence on the
+present eviction rate. With F the chance of a reuse until an age and A the expected time until then,
+it is the steepest slope from (A(a), F(a)) to a later point of that curve.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ReuseTable:
         self._reused = np.zeros((1, _BINS))
         self._weight = 0.0
         self._count = 0.0
-        self.learned = False  # whether there was anything to learn from yet
+        self.learned = False  # true if there was anything to learn from yet
         self._add_row((), 0)
 
     def row(self, kind: Kind) -> int:
@@ -115,7 +115,7 @@ class ReuseTable:
         return row
 
     def _take_in_new(self) -> None:
-        """Let the past fade by what has been observed since, and add that."""
+        """Let the past fade by the number of new observations, and add those."""
         fresh = np.zeros((len(self._rows), _BINS))
         left = 0.5 ** (len(self._new) / self._half_life)
         size = len(self._ended)

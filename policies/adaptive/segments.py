@@ -51,7 +51,7 @@ class Segments:
         self.of: dict[Key, Segment] = {}  # the policy takes single keys out by itself
 
     def add(self, keys: list[Key], span: Span) -> Segment:
-        """A new segment of keys that are in none."""
+        """Add a new segment of keys that are in none."""
         segment = Segment(keys, span)
         self.of.update(zip(keys, repeat(segment)))
         return segment
@@ -103,9 +103,11 @@ class Segments:
         return found if is_dense else (k for k in found if of.get(k) is segment)
 
     def cut(self, keys: Sequence[Key]) -> Iterator[tuple[Span, Segment]]:
-        """Take keys, given in prefix order, out of their spans, as segments that are dense and
-        start at 0; with the spans that they came from. Keys of no span are passed over, and keys
-        that are named twice are so the second time."""
+        """Take keys, given in prefix order, out of their spans.
+
+        Returns dense segments that start at 0, with the spans that they came from. Keys of no span
+        are skipped, and so are the second occurrences of keys.
+        """
         keys = keys if isinstance(keys, list) else list(keys)
         place, of = 0, self.of
         while place < len(keys):
@@ -136,7 +138,7 @@ class Segments:
         """Split off the keys of a segment that come next in a request. Returns the new segment and
         the number of the request's keys in it."""
         span = segment.span
-        assert span is not None  # the caller looked
+        assert span is not None  # the caller has checked
         forwards = False
         size = self._agreeing(segment, keys, place)
         if not size and span.fresh:  # a segment of single keys, in the order of insertion
@@ -170,8 +172,11 @@ class Segments:
         return most if own == named else next(compress(count(), map(ne, own, named)))
 
     def _head(self, segment: Segment, size: int, forwards: bool) -> Segment:
-        """Cut off a segment's head. The larger part keeps the object, and so its keys their
-        owner; the rest does anyway if its place among the span's segments would be lost."""
+        """Cut off a segment's head.
+
+        The larger part keeps the object, and so its keys keep their owner. If the place among the
+        span's segments would be lost, the rest keeps it anyway.
+        """
         keys, span = segment.keys, segment.span
         assert span is not None
         if forwards:
@@ -210,8 +215,10 @@ class Segments:
 
 
 def run_ends(owners: Sequence[object]) -> Iterable[int]:
-    """Where the next one is another, and the end: at the speed of C, because a request may have
-    thousands of keys, mostly of one owner."""
+    """Find the ends of runs of equal owners, and the end of the list.
+
+    This runs at C speed, because a request may have thousands of keys, mostly of one owner.
+    """
     if not owners or owners.count(owners[0]) == len(owners):
         return [len(owners)] if owners else []
     return chain(compress(count(1), map(is_not, owners, owners[1:])), [len(owners)])

@@ -1,4 +1,4 @@
-"""Shadow caches: what the tier would hold under another order, span by span, without keys.
+"""Shadow caches: the tier's content as it would be under another order, span by span, without keys.
 
 They cost a few steps per request, not per key, and tell the adaptive policy which of its orders
 does better on the very requests it serves.
@@ -78,7 +78,7 @@ class SpanQueues:
                     continue
                 begun.add(sort)
                 rest = iter(queue) if span is next(iter(queue)) else reversed(queue)
-                if next(rest) is not span:  # neither end any more: another came behind it
+                if next(rest) is not span:  # neither end any more: another span came behind it
                     rest = iter(queue)
                     span = next(rest)
             yield span

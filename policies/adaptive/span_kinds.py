@@ -18,7 +18,7 @@ _LABELS = (
 
 
 def keeps_head(taken: Sequence[Taken]) -> bool:
-    """Whether a request shares all of one shared span, and no more."""
+    """True if a request shares all of one shared span, and no more."""
     span, _, _, rest, _ = taken[0]
     if rest or not span.shared:
         return False
@@ -34,7 +34,7 @@ def shared_kind(table: ReuseTable, span: Span) -> int:
 
 
 def label_of(hints: Mapping[str, Any]) -> str:
-    """The strongest hint's label; empty if none of them says anything here."""
+    """The strongest hint's label; empty if none of them applies here."""
     return next((label for name, label in _LABELS if hints.get(name)), "")
 
 

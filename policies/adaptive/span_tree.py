@@ -106,7 +106,7 @@ class SpanTree:
         span.live -= size
         span.size -= size
         if not span.live:
-            span.segments.clear()  # those that are empty, which would keep it alive
+            span.segments.clear()  # empty ones, which would keep it alive
             if span.hangs_on is not None:
                 self.unhang(span)
         elif not span.fresh:
@@ -114,7 +114,7 @@ class SpanTree:
         return span, size, end, span.live > 0, found
 
     def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
-        """Give a span all keys that were taken; it hangs on the end of what came before them."""
+        """Give a span all keys that were taken. It hangs on the end of the span before them."""
         found = [segment for _, _, _, _, segments in taken for segment in segments]
         for segment in reversed(self.segments.joined(found)):
             segment.span = span
@@ -142,8 +142,11 @@ class SpanTree:
     def drain(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> None:
-        """Add keys to ``found`` from the span's tail, and before each of them what hangs on it,
-        until there are ``count``. Stops at a key that must stay: its prefix stays too."""
+        """Add keys to ``found`` from the span's tail, each after the spans that hang on it, until
+        there are ``count``.
+
+        Stops at a key that must stay: its prefix stays, too.
+        """
         if self._drain_run(span, count, evictable, found):
             return
         hanging = self.hanging
@@ -172,8 +175,10 @@ class SpanTree:
     def _drain_run(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> bool:
-        """Drain in the usual case, where all wanted keys may go and nothing hangs on them; does
-        nothing otherwise. Returns which."""
+        """Drain in the usual case, where all wanted keys may go and nothing hangs on them.
+
+        Does nothing otherwise. Returns whether it drained.
+        """
         run: list[Key] = []
         missing = count - len(found)
         empty: list[Segment] = []

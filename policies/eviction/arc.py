@@ -1,4 +1,4 @@
-"""ARC: balances recency against frequency by what it regrets having evicted.
+"""ARC: balances recency against frequency by the hits that its evictions have cost.
 
 N. Megiddo, D. S. Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003.
 One difference, forced by evicting in batches before the new keys are known: the target is

@@ -1,4 +1,4 @@
-"""GreedyDual-Size-Frequency: keeps what is costly to compute again, per byte and per use.
+"""GreedyDual-Size-Frequency: keeps chunks that are costly to recompute, per byte and per use.
 
 L. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy",
 HP Labs TR 98-69, 1998. With the cost of recomputing a chunk at its depth in the prefix it is

@@ -1,9 +1,9 @@
 """Leaf-first LRU: evicts the least recently used key that has no member behind it.
 
-What the radix tree of SGLang evicts (L. Zheng et al., "SGLang: Efficient execution of structured
-language model programs", NeurIPS 2024), without the tree: a key's predecessor is learned from
-the order in which requests touch their keys. Equal to ``LruPolicy`` as long as nothing is pinned;
-unlike it, it stays prefix-closed also when a tail is pinned and its head is not, as long as
+This is the eviction order of SGLang's radix tree (L. Zheng et al., "SGLang: Efficient execution of
+structured language model programs", NeurIPS 2024), without the tree: a key's predecessor is learned
+from the order in which requests touch their keys. Equal to ``LruPolicy`` as long as nothing is
+pinned; unlike it, it stays prefix-closed also when a tail is pinned and its head is not, as long as
 other keys can go.
 """
 
@@ -47,7 +47,7 @@ class LeafLruPolicy(EvictionPolicy):
                 order.move_to_end(key)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        """Leaves first; when no leaf may go, in LRU order whatever is behind."""
+        """Name leaves first; if no leaf may go, name keys in LRU order, whatever follows them."""
         found: dict[Key, None] = {}
         gone: dict[Key, int] = {}
         behind, before = self._behind, self._before

@@ -32,7 +32,7 @@ class LirsPolicy(EvictionPolicy):
         self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first
         self._queue: OrderedDict[Key, bool] = (
             OrderedDict()
-        )  # Q; value: whether touched since it came
+        )  # S and Q; value: true if touched since it entered
         self._low: OrderedDict[Key, bool] = OrderedDict()  # members of low distance; value as above
         self._ghosts = GhostList()
         self._low_limit = 0  # 0 until the tier is full for the first time

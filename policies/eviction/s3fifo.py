@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue sorts out what is used once, a main queue keeps the rest.
+"""S3-FIFO: a small queue filters out keys that are used once, a main queue keeps the rest.
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO queues are all you need for cache eviction",
 SOSP 2023.

@@ -1,4 +1,4 @@
-"""SIEVE: a FIFO whose hand evicts what was not visited since it last came by.
+"""SIEVE: a FIFO whose hand evicts keys that were not used since it last passed them.
 
 Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is simpler than LRU: an efficient
 turn-key eviction algorithm for web caches", NSDI 2024.

@@ -1,4 +1,4 @@
-"""2Q: only what comes back after having left the short queue enters the long one.
+"""2Q: only keys that return after leaving the short queue enter the long one.
 
 T. Johnson, D. Shasha, "2Q: A low overhead high performance buffer management replacement
 algorithm", VLDB 1994 (the full version, with A1in, A1out and Am).

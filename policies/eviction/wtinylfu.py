@@ -1,4 +1,4 @@
-"""W-TinyLFU: a newcomer must have been asked for more often than what it displaces.
+"""W-TinyLFU: a newcomer must have been requested more often than the key it displaces.
 
 G. Einziger, R. Friedman, B. Manes, "TinyLFU: A highly efficient cache admission policy", ACM
 Transactions on Storage 13(4), 2017. As a tier cannot refuse a key after it was written, the duel

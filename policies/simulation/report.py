@@ -1,4 +1,4 @@
-"""Shows what simulations measured: a table, CSV, JSON, a plot."""
+"""Shows the results of simulations: a table, CSV, JSON, a plot."""
 
 from __future__ import annotations
 

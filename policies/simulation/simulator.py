@@ -1,9 +1,9 @@
-"""Runs policies on request traces, the same objects that run in a server.
+"""Runs policies on request traces; they are the same objects that run in a server.
 
-The model, per request: the hit is the longest leading run of resident blocks; all other blocks of
-the prompt are stored, as far as the tier can make room without its own blocks; then the request
-touches its blocks once, in prefix order. The start is cold and counts. Policies that need the
-time are given the trace's, so a run can be repeated exactly (except ``ns_per_op``).
+The model, per request: the hit is the longest leading run of resident blocks. All other blocks of
+the prompt are stored, as far as the tier can make room without evicting this request's blocks. Then
+the request touches its blocks once, in prefix order. The start is cold and counts. Policies that
+need the time get the trace's, so a run can be repeated exactly (except ``ns_per_op``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from policies.simulation.trace import Request, Trace
 REQUESTS_MAX = 2_000_000
 TURNS_MAX = 10_000
 TOKENS_MAX = 100_000_000
-"""Of one prompt: every block of it is a number in memory while it is simulated."""
+"""Limit for one prompt: every block of it is a number in memory during the simulation."""
 _PART = re.compile(r"([a-z]+)=([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 
 
@@ -37,7 +37,7 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """Raises ``ValueError`` that says what is wrong; what is not given has its default."""
+        """Raises ``ValueError`` that says what is wrong; missing values get their defaults."""
         known = {field.name: field.default for field in fields(cls)}
         given: dict[str, float] = {}
         for part in filter(None, text.split(",")):

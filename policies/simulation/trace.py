@@ -1,4 +1,4 @@
-"""Request traces: what a policy is judged on.
+"""Request traces, on which policies are judged.
 
 A trace says, request by request, which blocks each prompt is made of. A block id stands for a
 block in its prefix: equal ids mean equal prefixes, so the ids of a prompt form a chain. Only full

@@ -1,12 +1,12 @@
 """Two tiers on a request trace: a fast upper one and a large lower one, each with its policy.
 
-Modes (what is written below, and when):
+Modes (which chunks are written below, and when):
 
-* ``write-through``: every chunk stored above is written below at once; both live on their own.
-* ``inclusive``: the same, and what leaves the lower tier leaves the upper one too.
-* ``exclusive``: what leaves the upper tier is written below, what is promoted leaves the lower one,
-  and what does not fit above goes straight below.
-* ``selective``: write-through of what an admission policy lets in.
+* ``write-through``: every chunk stored above is written below at once; both are independent.
+* ``inclusive``: the same, but a chunk that leaves the lower tier leaves the upper one, too.
+* ``exclusive``: chunks that leave the upper tier are written below, promoted chunks leave the lower
+  tier, and chunks that do not fit above go straight below.
+* ``selective``: write-through of the chunks that an admission policy admits.
 
 A request touches its blocks in both tiers, whichever served them.
 """

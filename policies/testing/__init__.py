@@ -1,4 +1,4 @@
-"""The conformance kit: it shows that an eviction policy keeps the interface. Use it for your own.
+"""The conformance kit: it shows that an eviction policy fulfils the interface. Use it for your own.
 
     from policies.testing import PolicyContract
 

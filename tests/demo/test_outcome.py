@@ -87,7 +87,7 @@ def test_an_answer_that_cannot_be_compared_is_none_but_some_in_every_phase_must(
 @pytest.mark.parametrize(
     ("compared", "words"),
     [
-        (Compared(5, 1, 0), "1 restored blocks were not what was computed"),
+        (Compared(5, 1, 0), "1 restored blocks differ from what was computed"),
         (Compared(5, 0, 1), "were not all compared"),
         (Compared(0, 0, 0), "were not all compared"),
     ],

@@ -104,7 +104,7 @@ class ReadOnlyTier(Tier):
             try:
                 held = source.keys()
             except Exception as error:  # a damaged store of others must not prevent the start
-                logger.warning("kvtiers: a store of others cannot be read: %r", error)
+                logger.warning("kvtiers: a store of another engine cannot be read: %r", error)
                 continue
             for key, use_ns, size in held:
                 rows.setdefault(key, (use_ns, number, size))

@@ -89,7 +89,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             try:
                 await self._lookers.run(self._source.look)
             except Exception as error:  # the tier's calls report it too
-                logger.debug("kvtiers: others could not be looked for: %r", error)
+                logger.debug("kvtiers: cannot look for other engines: %r", error)
 
 
 def _close(pools: Sequence[DaemonThreads | TimedCalls], sources: Sequence[Source]) -> None:

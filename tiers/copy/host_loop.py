@@ -36,7 +36,8 @@ _PREFETCH = 512
 
 
 def _stream_body() -> str:
-    """Eight loads of 32 bytes, prefetches for what comes next, eight stores past the cache."""
+    """Eight loads of 32 bytes, prefetches for the next steps, eight stores that bypass the
+    cache."""
     loads, stores, prefetches = [], [], []
     for i in range(0, _STEP, 32):
         loads.append(f"  %fo{i} = add i64 %o, {i}")
@@ -110,7 +111,7 @@ def copy_loop() -> CopyLoop:
     """The fastest loop that works here; compiled once per process (a few tens of milliseconds)."""
     try:
         return _compiled_loop()
-    except Exception as error:  # any llvmlite trouble (absent, too old, no JIT) has one answer
+    except Exception as error:  # any llvmlite error (absent, too old, no JIT) has one remedy
         logger.warning(
             "the native copy loop could not be compiled (%s: %s); copies between CPU KV caches "
             "and the slab use a slower loop",

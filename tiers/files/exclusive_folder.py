@@ -56,7 +56,7 @@ class RecordFolder(RecordFiles):
             if self._exists(SHARED_NAME):
                 raise TierIoError(
                     f"{path} is shared by engines, perhaps of other machines. Give this one "
-                    f'"shared": true or another path; if nobody uses it, remove {SHARED_NAME}'
+                    f'"shared": true or another path; if no engine uses it, remove {SHARED_NAME}'
                 )
             self.found_epoch, trouble = self._judge_epoch()
             self.epoch, self.was_set_aside = self.found_epoch, bool(trouble)

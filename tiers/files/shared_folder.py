@@ -355,9 +355,9 @@ class SharedFolder(RecordFiles):
     def _bury(self, engine: str) -> None:
         """Remove what belonged to a dead engine alone. Raises ``OSError``."""
         said = self.engines.said_by(engine)
-        with contextlib.suppress(FileNotFoundError):  # another engine was faster
+        with contextlib.suppress(FileNotFoundError):  # another engine removed it first
             if said is None and self.engines.silent_ns(engine) < STRAY_NS:
-                return  # what it had cannot be read now: a later scan will
+                return  # its content cannot be read now: a later scan will
         if said is not None and said.own_epoch != COMMON:
             self._retire(f"{PREFIX}{said.own_epoch}")
         self.engines.forget(engine)

@@ -37,7 +37,7 @@ def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
         try:
             loop.call_soon_threadsafe(function, value)
         except RuntimeError:
-            # The loop was closed while a tier was open: nobody waits for this.
+            # The loop was closed while a tier was open: nothing waits for this.
             return
 
     return post

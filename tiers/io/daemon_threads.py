@@ -105,7 +105,7 @@ def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         result = function()
-    except BaseException as error:  # the caller's to handle, whatever it is
+    except BaseException as error:  # the caller handles it, whatever it is
         done.set_exception(error)
     else:
         done.set_result(result)
@@ -135,6 +135,6 @@ def _prepared(
         try:
             loop.call_soon_threadsafe(settle, result, failure)
         except RuntimeError:
-            return  # the loop was closed: nobody waits for the result
+            return  # the loop was closed: nothing waits for the result
 
     return done, run

@@ -160,7 +160,7 @@ class MooncakeClient:
         """Read at most ``BATCH`` records, of this engine or another identity. They are never read
         directly to where they will be used: an abandoned transfer may continue there after
         everything was verified."""
-        again = _repeated(keys)  # the store would answer only one of them
+        again = _repeated(keys)  # the store would answer for only one of them
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
         outcomes: list[ReadOutcome] = []
@@ -299,7 +299,7 @@ def _joined(settings: MooncakeSettings) -> Any:
 def _placed(is_pinned: bool) -> Any:
     config = importlib.import_module("mooncake.store").ReplicateConfig()
     config.with_hard_pin = is_pinned
-    config.replica_num = DOCUMENT_COPIES  # in different segments, as far as there are that many
+    config.replica_num = DOCUMENT_COPIES  # in different segments, as far as possible
     return config
 
 

@@ -35,7 +35,7 @@ from tiers.base import Buffer, Key
 MAGIC = b"KVTEXP01"
 BODY_BYTES_MAX = (1 << 30) + (1 << 16)
 ABOUT_BYTES_MAX = 1 << 20
-"""Larger than any JSON that we write."""
+"""Larger than any JSON that kvtiers writes."""
 _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")

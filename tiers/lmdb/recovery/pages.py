@@ -136,8 +136,8 @@ class PageFile:
 
     def gather(self, numbers: Numbers, into: Pages) -> tuple[Pages, Numbers]:
         """Read these pages into the front of ``into``. Returns the part that was filled, and the
-        row of each page. Pages that lie close together come with one system call and what is
-        between them, others in groups of neighbours."""
+        row of each page. Pages that lie close together are read with one system call, including the
+        gaps between them; others are read in groups of neighbours."""
         steps = numbers[1:] - numbers[:-1]
         first, last = int(numbers[0]), int(numbers[-1])
         if (steps > 0).all() and last - first < len(into):
@@ -163,8 +163,8 @@ class Nodes:
     """All nodes of some pages, page by page, in the order of their keys.
 
     ``counts`` has one number per page, the other arrays one per node: ``at``, its byte offset in
-    ``flat``; the 32 bits of ``low`` and ``high``; flags; length of the key. These three are alike
-    in all nodes if they are the ``same``.
+    ``flat``; the 32 bits of ``low`` and ``high``; flags; length of the key. If ``same``, the last
+    three are equal in all nodes.
     """
 
     flat: npt.NDArray[np.uint8]

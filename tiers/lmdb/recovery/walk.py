@@ -1,12 +1,12 @@
 """One pass over the file of an index at open: it reads all records, and proves that LMDB can open
 it.
 
-LMDB trusts its file and dies of a garbled one. This walk visits every page without LMDB, in arrays
-of a thousand pages, and checks the invariants that LMDB's write paths assume. They are those of
-py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records: every page
-in use is reached once, has the right number and kind, and holds nodes that lie inside it in the
-order of their keys; the counters of every tree are right; each other page is listed as free, once.
-The records are read on the way, so they need no second pass through LMDB's cursor.
+LMDB trusts its file and crashes on a garbled one. This walk visits every page without LMDB, in
+arrays of a thousand pages, and checks the invariants that LMDB's write paths assume. They are those
+of py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records: every
+page in use is reached once, has the right number and kind, and holds nodes that lie inside it in
+the order of their keys; the counters of every tree are right; each other page is listed as free,
+once. The records are read on the way, so they need no second pass through LMDB's cursor.
 
 It is stricter than LMDB only where an index never goes: no duplicates, and no overflow pages except
 in the list of free pages. The caller lets ``lmdb.verify`` decide over a file that this walk
@@ -181,7 +181,7 @@ class _Walk:
         self._file.read(number, pages)
         raw = pages.tobytes()
         is_ours = _number(raw[:8]) == number and raw[10:12] == _OVERFLOW_FLAGS
-        require(is_ours, "an overflow extent that is none")
+        require(is_ours, "an overflow extent with other flags")
         found = _number(raw[12:16])
         require(found == count, f"an overflow extent of {found} pages instead of {count}")
         return raw[HEAD_BYTES : HEAD_BYTES + length]
@@ -209,7 +209,7 @@ def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0
     heads = words[np.minimum((nodes.at + NODE_BYTES) // 2, words.size - 1)].astype(np.uint64)
     is_told = (heads[1:] > heads[:-1]) & (nodes.key_bytes >= 8)[1:] & (nodes.key_bytes >= 8)[:-1]
     is_told &= not is_list
-    for step in range(skip + 1):  # a page's first keys come after nothing
+    for step in range(skip + 1):  # a page's first keys have no predecessor
         across = first + step - 1
         is_told[across[(across >= 0) & (across < is_told.size)]] = True
     open_pairs = np.flatnonzero(~is_told)

@@ -36,7 +36,7 @@ class Asking:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop was closed while a tier was open: nobody waits for this.
+            # The loop was closed while a tier was open: nothing waits for this.
             return
 
     def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:

@@ -31,7 +31,9 @@ def opening(folder: Path) -> Iterator[None]:
     fd = _open(folder / OPENING_NAME)
     try:
         if not try_flock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
-            raise FolderError(f"{folder} is being opened by another process for too long")
+            raise FolderError(
+                f"{folder} is still being opened by another process after {OPENING_WAIT_S:g} s"
+            )
         yield
     finally:
         os.close(fd)
