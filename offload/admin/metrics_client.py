@@ -19,7 +19,7 @@ PREFIX = "vllm:kvtiers_"
 TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 64 << 20
 
-STATES = {0: "well", 1: "being tried", 2: "shut out"}
+STATES = {0: "closed", 1: "half-open", 2: "open"}
 WORST = ("breaker_state",)
 MEAN = ("used_ratio",)
 LEAST = ("break_even",)

@@ -37,7 +37,7 @@ def operate(server: VllmServer, root: Path, export: Path) -> None:
     assert tiers.keys() == {"cpu", "lmdb"}
     assert all(tier["resident_chunks"] > 0 for tier in tiers.values())
     assert all(0 < tier["used_ratio"] <= 1 for tier in tiers.values())
-    assert tiers["lmdb"]["breaker"] == "well"
+    assert tiers["lmdb"]["breaker"] == "closed"
     assert tiers["lmdb"]["loaded_tokens"] > 0
     assert seen["hit_ratio_since_start"] > 0
     text = kvtiers("top", f"127.0.0.1:{server.port}", "--once", "--interval", "0").out

@@ -107,7 +107,7 @@ def test_totals_of_one_page() -> None:
     assert (lmdb.name, lmdb.loaded_tokens, lmdb.breaker, lmdb.pays) == (
         "lmdb",
         640,
-        "shut out",
+        "open",
         True,
     )
     assert (found.running, found.waiting) == (4, None)
@@ -147,7 +147,7 @@ def test_one_view_as_json_and_as_a_table() -> None:
         assert found["url"] == f"http://{address}/metrics"
         assert found["tiers"][1]["rates"]["read_bytes_per_s"] > 10**5
         text = kvtiers("top", f"http://{address}/", "--once", "--interval", "0").out
-    for words in ("cpu", "lmdb", "shut out", "50.0%", "corrupt records 3", "25.0% since",
+    for words in ("cpu", "lmdb", "breaker: open", "50.0%", "corrupt records 3", "25.0% since",
                   "because   never_stored 20, evicted 7"):  # fmt: skip
         assert words in text, words
 

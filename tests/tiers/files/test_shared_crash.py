@@ -12,15 +12,12 @@ import os
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.tiers.shared import processes as shared_world
 from tests.tiers.shared.child import BATCH
-from tests.tiers.shared.processes import Child, bytes_of, children, watch
-from tiers.base import ReadOutcome
+from tests.tiers.shared.processes import Child, bytes_of, check_records, children, watch
 from tiers.files.shared_folder import GRANT_SHARE
-from tiers.testing import fetch, key_of, payload_of
 
 SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
 SIZE = 40_000
@@ -84,22 +81,11 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
 async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
     tier = shared_world.make_tier("file", folder, capacity)
     info = await tier.open()
-    found = 0
     try:
         assert unfinished(folder) == [], "files of the dead stay"
         assert len(os.listdir(folder / "engines")) == 1, "the dead are still among the living"
-        for stored in by_child:
-            there = await tier.present([key_of(number) for number in stored])
-            first = there.index(True) if True in there else len(stored)
-            assert capacity != ROOMY or not first, f"{stored[:first]} are lost"
-            assert all(there[first:]), "evicted, but not the oldest"
-            for number in stored[first:]:
-                outcome, data = await fetch(tier, key_of(number), SIZE)
-                assert outcome is ReadOutcome.OK, f"{number} is lost"
-                assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
-            found += len(stored) - first
         fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
-        assert capacity == ROOMY or found > 0.7 * fit, f"only {found} of {fit} are there"
+        await check_records(tier, by_child, SIZE, fit if capacity != ROOMY else None)
     finally:
         await tier.aclose()
 

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.patience import PATIENCE_S
-from tiers.base import ALIGNMENT, Tier
+from tiers.base import ALIGNMENT, ReadOutcome, SharedTier, Tier
 from tiers.files import shared_folder
 from tiers.files.shared_tier import SharedFileTier
 from tiers.io.direct_io import DiskIo
@@ -20,6 +22,7 @@ from tiers.lmdb.shared import files as shared_store
 from tiers.lmdb.shared import members as sharers
 from tiers.lmdb.shared import transaction as shared_changes
 from tiers.lmdb.shared.tier import SharedLmdbTier
+from tiers.testing import fetch, key_of, payload_of
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -151,3 +154,23 @@ def bytes_of(folder: Path) -> int:
                 continue  # removed meanwhile
             total += max(found.st_size, found.st_blocks * 512)
     return total
+
+
+async def check_records(
+    tier: SharedTier, by_child: list[list[int]], size: int, fit: int | None
+) -> None:
+    """Check the records that each child has stored, oldest first. Only the oldest may be evicted,
+    and only if there is a limit: with ``fit``, the number of records for which there is space, most
+    of that space must be in use."""
+    found = 0
+    for stored in by_child:
+        there = await tier.present([key_of(number) for number in stored])
+        first = there.index(True) if True in there else len(stored)
+        assert fit is not None or not first, f"{stored[:first]} are lost"
+        assert all(there[first:]), "evicted, but not the oldest"
+        for number in stored[first:]:
+            outcome, data = await fetch(tier, key_of(number), size)
+            assert outcome is ReadOutcome.OK, f"{number} is lost"
+            assert np.array_equal(data, payload_of(key_of(number), size)), f"wrong: {number}"
+        found += len(stored) - first
+    assert fit is None or found > 0.7 * fit, f"only {found} of {fit} are there"

@@ -22,7 +22,7 @@ import pytest
 from tests.tiers.lmdb.test_crash import loop_mount
 from tests.tiers.shared import processes as shared_world
 from tests.tiers.shared.child import BATCH
-from tests.tiers.shared.processes import Child, bytes_of, children, watch
+from tests.tiers.shared.processes import Child, bytes_of, check_records, children, watch
 from tiers.base import ReadOutcome
 from tiers.lmdb.shared.index import State
 from tiers.lmdb.shared.tier import SharedLmdbTier
@@ -101,7 +101,6 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
     tier = shared_world.make_tier("lmdb", folder, capacity)
     assert isinstance(tier, SharedLmdbTier)
     info = await tier.open()
-    found = 0
     try:
         tier.check()
         assert tier._files is not None
@@ -109,18 +108,8 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
         state = index.state()
         check_accounts(state, sum(map(len, by_child)))
         check_readers(index.env, dead)
-        for stored in by_child:
-            there = await tier.present([key_of(number) for number in stored])
-            first = there.index(True) if True in there else len(stored)
-            assert capacity != ROOMY or not first, f"{stored[:first]} are lost"
-            assert all(there[first:]), "evicted, but not the oldest"
-            for number in stored[first:]:
-                outcome, data = await fetch(tier, key_of(number), SIZE)
-                assert outcome is ReadOutcome.OK, f"{number} is lost"
-                assert np.array_equal(data, payload_of(key_of(number), SIZE)), f"wrong: {number}"
-            found += len(stored) - first
         fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
-        assert capacity == ROOMY or found > 0.7 * fit, f"only {found} of {fit} are there"
+        await check_records(tier, by_child, SIZE, fit if capacity != ROOMY else None)
     finally:
         await tier.aclose()
 
