@@ -163,9 +163,9 @@ class Misfit:
 class Hint:
     """Words for the user, and the input that results from following them.
 
-    ``flags`` are the words' additions to vLLM's command line. ``changed`` is the input that these
-    checks expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the
-    one cause that is removed.
+    ``flags`` are the additions to vLLM's command line. ``changed`` is the input that these checks
+    expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the one
+    cause that is removed.
     """
 
     text: str

@@ -216,7 +216,7 @@ class DeferredWork:
         return errors
 
     def end_step(self, leave: int) -> list[Exception]:
-        """``work``, for the last time in this step."""
+        """Do ``work`` once more, at the end of the step."""
         errors = self.work(leave)
         self._has_worked = False
         self._least = self._behind // OVERDUE_SHARE

@@ -35,7 +35,7 @@ class StorePlanner:
 
     ``storing`` counts the chunks on their way to the CPU tier, which is bounded; a step begins to
     store what its budget allows. ``admission`` decides what may enter (``None``: everything).
-    ``uses`` hears when a store has ended, successfully or not.
+    ``uses`` is notified when a store has ended, successfully or not.
     """
 
     def __init__(

@@ -366,8 +366,8 @@ class Verifier:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """A separate stream: the load is done, so there is nothing to wait for, and nothing should
-        wait for this."""
+        """A separate stream. The load is done, so it waits for nothing, and no other stream waits
+        for it."""
         if self._device.device.type != "cuda":
             yield
             return

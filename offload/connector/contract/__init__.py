@@ -2,7 +2,8 @@
 
     python -m offload.connector.contract WHEEL
 
-Reads source text only: neither vLLM nor the rest of this package is imported. `uses` derives what
-is used from our own source, `declared` lists what cannot be derived, `library` answers from vLLM's
-source, `kept` holds the answers of the versions that were tested, and `compare` names the breaks.
+Reads source text only: neither vLLM nor the rest of this package is imported. `uses` derives the
+used names from this project's source, `declared` lists what cannot be derived, `library` answers
+from vLLM's source, `kept` holds the answers of the versions that were tested, and `compare` names
+the breaks.
 """

@@ -1,4 +1,4 @@
-"""Puts together what one version of vLLM answers to everything that we use."""
+"""Collects the facts about one version of vLLM for everything that this project uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER, CALLS = "order of ", "calls of "
 
 
 class Answers:
-    """Answers questions from one library. ``classes``: at which name each class is found."""
+    """Looks up facts in one library. ``classes``: the name under which each class is found."""
 
     def __init__(self, library: Library, classes: Mapping[str, str]) -> None:
         self._library = library
@@ -58,7 +58,7 @@ class Answers:
         return found
 
     def calls(self, table: Declared, modules: Iterable[str], hooks: Iterable[str]) -> Facts:
-        """With what these modules call our methods; ``hooks`` are keys of methods."""
+        """The calls of our methods in these modules; ``hooks`` are keys of methods."""
         found: Facts = {}
         known = list(modules)
         for callers in table.callers:
@@ -108,7 +108,7 @@ def calling_modules(source: Source, table: Declared) -> list[str]:
 
 
 def add_declared(uses: Uses, table: Declared, ours: Source) -> None:
-    """Add what is declared to what was derived."""
+    """Add the declared uses to the derived ones."""
     for members in table.members:
         uses.classes.setdefault(members.class_name, members.at)
         for name in members.names:
@@ -127,7 +127,7 @@ def add_declared(uses: Uses, table: Declared, ours: Source) -> None:
 
 
 def place_of(ours: Source, path: str, name: str) -> str:
-    """The line of a file of ours where a name is defined or first stands."""
+    """The line of one of our files where a name is defined or first occurs."""
     lines = (ours.read(path) or "").splitlines()
     for pattern in (rf"\bdef {re.escape(name)}\b", rf"\b{re.escape(name)}\b"):
         for number, line in enumerate(lines, 1):

@@ -1,8 +1,8 @@
 """The check of the installed vLLM before our connector is imported.
 
-A version that was tested is not looked at. Any other is compared with the nearest contract, in
-less than a tenth of a second, and refused only if something differs that a server must not run
-with: what is imported or read has gone, calls do not fit, or hooks come in another order.
+A tested version is not checked. Any other is compared with the nearest contract, in less than a
+tenth of a second. It is refused only for differences with which a server must not run: imported or
+read names are gone, calls do not fit, or hooks come in another order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class VersionError(OffloadError):
 
 @cache
 def check_installed() -> str:
-    """Compare the vLLM of this process with what we use, unless it was tested. Returns what to say
-    of it in the log, if anything. Raises ``VersionError``."""
+    """Compare the vLLM of this process with our uses, unless it was tested.
+
+    Returns a line for the log, if there is one. Raises ``VersionError``.
+    """
     started = time.perf_counter()
     try:
         source = open_source(INSTALLED)
@@ -61,7 +63,8 @@ def check_installed() -> str:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Parsing makes so many objects that the collector would walk all of vLLM's meanwhile."""
+    """Turn off garbage collection: parsing makes so many objects that the collector would walk all
+    of vLLM's meanwhile."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -108,8 +111,11 @@ def stopping(source: Source, against: Contract) -> list[Break]:
 
 
 def _must_be_there(key: str, against: Contract, library: Library) -> bool:
-    """Whether it matters that there is no answer. A class that we only meet in objects may have
-    moved to another file; what is in it cannot be seen then."""
+    """True if a missing fact matters.
+
+    A class that we only meet in objects may have moved to another file; its content cannot be seen
+    then.
+    """
     name = key.partition(".")[0].partition(":")[0].removesuffix("()")
     at = against.classes.get(name)
     if at is None or at in against.needs:
@@ -119,7 +125,7 @@ def _must_be_there(key: str, against: Contract, library: Library) -> bool:
 
 
 def _as_kept(steps: list[str] | None, kept: dict[str, object] | None) -> dict[str, object] | None:
-    """The order of steps as a fact; conditions are not looked at here."""
+    """The order of steps as a fact; conditions are ignored here."""
     before = kept["steps"] if kept is not None else []
     assert isinstance(before, list)
     if steps is None or [name for name, _ in before] == steps:

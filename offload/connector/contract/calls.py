@@ -1,4 +1,4 @@
-"""In what order functions of vLLM call us, and with which arguments."""
+"""Finds the order and the arguments with which functions of vLLM call our methods."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _body_of(text: str, name: str, indent: str) -> str | None:
 
 
 def step_name(called: str) -> str:
-    """The name by which a call is watched: the last, but with the receiver for a connector of
+    """The name by which a call is watched: its last part, or with the receiver for a connector of
     another kind."""
     others = _OTHERS.search(called)
     return called[others.start() :] if others else called.rpartition(".")[2]
@@ -144,7 +144,7 @@ class _Functions:
                 self._names.append(owner + each[3])
 
     def around(self, position: int) -> str:
-        """The function that this position is in."""
+        """The function that contains this position."""
         index = bisect.bisect(self._starts, position) - 1
         return self._names[index] if index >= 0 else ""
 

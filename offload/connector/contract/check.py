@@ -16,7 +16,7 @@ from offload.connector.contract.uses import OURS
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome. ``unkept``: what we use and the kept contract does not have."""
+    """The outcome. ``unkept``: uses that the kept contract does not have."""
 
     version: str
     label: str
@@ -44,8 +44,8 @@ def check(source: Source, against: Version | None = None) -> Checked:
 
 
 def places_of(own: Source, key: str) -> Iterator[str]:
-    """Where a name stands in our source, for a use that could not be derived because what is used
-    has gone."""
+    """The places of a name in our source, for a use that could not be derived because the used name
+    is gone."""
     name = re.split(r"[.:]", key.removesuffix("()").removesuffix(":base"))[-1]
     pattern = re.compile(rf"\b{re.escape(name)}\b")
     for path in own.paths():

@@ -1,4 +1,4 @@
-"""Names what has changed between a kept contract and what a version of vLLM answers."""
+"""Names the differences between a kept contract and a version of vLLM."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FIELDS = frozenset({"field", "property", "value"})
 VERSIONS = frozenset({"vllm:__version__", "vllm.version:__version_tuple__"})
 Parameters = list[str]
 OursOf = Callable[[str], Parameters | None]
-"""The parameters of a method of ours, given as ``module:Class.method``."""
+"""Gives the parameters of one of our methods, named ``module:Class.method``."""
 
 
 @dataclass(frozen=True, order=True)
 class Break:
-    """Something we use is not as it was. ``stops``: a server must not run with it."""
+    """A use that differs from the kept contract. ``stops``: a server must not run with it."""
 
     what: str
     text: str
@@ -34,7 +34,7 @@ class Break:
 def breaks(
     kept: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
 ) -> list[Break]:
-    """All differences that may matter to us. What we use and was never kept is not compared."""
+    """All differences that may matter to us. Uses that were never kept are not compared."""
     named = []
     read = {key for key, need in kept.needs.items() if need.serves}
     for key, before in kept.facts.items():
@@ -75,8 +75,11 @@ def _differences(
 
 
 def _order(before: list[list[str]], now: list[list[str]]) -> Iterator[tuple[str, bool]]:
-    """A call that comes at another time stops us. One that is new, or another condition, is to be
-    looked at."""
+    """Compare the order of calls.
+
+    A call that comes at another time stops the server. A new call or another condition is only
+    reported.
+    """
     names, old = [name for name, _ in now], [name for name, _ in before]
     if names != old:
         rest = iter(names)
@@ -105,7 +108,7 @@ def _base(before: Fact, now: Fact, ours: list[str]) -> Iterator[tuple[str, bool]
 def _enum(
     key: str, before: dict[str, str], now: dict[str, str], read: Set[str]
 ) -> Iterator[tuple[str, bool]]:
-    """``read``: what we use; members that we do not name may come and go."""
+    """Compare an enum. ``read``: the members that we use; others may come and go."""
     for name, value in before.items():
         is_used = f"{key.rpartition(':')[2]}.{name}" in read
         if name not in now:

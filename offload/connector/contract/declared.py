@@ -1,4 +1,4 @@
-"""The table of what cannot be derived: ``declared.toml``."""
+"""The table of uses that cannot be derived: ``declared.toml``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TABLE = Path(__file__).with_name("declared.toml")
 
 @dataclass(frozen=True)
 class Order:
-    """Calls whose order within a function of vLLM counts. ``ours`` is what relies on it, as
-    ``path:function``."""
+    """Calls whose order within a function of vLLM counts. ``ours`` is the code that relies on it,
+    as ``path:function``."""
 
     what: str
     at: str
@@ -45,7 +45,8 @@ class Members:
 
 @dataclass(frozen=True)
 class Declared:
-    """The whole table. ``names``: imports that count beyond ours, and what of ours they hit."""
+    """The whole table. ``names``: imports that count besides ours, and the parts of our code that
+    they affect."""
 
     apart: tuple[str, ...]
     members: tuple[Members, ...]
@@ -54,7 +55,7 @@ class Declared:
     callers: tuple[Callers, ...]
 
     def serves(self, place: str) -> bool:
-        """Says whether a place of ours is part of a server."""
+        """Says whether one of our places is part of a server."""
         return not place.startswith(self.apart)
 
 

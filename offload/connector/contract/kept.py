@@ -1,4 +1,5 @@
-"""Contracts: what one version answers, with what we use of it. Kept ones lie in ``kept``."""
+"""Contracts: the facts about one version of vLLM, with our uses of it. Kept ones are in
+``kept``."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Need:
-    """How we use one thing. ``serves``: in a server, when it runs; ``calls``: the arguments we
-    call it with; ``ours``: our methods that override it."""
+    """Our use of one thing. ``serves``: in a running server; ``calls``: the arguments that we pass;
+    ``ours``: our methods that override it."""
 
     serves: bool = False
     calls: tuple[Call, ...] = ()
@@ -34,7 +35,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Contract:
-    """The facts of one version of vLLM. ``modules``: those that call us; ``places`` of ours are not
+    """The facts about one version of vLLM. ``modules``: those that call us; our ``places`` are not
     kept."""
 
     version: str

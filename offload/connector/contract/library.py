@@ -13,7 +13,7 @@ from offload.connector.contract.source import Source
 
 MODULE, CLASS, FUNCTION, VALUE = "module", "class", "function", "value"
 _HOPS_MAX = 12
-"""So many imports lead from a name to its definition at most."""
+"""Maximum number of imports between a name and its definition."""
 _TABLE_MIN = 4000
 """Values whose text is longer are tables, which are not looked into."""
 _SELF = r"^\s+self\.{name}\s*(?::[^=\n]+)?=(?!=)|^\s+self\.{name}\s*:"
@@ -65,7 +65,7 @@ class Module:
 
     @cached_property
     def loose(self) -> list[ast.stmt]:
-        """Imports and definitions within conditions, innermost ones too."""
+        """Imports and definitions within conditions, nested ones included."""
         found: list[ast.stmt] = []
         waiting = list(self.outline.open_statements)
         while waiting:
@@ -213,7 +213,7 @@ class Library:
             waiting = [*self.bases(each), *waiting]
 
     def base_names(self, definition: Definition) -> set[str]:
-        """The bare names of all bases, of those outside the library too."""
+        """The bare names of all bases, including those outside the library."""
         found = set()
         for each in self.lineage(definition):
             found |= {ast.unparse(base).rpartition(".")[2] for base in each.head.bases}

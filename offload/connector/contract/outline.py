@@ -115,7 +115,7 @@ class Outline:
 
     @cached_property
     def open_statements(self) -> list[ast.stmt]:
-        """Imports, and all that stands within conditions; parsed."""
+        """Imports, and all statements within conditions; parsed."""
         return [node for block in self._blocks if block.is_open for node in block.parse()]
 
     @staticmethod

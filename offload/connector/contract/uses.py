@@ -210,7 +210,7 @@ class _Reader:
             self._member(base.what, base.what, node)  # it is not there
 
     def _member(self, known_as: Definition, owner: Definition, node: ast.Attribute) -> None:
-        """A member of a class of vLLM; of a class of ours it is known by vLLM's base."""
+        """A member of a class of vLLM. A class of ours stands for its base class in vLLM."""
         if not _is_vllm(owner):
             return
         name = known_as if _is_vllm(known_as) else self._base_with(known_as, node.attr) or owner
