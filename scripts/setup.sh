@@ -41,7 +41,7 @@ size_of() { du -sh "$1" 2>/dev/null | cut -f1; }
 step() {
     local what=$1 began=$SECONDS every=30 told=0 code=0 pid
     shift
-    [ -t 2 ] && every=2
+    [ -t 2 ] && every=10  # measuring the size reads the whole folder
     "$@" &
     pid=$!
     trap 'kill "$pid" 2>/dev/null' INT TERM

@@ -22,12 +22,11 @@ for bytes in "${free:+$((free * 1024))}" "$most"; do
 done
 [ "$workers" -ge 1 ] || workers=1
 workers=${KVTIERS_TEST_WORKERS:-$workers}
-reasons=()
 selected=(-m "not gpu and not thorough")
 if [ -n "$everything" ]; then
     selected=(-m "not gpu")
-    reasons=(-rs)
     export KVTIERS_ORACLE_SEEDS=4 KVTIERS_SHARED_SEEDS=2 KVTIERS_SIM_SEEDS=400
+    export KVTIERS_NTH=7 KVTIERS_KILLS=6 KVTIERS_POWER_CUTS=8 KVTIERS_LMDB_KILLS=50
 fi
 
 start=$SECONDS
@@ -47,7 +46,7 @@ if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" --durations=5 "$@"
 fi
 stage checks bash scripts/check.sh
-stage tests python -m pytest "${selected[@]}" "${reasons[@]}" --durations=15 \
+stage tests python -m pytest "${selected[@]}" -rs --durations=15 \
     --ignore=tests/test_tidy.py -n "$workers" --dist loadfile --no-loadscope-reorder
 
 echo "=== summary ($((SECONDS - start)) s)"
