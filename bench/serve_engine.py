@@ -28,7 +28,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from demo.vllm_cli import add_missing_version
+from offload.connector.vllm_cli import add_missing_version
 from tiers.copy.host_loop import copy_loop
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -78,7 +78,7 @@ def _plain(_room: Room) -> Start:
 def _ours(extra: dict[str, Any]) -> Start:
     return Start(
         {
-            "kv_connector": "OffloadConnector",
+            "kv_connector": "KvTiersConnector",
             "kv_connector_module_path": "offload.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,

@@ -50,7 +50,7 @@ log = Console(stderr=True)
 def connector_config(folder: Path) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of the demo: a CPU tier above LMDB in ``folder``."""
     return {
-        "kv_connector": "OffloadConnector",
+        "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {

@@ -56,8 +56,9 @@ class Answer:
 class VllmServer:
     """One ``vllm serve`` with everything it starts. Raises ``ServerError``.
 
-    ``connector`` is the value of ``--kv-transfer-config``; ``flags`` are other flags of vLLM. A
-    start, a request and a stop may each take ``deadline_s``.
+    ``program`` is the command before the model; ``connector`` is the value of
+    ``--kv-transfer-config``; ``flags`` are other flags. A start, a request and a stop may each
+    take ``deadline_s``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class VllmServer:
         model: Path,
         *,
         log: Path,
+        program: Sequence[str] = (sys.executable, "-m", "offload.connector.vllm_cli", "serve"),
         connector: dict[str, Any] | None = None,
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
@@ -73,7 +75,7 @@ class VllmServer:
         self.log_path = log
         self._deadline_s = deadline_s
         self.port = free_port()
-        command = [sys.executable, "-m", "demo.vllm_cli", "serve", str(model)]
+        command = [*program, str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
         command += flags
         if connector is not None:

@@ -38,7 +38,7 @@ def connector_config(master: Master, folder: Path) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of both servers: a CPU tier above the store. Each finds the
     digests of what the other computed in ``folder``."""
     return {
-        "kv_connector": "OffloadConnector",
+        "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {

@@ -83,7 +83,7 @@ def in_a_server(folder: Path) -> bool:
     bytes that were computed."""
     policy = {"name": "examples.custom_policy:HeadsLastPolicy", "head_tokens": 64}
     connector = {
-        "kv_connector": "OffloadConnector",
+        "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {

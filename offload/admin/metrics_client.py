@@ -227,7 +227,7 @@ def parse(text: str, at_s: float) -> Page:
     if not any(name.startswith(PREFIX) for name in samples):
         what = "vLLM's, but none of kvtiers" if samples else "no metrics of vLLM"
         raise PageError(
-            f"it has {what}. Start the server with the OffloadConnector, and without "
+            f"it has {what}. Start the server with the KvTiersConnector, and without "
             "--disable-log-stats"
         )
     return Page(at_s, samples, reasons)

@@ -23,6 +23,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "top": ("offload.cli.top", "Show a running server, live, from its /metrics."),
+    "serve": ("offload.cli.serve", "Start vllm serve with KV blocks in memory and on disk."),
     "why": ("offload.cli.why", "Show why the last requests missed."),
     "inspect": (
         "offload.cli.inspect",
@@ -32,6 +33,7 @@ COMMANDS = {
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
     "export": ("offload.cli.export", "Write the records of a namespace to one file."),
     "import": ("offload.cli.import_", "Read the records of an export into a tier's folder."),
+    "check": ("offload.cli.check", "Check a configuration against this machine."),
     "doctor": ("offload.cli.doctor", "Check whether and how a model can be offloaded."),
     "plan": ("offload.cli.plan", "Predict what tiers of given sizes hold, hit, save and write."),
     "bench": ("offload.cli.bench", "Run benchmarks, from a checkout."),

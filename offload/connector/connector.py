@@ -1,4 +1,4 @@
-"""``OffloadConnector``: vLLM's hooks, each passed on to the scheduler side or the worker side.
+"""``KvTiersConnector``: vLLM's hooks, each passed on to the scheduler side or the worker side.
 
 Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. Hooks that run
 once at start-up may raise, because a clear error at start is better than a surprise later.
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class OffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped here
+class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped here
     """Offloads KV blocks to a CPU tier and lower tiers, and restores them."""
 
     def __init__(
@@ -378,3 +378,7 @@ def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
 def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:
     assert isinstance(metadata, OffloadHandshake)
     return metadata.state
+
+
+OffloadConnector = KvTiersConnector
+"""The name from before."""

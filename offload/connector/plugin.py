@@ -1,15 +1,67 @@
-"""vLLM's general plugin: registers the connector under its short name."""
+"""vLLM's general plugin: registers the connector by name, and checks its configuration early.
+
+``vllm serve`` loads the plugin before it reads its flags. A wrong configuration then ends the
+server in the process that the user started, before anything is loaded and with one message at the
+end of the log. Without this check the engine's process finds it half a minute later, and vLLM
+buries the message in the tracebacks of several processes.
+"""
 
 from __future__ import annotations
 
-NAME = "OffloadConnector"
+import contextlib
+import functools
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+from offload.config.transfer import NAMES, check_transfer
+from offload.errors import ConfigError
+
+WRONG = 2
+"""Exit code for a wrong configuration, as argparse has it for wrong flags."""
 
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    for name in NAMES:
+        with contextlib.suppress(ValueError):  # registered before in this process
+            KVConnectorFactory.register_connector(name, "offload.connector", name)
+    if is_first_process_of_a_server():
+        check_when_read()
+
+
+def is_first_process_of_a_server() -> bool:
+    """True in ``vllm serve`` itself. Its children have its arguments too."""
+    program, *words = sys.argv or [""]
+    is_serve = words[:1] == ["serve"] or Path(program).name == "api_server.py"
+    return is_serve and multiprocessing.parent_process() is None
+
+
+def check_when_read() -> None:
+    """Have every ``KVTransferConfig`` of this process checked when vLLM makes it. vLLM has no hook
+    between its flags and the engine's process."""
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    before = KVTransferConfig.__post_init__
+    if hasattr(before, "is_checked"):
+        return
+
+    @functools.wraps(before)
+    def checked(self: Any) -> None:
+        before(self)
+        end_if_wrong(vars(self))
+
+    vars(checked)["is_checked"] = True
+    KVTransferConfig.__post_init__ = checked
+
+
+def end_if_wrong(transfer: dict[str, Any]) -> None:
+    """End the process with one message if the configuration is wrong."""
     try:
-        KVConnectorFactory.register_connector(NAME, "offload.connector", NAME)
-    except ValueError:
-        return  # registered before in this process
+        check_transfer(transfer)
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(WRONG) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.config.schema import OffloadConfig
+from offload.config.transfer import role_problems
 from offload.connector.model.identity import place_of, seed_is_random, weights_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import Problem
@@ -21,10 +22,7 @@ ENGINE_ID = (
 def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
     """Check the settings of ``--kv-transfer-config`` itself; raises for those that cannot work."""
     transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_role == "kv_both":
-        return []
-    what = f'loads and stores (got "{transfer.kv_role}")'
-    return [Problem("kv_role", what, 'Use "kv_role": "kv_both".')]
+    return role_problems(transfer.kv_role) if transfer is not None else []
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:

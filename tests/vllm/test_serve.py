@@ -310,7 +310,7 @@ def test_by_short_name_and_without_any_configuration(
 ) -> None:
     """The plugin of the installed package makes the name known; defaults suit the machine, and what
     cannot be loaded is computed."""
-    plain = {"kv_connector": "OffloadConnector", "kv_role": "kv_both"}
+    plain = {"kv_connector": "KvTiersConnector", "kv_role": "kv_both"}
     with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
         fill(engine, reference)
         ask_and_compare(engine, reference, "cpu")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from demo.server import ServerError, VllmServer
+from demo.server import BASE_ENV, ROOT, ServerError, VllmServer
 from offload.cli import app
+from offload.config.transfer import ALIASES, NAME
 from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
 from tests.patience import PATIENCE_S
@@ -181,8 +185,39 @@ def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_p
             "tiers": [{"type": "lmdb", "path": "/proc/kv", "capacity": "1GiB", "polcy": "lru"}],
         }
     )
-    with pytest.raises(ServerError) as refused:
-        start(llama, tmp_path, "bad", bad)
-    text = str(refused.value)
-    for words in ("$.cpu.capacity", '"forty"', "$.tiers[0]", "polcy", 'policy"', "/proc/kv"):
-        assert words in text, words
+    for name in (NAME, *ALIASES):
+        transfer = bad | {"kv_connector": name}
+        command = [sys.executable, "-m", "offload.connector.vllm_cli", "serve", str(llama), *FLAGS]
+        done = subprocess.run(
+            [*command, "--kv-transfer-config", json.dumps(transfer)],
+            cwd=ROOT,
+            env=os.environ | BASE_ENV,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.returncode == 2, done.stdout
+        head, *problems = done.stdout.splitlines()[-4:]
+        assert head == "kvtiers: 3 problems in kv_connector_extra_config:"
+        wheres = [line.split(":")[0].strip() for line in problems]
+        assert wheres == ["$.cpu.capacity", "$.tiers[0].polcy", "$.tiers[0].path"]
+        for early in ("EngineCore", "Initializing", "Traceback"):
+            assert early not in done.stdout, "something was loaded, or the message was buried"
+
+
+@pytest.mark.thorough
+def test_kvtiers_serve_restores_blocks_from_both_tiers(
+    llama: Path, tmp_path: Path, reference: Answers
+) -> None:
+    """Two flags, no JSON: the second server finds what the first has left on the disk."""
+    flags = (*FLAGS, "--kv-cpu", "64MiB", "--kv-disk", f"{tmp_path / 'kv'}:256MiB")
+    program = (sys.executable, "-m", "offload.cli", "serve")
+    for name, tier in (("first", "cpu"), ("second", "lmdb")):
+        log = tmp_path / f"{name}.log"
+        with VllmServer(llama, log=log, program=program, flags=flags) as server:
+            assert same(answers(server), reference)
+            server.reset_prefix_cache()
+            assert same(answers(server), reference)
+            assert loaded(server, tier) > 0
+        assert "kvtiers serve: added --kv-transfer-config" in log.read_text()

@@ -12,9 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from offload.admin.doctor import Facts, Report, examine, refusal
 from offload.config.machine_checks import load_config
 from offload.config.schema import OffloadConfig, default_config
+from offload.config.transfer import NAME, NAMES
 from offload.connector.model.layout import layer_page_bytes, layout_input
 from offload.connector.model.probe import PLAIN, FlagsError, Probe, probe
-from offload.connector.plugin import NAME
 from offload.connector.startup_checks import check_vllm_config, startup_warnings
 from offload.errors import ConfigError
 from offload.layout.checks import LayoutInput
@@ -108,7 +108,7 @@ def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], l
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
-    if transfer.kv_connector != NAME:
+    if transfer.kv_connector not in NAMES:
         problem = f"--kv-transfer-config names {transfer.kv_connector}, which is not {NAME}"
         return default_config()[0], [], [problem]
     roles = [str(problem) for problem in check_vllm_config(vllm_config)]

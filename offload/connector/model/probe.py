@@ -31,8 +31,8 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
 
+from offload.config.transfer import NAME
 from offload.connector.compat import plan_kv_cache
-from offload.connector.plugin import NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

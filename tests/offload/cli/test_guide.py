@@ -97,7 +97,7 @@ def test_commands_in_the_text_have_a_name_and_options_that_exist(name: str) -> N
     for text in re.findall(r"`kvtiers ([a-z][^`]*)`", BLOCK.sub("", PAGES[name])):
         command, *rest = text.split()
         assert f"\n## {command}\n" in reference or command in known, text
-        if command not in ("doctor", "plan", "bench"):  # they take flags of others as well
+        if command not in ("doctor", "plan", "bench", "serve"):  # they take flags of others as well
             options = [word.split("=")[0] for word in rest if word.startswith("--")]
             assert [option for option in options if f"`{option}`" not in reference] == [], text
 
@@ -166,6 +166,7 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
         with TraceWriter(tmp_path / name, trace.name, trace.block_tokens) as writer:
             for request in trace.requests:
                 writer.write(request)
+    (tmp_path / "kvtiers.json").write_text('{"cpu": {"capacity": "64MiB"}}')
     record = RequestRecord("cmpl-4f1a-0", 1.0, 600, 0, 576, 32, {"lmdb": 32})
     (tmp_path / "why.jsonl").write_text(json.dumps(record.as_json()) + "\n")
     server = Server()
@@ -185,6 +186,8 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
             line = line.replace(shown, real)
         if line.startswith("kvtiers top") and "--" not in line:
             line += " --once --interval 0.1"  # it would go on forever
+        if line.startswith("kvtiers serve"):  # it would become a server
+            line = line.replace("GiB", "MiB") + " --dry-run"
         if line.startswith("kvtiers simulate"):
             line += " --jobs 1"
         result = kvtiers(*shlex.split(line)[1:])

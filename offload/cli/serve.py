@@ -1,0 +1,144 @@
+"""``kvtiers serve``: ``vllm serve`` with this connector, from two flags instead of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from offload.cli.common import Problems, make_app
+from offload.cli.doctor import PASS_FLAGS_ON
+from offload.errors import ConfigError, Problem
+
+app = make_app()
+
+VLLM = [sys.executable, "-m", "offload.connector.vllm_cli", "serve"]
+TRANSFER, HASH, FILE = "--kv-transfer-config", "--prefix-caching-hash-algo", "--config"
+STABLE_HASH = "sha256_cbor"
+CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
+
+Cpu = Annotated[
+    str,
+    typer.Option(help=f"Host memory for KV blocks, as 32GiB. (default: {CPU_VARIABLE}, or a "
+                 "quarter of the memory)"),
+]  # fmt: skip
+Disk = Annotated[
+    list[str] | None,
+    typer.Option(help="Folder and space for KV blocks, as /data/kv:200GiB. Repeatable, fastest "
+                 f"first. (default: {DISK_VARIABLE}, several with commas, or none)"),
+]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Wanted:
+    """The tiers that were asked for, and what asked for each field, to name it in a problem."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@app.command(context_settings=PASS_FLAGS_ON)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model, as for vllm serve.")],
+    kv_cpu: Cpu = "",
+    kv_disk: Disk = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the command, and end.")
+    ] = False,
+) -> None:
+    """Start vllm serve with KV blocks kept in host memory and on disk, and say what was added.
+
+    All other flags are those of vllm serve. The tiers are checked first. With --kv-transfer-config
+    or --config nothing is added but what --kv-cpu and --kv-disk ask for.
+    """
+    problems = Problems()
+    if model.startswith("-"):
+        problems.add(model, "stands before the model", "Write kvtiers serve MODEL [flags].")
+    added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
+    problems.refuse("serve")
+    command = [*VLLM, model, *added, *context.args]
+    if added:
+        print(f"kvtiers serve: added {shlex.join(added)}", file=sys.stderr, flush=True)
+    if dry_run:
+        print(shlex.join(["vllm", *command[len(VLLM) - 1 :]]))
+        return
+    os.execv(command[0], command)
+
+
+def flags_to_add(
+    flags: list[str],
+    cpu: str,
+    disks: list[str],
+    environment: Mapping[str, str],
+    problems: Problems,
+) -> list[str]:
+    """The flags of ``vllm serve`` that the user has not given. The first come first, so that the
+    user's win."""
+    from offload.config.transfer import check_transfer, transfer_config
+
+    has_own = has_flag(flags, TRANSFER) or has_flag(flags, FILE)
+    if has_flag(flags, TRANSFER) and (cpu or disks):
+        fix = "Give one of them, or put the tiers into the JSON."
+        problems.add(TRANSFER, "stands beside --kv-cpu or --kv-disk", fix)
+    if has_own and not (cpu or disks):
+        _say_unused(environment)
+        return []
+    wanted = tiers_wanted(cpu, disks, environment, problems)
+    if problems:
+        return []
+    try:
+        transfer = transfer_config(wanted.extra)
+        check_transfer(transfer)
+    except ConfigError as error:
+        problems += [_named(problem, wanted.sources) for problem in error.problems]
+        return []
+    hashing = [] if has_flag(flags, HASH) or has_flag(flags, FILE) else [HASH, STABLE_HASH]
+    return [TRANSFER, json.dumps(transfer), *hashing]
+
+
+def _say_unused(environment: Mapping[str, str]) -> None:
+    for name in (CPU_VARIABLE, DISK_VARIABLE):
+        if environment.get(name):
+            text = f"kvtiers serve: {name} is not used beside {TRANSFER} or {FILE}"
+            print(text, file=sys.stderr)
+
+
+def has_flag(flags: list[str], name: str) -> bool:
+    """Whether a flag is given in one of vLLM's spellings: ``--a-b``, ``--a_b=x``, ``--a-b.c``."""
+    heads = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
+    return name in heads
+
+
+def tiers_wanted(
+    cpu: str, disks: list[str], environment: Mapping[str, str], problems: Problems
+) -> Wanted:
+    """Read the flags, or where there are none the environment."""
+    wanted = Wanted()
+    name = "--kv-cpu" if cpu else CPU_VARIABLE
+    if cpu := cpu or environment.get(CPU_VARIABLE, ""):
+        wanted.extra["cpu"] = {"capacity": cpu}
+        wanted.sources["$.cpu.capacity"] = name
+    name = "--kv-disk" if disks else DISK_VARIABLE
+    texts = disks or [text for text in environment.get(DISK_VARIABLE, "").split(",") if text]
+    tiers = []
+    for number, text in enumerate(texts):
+        path, colon, capacity = text.rpartition(":")
+        if not (path and colon and capacity):
+            problems.add(name, f'must be PATH:SIZE (got "{text}")', "Write /data/kv:200GiB.")
+        tiers.append({"type": "lmdb", "path": path, "capacity": capacity})
+        wanted.sources |= {f"$.tiers[{number}].{key}": f"{name} {text}" for key in tiers[-1]}
+    if tiers:
+        wanted.extra["tiers"] = tiers
+    return wanted
+
+
+def _named(problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """A problem at the flag or variable that it comes from."""
+    return Problem(sources.get(problem.where, problem.where), problem.what, problem.fix)

@@ -1,0 +1,70 @@
+"""The value of vLLM's ``--kv-transfer-config``: made for this connector, and searched for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from offload.config.machine_checks import LoadedConfig
+
+NAME = "KvTiersConnector"
+ALIASES = ("OffloadConnector",)
+"""Names from before; they stay valid."""
+NAMES = (NAME, *ALIASES)
+MODULE = "offload.connector"
+EXTRA = "kv_connector_extra_config"
+
+
+def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole value for a configuration of ours. vLLM's default ends a request whose load fails
+    with an error; ``recompute`` computes it."""
+    return {
+        "kv_connector": NAME,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        EXTRA: dict(extra),
+    }
+
+
+def check_transfer(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
+    """Check every configuration of ours in a transfer configuration against this machine.
+
+    Raises ``ConfigError`` with all problems. Returns nothing for other connectors.
+    """
+    from offload.config.machine_checks import load_config  # vLLM needs only the names at first
+
+    loaded: list[LoadedConfig] = []
+    problems: list[Problem] = []
+    for found in ours(transfer):
+        problems += role_problems(found.get("kv_role"))
+        try:
+            loaded.append(load_config(found.get(EXTRA) or {}))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def ours(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Find the transfer configurations that name this connector, also in vLLM's
+    ``MultiConnector``."""
+    if transfer.get("kv_connector") in NAMES:
+        yield transfer
+    extra = transfer.get(EXTRA)
+    if transfer.get("kv_connector") == "MultiConnector" and isinstance(extra, Mapping):
+        inner = extra.get("connectors")
+        for one in inner if isinstance(inner, list) else []:
+            if isinstance(one, Mapping):
+                yield from ours(one)
+
+
+def role_problems(role: object) -> list[Problem]:
+    """This connector loads and stores."""
+    if role == "kv_both":
+        return []
+    return [Problem("kv_role", f'loads and stores (got "{role}")', 'Use "kv_role": "kv_both".')]

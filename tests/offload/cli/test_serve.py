@@ -1,0 +1,122 @@
+"""``kvtiers serve``: what it adds to ``vllm serve``, and what it refuses. A real server that is
+started so is in ``tests/vllm/test_server.py``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from offload.cli.serve import has_flag
+from tests.offload.cli.stores import Result, kvtiers
+
+HASHING = ["--prefix-caching-hash-algo", "sha256_cbor"]
+
+
+def serve(*words: object) -> Result:
+    return kvtiers("serve", *words, "--dry-run")
+
+
+def added(found: Result) -> tuple[dict, list[str]]:
+    """The configuration and the other flags of the printed command."""
+    assert found.code == 0, found.err
+    program, command, model, *flags = shlex.split(found.out)
+    assert (program, command, model) == ("vllm", "serve", "m")
+    assert flags[0] == "--kv-transfer-config"
+    assert found.err == f"kvtiers serve: added {shlex.join(flags[: 2 + len(HASHING)])}\n"
+    return json.loads(flags[1]), flags[2:]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVTIERS_CPU", "KVTIERS_DISK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_two_flags_become_a_configuration(tmp_path: Path) -> None:
+    disks = ["--kv-disk", f"{tmp_path}/a:16MiB", "--kv-disk", f"{tmp_path}/b:32MiB"]
+    transfer, flags = added(serve("m", "--port", "8000", "--kv-cpu", "64MiB", *disks, "-tp", "2"))
+    assert transfer == {
+        "kv_connector": "KvTiersConnector",
+        "kv_connector_module_path": "offload.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "cpu": {"capacity": "64MiB"},
+            "tiers": [
+                {"type": "lmdb", "path": f"{tmp_path}/a", "capacity": "16MiB"},
+                {"type": "lmdb", "path": f"{tmp_path}/b", "capacity": "32MiB"},
+            ],
+        },
+    }
+    assert flags == [*HASHING, "--port", "8000", "-tp", "2"]
+
+
+def test_variables_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERS_CPU", "64MiB")
+    monkeypatch.setenv("KVTIERS_DISK", f"{tmp_path}/a:16MiB,{tmp_path}/b:32MiB")
+    extra = added(serve("m"))[0]["kv_connector_extra_config"]
+    assert extra["cpu"] == {"capacity": "64MiB"}
+    assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/a", f"{tmp_path}/b"]
+    extra = added(serve("m", "--kv-cpu", "32MiB", "--kv-disk", f"{tmp_path}/c:16MiB"))[0]
+    extra = extra["kv_connector_extra_config"]
+    assert extra["cpu"] == {"capacity": "32MiB"}, "a flag wins"
+    assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/c"]
+
+
+def test_without_anything_the_cpu_tier_is_sized_by_the_machine() -> None:
+    transfer, flags = added(serve("m"))
+    assert (transfer["kv_connector_extra_config"], flags) == ({}, HASHING)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--kv-transfer-config={}", "--kv_transfer_config={}", "--kv-transfer-config.kv_role=x"]
+)
+def test_a_configuration_of_the_users_own_is_left_alone(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serve("m", flag).out == f"vllm serve m {shlex.quote(flag)}\n"
+    assert serve("m", "--config", "f.yaml").out == "vllm serve m --config f.yaml\n"
+    monkeypatch.setenv("KVTIERS_CPU", "64MiB")
+    assert "KVTIERS_CPU is not used beside --kv-transfer-config" in serve("m", flag).err
+    found = serve("m", flag, "--kv-cpu", "64MiB")
+    assert found.code == 2
+    assert "--kv-transfer-config: stands beside --kv-cpu or --kv-disk" in found.err
+
+
+def test_a_hash_function_of_the_users_own_wins() -> None:
+    flags = ["--prefix-caching-hash-algo", "xxhash_cbor"]
+    assert shlex.split(serve("m", *flags).out)[-2:] == flags
+    assert serve("m", *flags).out.count("hash-algo") == 1
+
+
+def test_spellings_of_vllm() -> None:
+    for flags in (["--a-b", "1"], ["--a_b=1"], ["--a-b.c", "1"], ["--a_b.c=1"]):
+        assert has_flag(flags, "--a-b")
+    assert not has_flag(["--a-bc"], "--a-b")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--kv-cpu", "8G"], ["--kv-cpu: has an ambiguous unit"]),
+        (["--kv-cpu", "900TiB"], ["--kv-cpu: 900TiB does not fit into the memory limit"]),
+        (["--kv-disk", "/data"], ['--kv-disk: must be PATH:SIZE (got "/data"). Write /data/kv']),
+        (["--kv-disk", "kv:1GiB"], ["--kv-disk kv:1GiB: must be absolute"]),
+        (["--kv-disk", "/proc/kv:1GiB"], ["--kv-disk /proc/kv:1GiB: "]),
+        (["--kv-disk", "/tmp/k:9EiB", "--kv-cpu", "x"], ["2 problems", "--kv-cpu: is not a size"]),
+    ],
+)
+def test_bad_input(words: list[str], texts: list[str]) -> None:
+    found = serve("m", *words)
+    assert (found.code, found.out) == (2, "")
+    for text in texts:
+        assert text in found.err
+
+
+def test_flags_before_the_model() -> None:
+    found = serve("--max-model-len", "512")
+    assert found.code == 2
+    assert "Write kvtiers serve MODEL [flags]" in found.err
