@@ -8,7 +8,8 @@ because a disk tier may hold ten million of them; pins and the rarer states have
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import filterfalse, islice, repeat
 from typing import NamedTuple, NoReturn
 
@@ -17,6 +18,7 @@ from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
 from offload.index.retention import PASSED_MAX, Retention
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
+from offload.index.unwritten import UnwrittenChunks
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
@@ -58,6 +60,7 @@ class TierIndex:
         self.space = space
         self.evictions = 0
         self.retention = Retention()
+        self.unwritten = UnwrittenChunks()
         self._removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
         self._resident: dict[bytes, int] = {}  # always this one: the policy's guard looks into it
@@ -153,24 +156,27 @@ class TierIndex:
         *,
         evict: bool = True,
         remember: bool = True,
+        patient: bool = False,
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
 
-        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. The
-        infos must be given to ``commit`` unless they are remembered here. Stops at the first key
+        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. If
+        ``patient``, eviction stops at a victim that waits to be written to a lower tier. The infos
+        must be given to ``commit`` unless they are remembered here. Stops at the first key
         for which there is no space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
-        granted = self._reserve_at_once(keys, sizes, protect if evict else None, evicted)
+        make_space = partial(self._make_space, protect=protect, patient=patient) if evict else None
+        granted = self._reserve_at_once(keys, sizes, make_space, evicted)
         if granted is None:
             granted, take = [], self.space.take
             for key, size in zip(keys, sizes, strict=True):
                 if not self.is_absent(key):
                     self._check(key, ChunkEvent.RESERVE)  # raises: see the table
                 location = take(size)
-                if location is None and evict:
-                    evicted += self._make_space(self.space.missing(size), protect)
+                if location is None and make_space is not None:
+                    evicted += make_space(self.space.missing(size))
                     location = take(size)
                 if location is None:
                     break
@@ -184,16 +190,16 @@ class TierIndex:
         self,
         keys: Sequence[bytes],
         sizes: Sequence[int],
-        protect: Container[bytes] | None,
+        make_space: Callable[[int], list[bytes]] | None,
         evicted: list[bytes],
     ) -> Sequence[int] | None:
         """``reserve`` for many keys, if all are absent; ``None``: nothing was done. Without
-        ``protect`` nothing is evicted."""
+        ``make_space`` nothing is evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
         locations = self.space.take_all(sizes)
-        if locations is None and protect is not None:
-            evicted += self._make_space(self.space.missing_all(sizes), protect)
+        if locations is None and make_space is not None:
+            evicted += make_space(self.space.missing_all(sizes))
             locations = self.space.take_all(sizes)
         if locations is None:
             locations = self.space.take_some(sizes)
@@ -336,8 +342,11 @@ class TierIndex:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _make_space(self, missing: int, protect: Container[bytes]) -> list[bytes]:
-        """Evict until ``missing`` is free, and on to the low watermark, but no further."""
+    def _make_space(
+        self, missing: int, protect: Container[bytes], *, patient: bool = False
+    ) -> list[bytes]:
+        """Evict until ``missing`` is free, and on to the low watermark, but no further. See
+        ``reserve`` for ``patient``."""
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
@@ -347,6 +356,8 @@ class TierIndex:
             names = self.policy.victims(
                 max(1, (missing - freed + per_key - 1) // per_key), evictable
             )
+            if patient:
+                names = list(self.unwritten.before_first(names))
             if not names:
                 break
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
@@ -365,6 +376,8 @@ class TierIndex:
         self.policy.remove_all(keys, RemoveCause.EVICTED)
         self.evictions += len(keys)
         self._removals.note(keys)
+        if self.unwritten:
+            self.unwritten.give_up(keys)
         return used - self.space.used
 
     # -- the state machine -------------------------------------------------------------------

@@ -144,7 +144,7 @@ class OffloadManager:
         """
         run = self._wanted(keys, block_ids, group)
         filling = self.planner.cpu.filling_among(run.keys)
-        end = self.planner.stores.plan(run)
+        end = self.planner.stores.plan(run, may_wait=True)  # the caller can ask again
         own = [self._jobs[store.job] for store in self._pump().stores]
         self._storing = {key: job for key, job in self._storing.items() if not job.done()}
         for job in own:

@@ -17,6 +17,7 @@ from offload.messages.report import RankState
 from offload.planner.jobs import JobTable
 from offload.planner.step_budget import STEP_CHUNKS, StepBudget
 from offload.planner.tier_health import TierHealths
+from offload.planner.write_pressure import WritePressure
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalLog
 
@@ -46,7 +47,7 @@ class WorkLimits:
             store_chunks=max(1, config.max_inflight_store // chunk_bytes),
             load_chunks=max(1, config.max_inflight_load // chunk_bytes),
             load_blocks=max(1, int(num_blocks * config.max_load_gpu_share)),
-            waiting_writes=max(1, min(rank.slots for rank in ranks) * 3 // 4),
+            waiting_writes=max(1, min(rank.slots for rank in ranks)),
         )
 
 
@@ -70,6 +71,7 @@ class PlannerContext:
     stats: PlannerStats
     budget: StepBudget
     removals: RemovalLog
+    pressure: WritePressure
 
     @property
     def indexes(self) -> dict[int, TierIndex]:

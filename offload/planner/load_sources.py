@@ -48,6 +48,7 @@ class LoadSources:
         self._health = context.health
         self._stats = context.stats
         self._removals = context.removals
+        self._pressure = context.pressure
         for index in context.indexes.values():
             index.log_removals(self._removals)
 
@@ -206,7 +207,7 @@ class LoadSources:
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[run.group].entries(below, 1)
-        grant = self._cpu.reserve(keys, infos)
+        grant = self._cpu.reserve(keys, infos, patient=not self._pressure.is_behind)
         self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.locations, strict=False))
         self.promoting.update(zip(promoted, repeat(job)))

@@ -32,6 +32,7 @@ from offload.planner.step_budget import (
 )
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
+from offload.planner.write_pressure import WritePressure
 from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalLog
@@ -79,6 +80,7 @@ class Planner:
         self.jobs = JobTable(ranks)
         self.budget = StepBudget(limits.step_chunks)
         self.removals = RemovalLog()
+        self.pressure = WritePressure(limits.store_chunks)
         context = PlannerContext(
             ranks,
             limits,
@@ -91,6 +93,7 @@ class Planner:
             self.stats,
             self.budget,
             self.removals,
+            self.pressure,
         )
         self.presence = PresenceCache(context, shared_limits)
         self.sources = LoadSources(context)
@@ -164,6 +167,7 @@ class Planner:
         )
         self._reset = False
         self._epochs.clear()
+        self.pressure.end_step(self.write_through.depth, self.cpu.unwritten.given_up.total())
         self.budget.end_step(self._now, half=len(self.loads) > 0)  # for loads that go on
         return plan
 

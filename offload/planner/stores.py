@@ -58,6 +58,7 @@ class StorePlanner:
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
         self._is_full = False  # nothing can be evicted in this step, so it is not tried again
+        self._waits = False  # the next victim waits to be written, and so do stores that can
 
     def __len__(self) -> int:
         """Stores that were planned and not sent."""
@@ -67,7 +68,7 @@ class StorePlanner:
         """The stores planned since the last call, and the jobs to be fenced."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
-        self._is_full = False
+        self._is_full = self._waits = False
         return taken
 
     def answered(self, job: Job) -> None:
@@ -88,16 +89,20 @@ class StorePlanner:
         protect: Container[bytes] = frozenset(),
         *,
         ended: bool = False,
+        may_wait: bool = False,
     ) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
-        ``protect`` are keys that must not be evicted for these. Returns how many of the chunks,
-        from the first on, need no more attention: a tier holds them, a job is writing them, or
-        they got a slot. The rest may be asked for again, unless their request has ``ended``.
+        ``protect`` are keys that must not be evicted for these. With ``may_wait`` the store stops
+        at a victim that waits to be written, and does not give up that write (``WritePressure``).
+        Returns how many of the chunks, from the first on, need no more attention: a tier holds
+        them, a job is writing them, or they got a slot. The rest may be asked for again, unless
+        their request has ``ended``.
         """
         is_state = self._groups[run.group].kind == STATE
         most = self.available(ended=ended or is_state)
-        if self._is_full or most <= 0:
+        is_patient = may_wait and not (ended or is_state)
+        if self._is_full or most <= 0 or (is_patient and self._waits):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
         fresh, settled = self._absent_prefix(run, holders, most)
@@ -105,12 +110,12 @@ class StorePlanner:
             return settled
         infos = self._groups[run.group].entries(fresh, 1)
         evict = run.origin.priority != LOW
-        grant = self._cpu.reserve(fresh.keys, infos, protect, evict=evict, remember=False)
+        grant = self._cpu.reserve(
+            fresh.keys, infos, protect, evict=evict, remember=False, patient=is_patient
+        )
         self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
-            self._is_full = evict
-            self._stats.store_refusals += len(fresh) - granted
-            self._stats.refused(CPU, [fresh.keys[granted]], Cause.NO_SPACE)
+            self._no_space(fresh.keys[granted:], evict=evict, is_patient=is_patient)
             settled = run.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
@@ -118,6 +123,15 @@ class StorePlanner:
             self._budget.stores.take(granted)
         self._budget.spend(STORE_COST * granted + EVICT_COST * len(grant.evicted))
         return settled
+
+    def _no_space(self, refused: Sequence[bytes], *, evict: bool, is_patient: bool) -> None:
+        """These found no slot in this step."""
+        if evict and is_patient and self._cpu.unwritten:
+            self._waits = True
+        else:
+            self._is_full = evict
+        self._stats.store_refusals += len(refused)
+        self._stats.refused(CPU, refused[:1], Cause.NO_SPACE)
 
     def available(self, *, ended: bool = False) -> int:
         """The number of a request's chunks that may be stored in this step without evicting any."""

@@ -1,8 +1,9 @@
 """Write-through: committed chunks of the CPU tier on their way to the lower tiers.
 
-A chunk waits here pinned: it cannot be evicted before it is written, so that a prefix longer than
-the CPU tier reaches the disk without holes. Both the waiting chunks and those being written are
-bounded; a chunk beyond the bound is not written through. Pure.
+A chunk that waits here may be evicted, and its write is given up then: a slow disk must not keep
+new chunks out of the CPU tier. ``WritePressure`` says when stores wait for the disk instead, so
+that a prefix longer than the CPU tier reaches a disk that keeps up without holes. A chunk that is
+being written is pinned. Both the waiting chunks and those being written are bounded. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
-from operator import not_
 from typing import Protocol
 
 from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
@@ -54,6 +54,7 @@ class WriteThrough:
         self._jobs = context.jobs
         self._stats = context.stats
         self._budget = context.budget
+        self._pressure = context.pressure
         self._presence = presence
         self._deletes = deletes
 
@@ -61,6 +62,11 @@ class WriteThrough:
     def is_waiting(self) -> bool:
         """True if a chunk waits for any tier."""
         return any(map(len, self.queues))
+
+    @property
+    def depth(self) -> int:
+        """Chunks that wait for any tier or are being written."""
+        return sum(queue.depth for queue in self.queues)
 
     def offer(self, keys: Sequence[bytes], job: Job) -> None:
         """Queue chunks that this store has committed, for the tiers that may get them."""
@@ -77,7 +83,8 @@ class WriteThrough:
         most = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
         write_throughs: list[WriteThroughJob] = []
         for queue in queues:
-            jobs, evicted = queue.due(self._cpu, self._jobs, most)
+            is_behind = self._pressure.is_behind
+            jobs, evicted = queue.due(self._cpu, self._jobs, most, is_behind=is_behind)
             write_throughs += jobs
             self._deletes.add(queue.tier, evicted)
             self._stats.evicted(queue.tier, evicted)
@@ -118,11 +125,19 @@ class WriteThrough:
         for queue in self.queues:
             found[f"write_refusals:{queue.name}"] = queue.refused
             found[f"writes_skipped:{queue.name}"] = queue.skipped
+            given_up = self._cpu.unwritten.given_up[queue.tier]
+            found[f"writes_given_up:{queue.name}"] = given_up
         return found
 
 
 FLYING_MAX = 1024
 """Chunks that are being written to one tier."""
+PINNED_PART = 16
+"""A tier that is slow to write to gets this part of the bound at a time: about a hundredth of the
+CPU tier."""
+
+EVICTED_MAX = 256
+"""Queued chunks that have been evicted meanwhile, and are passed over in a step."""
 
 
 class _Group(Protocol):
@@ -141,6 +156,31 @@ class _Waiting:
 
     keys: Sequence[bytes]
     infos: Sequence[EntryInfo]
+
+
+class _Pace:
+    """Bounds the chunks of one tier that are written, and so pinned, at a time: about what the disk
+    finishes in a step. They are the oldest of the CPU tier, where the newest are worth most. Owned
+    by the tier's queue."""
+
+    def __init__(self, most: int, batch: int) -> None:
+        self._most = most
+        self._bound = most
+        self._least = max(1, min(batch, most // PINNED_PART))
+        self._flying = 0  # when the last step ended
+
+    def step(self, flying: int, *, is_behind: bool) -> int:
+        """The bound of this step, in which ``flying`` chunks are being written."""
+        finished = self._flying - flying
+        if 2 * finished >= self._bound:
+            self._bound = min(self._most, 2 * self._bound)
+        elif is_behind:
+            self._bound = max(self._least, self._bound // 2)
+        return self._bound
+
+    def end_step(self, flying: int) -> None:
+        """So many are being written now."""
+        self._flying = flying
 
 
 class WriteThroughQueue:
@@ -178,11 +218,12 @@ class WriteThroughQueue:
         self._max_flying = min(max_flying, FLYING_MAX)
         self._batch = min(batch, self._max_flying)
         self._waiting: deque[_Waiting] = deque()
-        self._count = 0
+        self._count = 0  # in ``_waiting``, with those that have been evicted since
         self._flying = 0
+        self._pace = _Pace(self._max_flying, self._batch)
 
     def __len__(self) -> int:
-        """Chunks that wait."""
+        """Chunks that wait, with some that have been evicted since."""
         return self._count
 
     @property
@@ -192,7 +233,7 @@ class WriteThroughQueue:
 
     @property
     def _limit(self) -> int:
-        """The number of chunks that may wait, and stay pinned, for this tier.
+        """The number of chunks that may wait for this tier.
 
         While its circuit breaker is half-open this is one batch, to find out whether the tier
         works.
@@ -210,8 +251,8 @@ class WriteThroughQueue:
         groups: Mapping[int, _Group],
         infos: Sequence[EntryInfo] | None = None,
     ) -> None:
-        """Queue chunks that were just committed; pins them in the CPU tier. ``infos`` are for the
-        tier's policies; chunks that come with them are of one group."""
+        """Queue chunks that were just committed to the CPU tier. ``infos`` are for the tier's
+        policies; chunks that come with them are of one group."""
         if self._is_closed or self._read_only or not keys:
             return
         left = self._limit
@@ -228,8 +269,10 @@ class WriteThroughQueue:
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
+        self._forget_evicted(cpu)
         # The limit first: an admission policy may spend a budget.
-        left = max(0, left - self._count)
+        unwritten = cpu.unwritten.of_tier(self.tier)
+        left = max(0, left - len(unwritten))
         if self._admissions or _any_is_low(infos):
             flags = self._admitted(keys, infos, left)
             keys, infos = list(compress(keys, flags)), chosen(infos, flags)
@@ -237,9 +280,22 @@ class WriteThroughQueue:
             self.skipped += max(0, len(keys) - left)
             keys, infos = keys[:left], infos[:left]
         if keys:
-            cpu.pin(keys)
+            unwritten.update(keys)
             self._waiting.append(_Waiting(keys, infos))
             self._count += len(keys)
+
+    def _forget_evicted(self, cpu: TierIndex) -> None:
+        """Once most of what is queued has been evicted, leave only what waits."""
+        unwritten = cpu.unwritten.of_tier(self.tier)
+        if self._count < 2 * len(unwritten) + self._batch:
+            return
+        left: deque[_Waiting] = deque()
+        for some in self._waiting:
+            flags = list(map(unwritten.__contains__, some.keys))
+            if any(flags):
+                left.append(_Waiting(list(compress(some.keys, flags)), chosen(some.infos, flags)))
+        count = sum(len(some.keys) for some in left)
+        self._waiting, self._count = left, count
 
     def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], left: int) -> list[bool]:
         """The chunks among these that may wait for the tier, up to ``left``."""
@@ -273,23 +329,35 @@ class WriteThroughQueue:
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(
-        self, cpu: TierIndex, job_table: JobTable, most: int = FLYING_MAX
+        self,
+        cpu: TierIndex,
+        job_table: JobTable,
+        most: int = FLYING_MAX,
+        *,
+        is_behind: bool = False,
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
         """Open write-throughs of about ``most`` chunks, within the bound on chunks being written:
-        none while the tier's circuit breaker is open, one job while it is half-open. Looks at no
+        none while the tier's circuit breaker is open, one job while it is half-open. If the disk
+        ``is_behind``, no more is being written, and pinned, than it finishes in a step. Looks at no
         more chunks than that, even if the tier has no space for them. Returns the jobs, and the
         chunks evicted from the tier to make space."""
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
-        max_flying = self._max_flying if self._health.writes.closed else 1
+        max_flying = self._pace.step(self._flying, is_behind=is_behind)
+        is_probe = not self._health.writes.closed
+        if is_probe:
+            max_flying = 0 if self._flying else self._batch
         max_flying = min(max_flying, self._flying + most)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
-        rest = self._count - (max_flying - self._flying)
+        evicted_since = min(EVICTED_MAX, self._count - len(cpu.unwritten.of_tier(self.tier)))
+        rest = self._count - (max_flying - self._flying) - evicted_since
         while self._waiting and self._flying < max_flying and self._count > rest:
-            batches = -((self._flying - max_flying) // self._batch)  # the last one whole
-            due += self._next(batches * self._batch, cpu, job_table, evicted)
+            due += self._next(max_flying - self._flying, cpu, job_table, evicted)
+            if due and is_probe:
+                break
+        self._pace.end_step(self._flying)
         return due, evicted
 
     def _next(
@@ -304,7 +372,7 @@ class WriteThroughQueue:
         evicted += grant.evicted
         granted = len(grant.locations)
         self.skipped += len(keys) - granted
-        cpu.unpin(keys[granted:])
+        cpu.pin(keys[:granted])
         self._flying += granted
         slots = tuple(map(cpu.resident.__getitem__, keys[:granted]))
         due = []
@@ -341,11 +409,15 @@ class WriteThroughQueue:
                 self._waiting.popleft()
         self._count -= len(keys)
         known = joined(infos)
-        held, index = cpu.resident, self._index
-        if all(map(held.__contains__, keys)) and index.are_absent(keys):
+        held, index, unwritten = cpu.resident, self._index, cpu.unwritten.of_tier(self.tier)
+        waits = list(map(unwritten.__contains__, keys))
+        unwritten.difference_update(keys)
+        if all(waits) and all(map(held.__contains__, keys)) and index.are_absent(keys):
             return tuple(keys), known
-        flags = [key in held and index.is_absent(key) for key in keys]
-        cpu.unpin(compress(keys, map(not_, flags)))
+        flags = [
+            is_waiting and key in held and index.is_absent(key)
+            for key, is_waiting in zip(keys, waits, strict=True)
+        ]
         return tuple(compress(keys, flags)), chosen(known, flags)
 
     @property
@@ -388,8 +460,7 @@ class WriteThroughQueue:
 
     def clear(self, cpu: TierIndex) -> None:
         """Drop the chunks that wait; those being written are left to their jobs."""
-        for batch in self._waiting:
-            cpu.unpin(batch.keys)
+        cpu.unwritten.of_tier(self.tier).clear()
         self._waiting.clear()
         self._count = 0
 

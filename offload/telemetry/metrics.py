@@ -96,6 +96,9 @@ MOVED = {
     "writes_skipped": _lower(
         "Chunks not written to a lower tier because its queue was full or its breaker open."
     ),
+    "writes_given_up": _lower(
+        "Chunks evicted from the CPU tier before they were written to a lower tier."
+    ),
 }
 HELD = {
     "capacity_bytes": _gauge("Capacity of a tier, all ranks together.", "tier"),

@@ -198,7 +198,8 @@ class World(Engine):
         probes = planner.jobs.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
-            assert len(queue) <= self.setup.slots * 3 // 4, f"{len(queue)} chunks wait for a tier"
+            waiting = len(planner.cpu.unwritten.of_tier(queue.tier))
+            assert waiting <= self.setup.slots * 3 // 4, f"{waiting} chunks wait for a tier"
         for rank in self.ranks:
             assert not rank.executor.degraded, rank.executor.degraded
             for tier, delayed in enumerate(rank.delayed):

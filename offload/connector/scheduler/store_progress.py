@@ -184,7 +184,9 @@ class StoreProgress:
             if not batch:
                 continue
             self.planned_at = time.monotonic()
-            refused = batch.depths[self._planner.stores.plan(batch, ended=ended) :]
+            may_wait = self._planner.pressure.may_wait(end - first)
+            settled = self._planner.stores.plan(batch, ended=ended, may_wait=may_wait)
+            refused = batch.depths[settled:]
             if refused:
                 stores.next_chunk[index] = max(first, refused[0] // size - 1)
                 return

@@ -1,0 +1,161 @@
+"""A disk that is slower than stores does not keep new chunks out of the CPU tier; one that keeps up
+gets a prompt that is longer than the CPU tier whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
+from offload.index.tier_index import TierIndex
+from offload.messages.report import JobResult, StepReport
+from offload.planner.context import WorkLimits
+from offload.planner.planner import Planner
+from policies.eviction.lru import LruPolicy
+
+SLOTS = 100
+PER_STEP = 8
+
+
+def keys_of(prompt: int, chunks: int) -> list[bytes]:
+    return [b"%04d%04d" % (prompt, n) + bytes(4) for n in range(chunks)]
+
+
+class Line:
+    """Prompts run one after the other over a CPU tier and a disk that writes ``rate`` chunks in a
+    step (0: there is no disk). A step computes ``PER_STEP`` chunks."""
+
+    def __init__(self, rate: float, slots: int = SLOTS) -> None:
+        cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
+        self.planner = Planner(
+            {0: GroupInfo("full", 16, (1,))},
+            cpu,
+            [disk] if rate else [],
+            WorkLimits(store_chunks=slots // 4, waiting_writes=slots),
+        )
+        self.rate = rate
+        self.left = 0.0
+        self.writes: list[tuple[int, int]] = []
+        self.hits = 0
+
+    def step(self) -> None:
+        plan = self.planner.step()
+        self.writes += [(job.job, len(job.keys)) for job in plan.write_throughs]
+        self.left = min(self.left + self.rate, max(self.rate, 1.0) if not self.writes else 1e9)
+        done = {store.job: JobResult() for store in plan.stores}
+        while self.writes and self.writes[0][1] <= self.left:
+            job, chunks = self.writes.pop(0)
+            self.left -= chunks
+            done[job] = JobResult()
+        self.planner.complete(StepReport(done))
+        self.planner.check()
+
+    def serve(self, prompt: int, chunks: int, decodes: int = 8) -> int:
+        """Run a prompt; returns how many of its chunks lay in the CPU tier in a row."""
+        keys = keys_of(prompt, chunks)
+        hit = 0
+        while hit < chunks and keys[hit] in self.planner.cpu:
+            hit += 1
+        self.hits += hit
+        next_chunk, computed = 0, hit
+        for _ in range(-(-(chunks - hit) // PER_STEP) + decodes):
+            computed = min(chunks, computed + PER_STEP)
+            next_chunk += self._store(keys, next_chunk, computed)
+            self.step()
+        self._store(keys, next_chunk, chunks, ended=True)
+        self.planner.uses.ended(keys)
+        self.step()
+        return hit
+
+    def _store(self, keys: list[bytes], first: int, end: int, *, ended: bool = False) -> int:
+        if first == end:
+            return 0
+        depths = range(16 * (first + 1), 16 * (end + 1), 16)
+        run = ChunkBatch(keys[first:end], 0, list(range(first, end)), depths)
+        may_wait = self.planner.pressure.may_wait(len(run))
+        return self.planner.stores.plan(run, ended=ended, may_wait=may_wait)
+
+    def left_of(self, prompt: int, chunks: int) -> int:
+        """Chunks from the head on that the CPU tier holds."""
+        held = [key in self.planner.cpu for key in keys_of(prompt, chunks)]
+        return [*held, False].index(False)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.8, 2.0])
+@pytest.mark.parametrize("share", [4 / 3, 5.0])
+def test_the_newest_prompts_stay_in_the_cpu_tier_over_a_slow_disk(
+    rate: float, share: float
+) -> None:
+    chunks = int(SLOTS / share)
+    slow, none = Line(rate), Line(0.0)
+    for prompt in range(6):
+        for line in (slow, none):
+            line.serve(prompt, chunks)
+        assert none.left_of(prompt, chunks) == chunks
+        assert slow.left_of(prompt, chunks) == chunks, f"prompt {prompt}"
+
+
+def test_hits_over_a_disk_of_a_tenth_of_the_store_rate_are_those_without_a_disk() -> None:
+    """Prompts that come again while others pass: LRU keeps them, with and without a disk."""
+    slow, none = Line(PER_STEP / 10), Line(0.0)
+    for turn in range(40):
+        for line in (slow, none):
+            line.serve(turn % 2, 20, decodes=1)
+            line.serve(100 + turn, 16, decodes=1)
+    assert none.hits == 38 * 20
+    assert slow.hits >= 0.99 * none.hits
+    assert slow.planner.totals()["writes_given_up:disk"] > 0
+
+
+@pytest.mark.parametrize("decodes", [8, 60])
+def test_a_prompt_longer_than_the_cpu_tier_is_whole_on_a_disk_that_keeps_up(decodes: int) -> None:
+    line = Line(2 * PER_STEP)
+    line.serve(0, 3 * SLOTS, decodes)
+    for _ in range(40):
+        line.step()
+    disk = line.planner.lower[0]
+    assert sum(key in disk for key in keys_of(0, 3 * SLOTS)) == 3 * SLOTS
+    assert line.planner.totals()["writes_given_up:disk"] == 0
+
+
+def test_stores_wait_for_a_disk_that_only_just_lags() -> None:
+    """A store that waits gives up no write as long as its request could store it at its end."""
+    line = Line(2.0)
+    line.serve(0, SLOTS + 5 * PER_STEP, decodes=80)
+    assert line.planner.totals()["writes_given_up:disk"] == 0
+    assert not line.planner.pressure.is_behind
+
+
+def test_once_the_disk_has_written_everything_stores_wait_for_it_again() -> None:
+    line = Line(0.2)
+    line.serve(0, 2 * SLOTS)
+    assert line.planner.pressure.is_behind
+    line.rate = 100.0
+    for _ in range(60):
+        line.step()
+    assert not line.planner.pressure.is_behind
+    assert not line.planner.cpu.unwritten
+
+
+def test_a_write_that_was_given_up_is_made_when_its_chunk_comes_back() -> None:
+    line = Line(0.1)
+    line.serve(0, 40)
+    line.serve(1, 2 * SLOTS)
+    assert line.planner.totals()["writes_given_up:disk"] > 0
+    assert line.left_of(0, 40) < 40
+    line.rate = 100.0
+    for _ in range(60):
+        line.step()
+    line.serve(0, 40)
+    for _ in range(60):
+        line.step()
+    assert all(key in line.planner.lower[0] for key in keys_of(0, 40))
+
+
+def test_what_is_queued_and_evicted_does_not_pile_up() -> None:
+    line = Line(0.05)
+    for prompt in range(60):
+        line.serve(prompt, 60, decodes=2)
+    (queue,) = line.planner.write_through.queues
+    assert len(queue) <= 3 * SLOTS
