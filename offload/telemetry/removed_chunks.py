@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-KEPT_MAX = 16_384
+LOGGED_MAX = 16_384
 """Number of keys that are kept in the log; a step evicts a thousand at most."""
 
 
@@ -24,7 +24,7 @@ class RemovalLog:
     ``count`` is the number of removals so far: a mark that can be passed to ``since`` later.
     """
 
-    def __init__(self, most: int = KEPT_MAX) -> None:
+    def __init__(self, most: int = LOGGED_MAX) -> None:
         self.count = 0
         self._most = most
         self._batches: deque[Sequence[bytes]] = deque()
@@ -59,7 +59,7 @@ class RemovalLog:
         return found
 
 
-KEPT_MAX = 65_536
+REMEMBERED_MAX = 65_536
 """Number of keys that are remembered; about 11 MiB."""
 PART_MAX = 512
 """Keys of small batches that share a dict."""
@@ -90,7 +90,7 @@ class Removed:
 class RemovalCauses:
     """The last ``most`` keys or so, each with its latest removal."""
 
-    def __init__(self, most: int = KEPT_MAX) -> None:
+    def __init__(self, most: int = REMEMBERED_MAX) -> None:
         self._most = most
         self._part_most = min(PART_MAX, most // 2)
         self._parts: deque[dict[bytes, Removed]] = deque()  # the youngest first

@@ -261,7 +261,7 @@ def test_chunks_that_are_there_are_passed_over_in_few_pieces(
         return plan_store(run, *args, **told)
 
     monkeypatch.setattr(server.planner.stores, "plan", counted)
-    monkeypatch.setattr(server.planner.stores, "room", lambda **_: 1)
+    monkeypatch.setattr(server.planner.stores, "available", lambda **_: 1)
     server.step(request, STEP_CHUNKS * BLOCK)
     assert sum(pieces) == STEP_CHUNKS
     assert len(pieces) <= STEP_CHUNKS // STORE_PIECE_MIN
