@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.block_tables import WantedChunks
 from offload.connector.scheduler.scheduler_side import SchedulerSide
@@ -47,8 +48,29 @@ def conditions_of(name: str, seed: int) -> Conditions:
     )
 
 
-def live(world: World, steps: int = STEPS) -> None:
-    """Requests come, run, are aborted; caches are emptied; now and then the weights change."""
+def change_weights_in_flight(world: World) -> None:
+    """The weights change while requests run on. vLLM cannot empty its own cache before they have
+    ended; the connector must store nothing that came from their old KV cache. Requests that do not
+    run yet are aborted: they would read the old blocks in vLLM's cache."""
+    while world._queue:
+        world._take_output()
+    if not world.scheduler.reset_connector_cache():
+        return
+    world.weights += 1
+    running = [*world.scheduler.requests]
+    while world.scheduler.has_requests():
+        for name, request in list(world.scheduler.requests.items()):
+            if name not in running or request.status is not RequestStatus.RUNNING:
+                world.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        world.step()
+    world.drain()
+    world.check()
+    assert world.scheduler.reset_prefix_cache()
+
+
+def live(world: World, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
+    """Requests come, run, are aborted; caches are emptied; now and then the weights change,
+    ``in_flight`` of the times while requests run on."""
     rng = world.random
     for _ in range(steps):
         chance = rng.random()
@@ -59,7 +81,10 @@ def live(world: World, steps: int = STEPS) -> None:
         elif chance < 0.42:
             world.forget_locally()
         elif chance < 0.425:
-            world.change_weights()
+            if in_flight and rng.random() < in_flight:
+                change_weights_in_flight(world)
+            else:
+                world.change_weights()
         world.step()
         world.check()
     world.drain()
@@ -70,7 +95,7 @@ def live(world: World, steps: int = STEPS) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
     with World(MODELS[name], conditions_of(name, seed), tmp_path, seed) as world:
-        live(world)
+        live(world, in_flight=0.5)
         assert world.finished > 5
         assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
