@@ -25,9 +25,49 @@ def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
     engine.submit_load = submit_load
 
 
+def plant_late_writes(worker: Any) -> None:
+    """From now on the last block of every load is overwritten as soon as it has been loaded: what
+    happens if vLLM gives a block away under a copy."""
+    engine = executor(worker)._engine
+    submit = type(engine).submit_load
+
+    def submit_load(batches: Any, after: Any = None) -> Any:
+        batch = batches[-1]
+        block = max(int(block) for block in batch.blocks[-1])
+        return Undone(
+            submit(engine, batches, after), lambda: worker.kvtest_fill({batch.group: [block]}, 7)
+        )
+
+    engine.submit_load = submit_load
+
+
 def heal(worker: Any) -> None:
     """Take the planted fault back."""
     del executor(worker)._engine.submit_load
+
+
+def overwrite_stores(worker: Any, group: int) -> None:
+    """From now on stores of this group read their blocks only after these were given new content:
+    what a fence that does not wait would allow. The blocks then get their content back."""
+    engine = executor(worker)._engine
+    submit = type(engine).submit_store
+
+    def late(batches: Any, after: Any = None) -> Any:
+        chosen = [batch for batch in batches if batch.group == group]
+        blocks = [int(b) for batch in chosen for b in batch.blocks.ravel() if b >= 0]
+        kept = worker.kvtest_read({group: blocks})[group]
+        worker.kvtest_fill({group: blocks}, 7)
+        return Undone(
+            submit(engine, batches, after),
+            lambda: worker.kvtest_write({group: dict(zip(blocks, kept, strict=True))}),
+        )
+
+    engine.submit_store = late
+
+
+def heal_stores(worker: Any) -> None:
+    """Take the fault of ``overwrite_stores`` back."""
+    del executor(worker)._engine.submit_store
 
 
 def hold_loads(worker: Any) -> None:

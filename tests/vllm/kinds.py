@@ -7,6 +7,7 @@ must be equal to the last bit. (How a prompt is cut may change the last bits, al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,9 @@ def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: 
 
 
 def show_verified(kind: Kind, tmp: Path) -> None:
-    """On one engine: restore from the CPU tier, and from disk once the CPU tier has been emptied;
-    every group takes part, all bytes are those that were computed, and planted faults are seen."""
+    """On one engine: restore from the CPU tier, and from disk once the CPU tier has been emptied.
+    Every group takes part, hits are as long as in vLLM's own cache, answers and bytes are those
+    that it gave, and planted faults are seen."""
     model, options = kind.make(tmp / "model")
     transfer = config(tmp / "kv", chunk_blocks=kind.chunk_blocks) | {"engine_id": "kinds"}
     with Engine(model, log=tmp / "log", connector=transfer, **options) as engine:
@@ -133,39 +135,82 @@ def show_verified(kind: Kind, tmp: Path) -> None:
             answer = engine.generate_one(asked[0])
             asked[0] = asked[0] + [*answer.tokens, *asked[1][-NEW_TURN:]]
         ask(engine, asked)
+        blocks = engine.kv_snapshot()
+        own = Own(asked, ask(engine, asked), engine.kv_snapshot() | blocks)
+        assert not kind.goes_on or own.warm[0].cached_tokens > len(kind.prompts()[0]), (
+            "no decoded hit"
+        )
         settle(engine)
-        hits = [restored(engine, asked, "cpu")]
+        restored(engine, own, "cpu")
         engine.call(empty_cpu_tier)
-        hits.append(restored(engine, asked, "lmdb"))
-        assert hits[0] == hits[1] > 0
-        assert not kind.goes_on or hits[0] > len(kind.prompts()[0]), "no decoded hit"
-        engine.may_differ = True
-        for group in range(len(engine.geometry["groups"])):
-            before = engine.verified().different
-            engine.call(on_workers, copy_faults.plant, copy_faults.wrong_bit, group)
-            engine.reset_prefix_cache()
-            engine.generate_one(asked[0])
-            engine.call(on_workers, copy_faults.heal)
-            assert engine.verified().different > before, f"a wrong bit in group {group} went unseen"
-            settle(engine)
+        restored(engine, own, "lmdb")
+        groups = range(len(engine.geometry["groups"]))
+        for group in groups:
+            wrong_loads_are_seen(engine, asked[0], copy_faults.wrong_bit, group)
+        wrong_loads_are_seen(engine, asked[0], copy_faults.swapped_chunks, None)
+        for group in groups:
+            overwritten_stores_are_seen(engine, kind, group)
 
 
-def restored(engine: Engine, asked: list[Prompt], tier: str) -> int:
-    """Empty vLLM's own cache and ask everything again; returns the first prompt's hit."""
+@dataclass(frozen=True)
+class Own:
+    """An engine's answers with everything in vLLM's own cache, and the bytes there."""
+
+    prompts: list[Prompt]
+    warm: list[Generation]
+    blocks: Blocks
+
+
+def wrong_loads_are_seen(
+    engine: Engine, prompt: Prompt, fault: Callable[..., Any], group: int | None
+) -> None:
+    """Plant a fault in the loads of a group; the comparison finds it, and the engine recomputes."""
+    before = engine.verified().different
+    engine.call(on_workers, copy_faults.plant, fault, group)
+    engine.reset_prefix_cache()
+    engine.generate_one(prompt, max_tokens=1)
+    engine.call(on_workers, copy_faults.heal)
+    found = engine.verified().different - before
+    assert found, f"{fault.__name__} in group {group} went unseen"
+    engine.planted_differences += found
+    settle(engine)
+
+
+def overwritten_stores_are_seen(engine: Engine, kind: Kind, group: int) -> None:
+    """A new prompt, of which the blocks of this group are overwritten while they are stored."""
+    [asked] = prompts(1, len(kind.prompts()[0]), seed=100 + group)
+    engine.call(on_workers, copy_faults.overwrite_stores, group)
+    engine.generate_one(asked, max_tokens=1)
+    settle(engine)
+    engine.call(on_workers, copy_faults.heal_stores)
+    before = engine.verified().different
+    engine.reset_prefix_cache()
+    engine.generate_one(asked, max_tokens=1)
+    found = engine.verified().different - before
+    assert found, f"overwritten blocks of group {group} went unseen"
+    engine.planted_differences += found
+    settle(engine)
+
+
+def restored(engine: Engine, own: Own, tier: str) -> None:
+    """Empty vLLM's own cache and ask everything again: answers, hits and bytes are those that its
+    own cache gave."""
     engine.call(take_loads)
     before, checked = engine.call(totals)[f"loaded_tokens:{tier}"], engine.verified()
     engine.reset_prefix_cache()
-    first = engine.generate_one(asked[0])
+    first = engine.generate_one(own.prompts[0])
     loads = engine.call(take_loads)
-    ask(engine, asked[1:])
+    answers = [first, *ask(engine, own.prompts[1:])]
     settle(engine)
-    assert first.cached_tokens == loads.promised
-    assert {group_of(key) for key in loads.keys} == set(range(len(engine.geometry["groups"])))
+    assert first.cached_tokens == loads.promised > 0
+    hits = [answer.cached_tokens for answer in answers]
+    assert hits == [answer.cached_tokens for answer in own.warm]
+    compare_outputs(answers, own.warm)
+    compare_bytes(engine.kv_snapshot(), own.blocks, loads.keys, len(engine.geometry["groups"]))
     assert engine.call(totals)[f"loaded_tokens:{tier}"] > before
     found = engine.verified()
     assert found.equal > checked.equal
     assert (found.different, found.unknown) == (0, 0)
-    return first.cached_tokens
 
 
 def empty_cpu_tier(llm: Any) -> None:

@@ -51,12 +51,11 @@ ONE_OF_EACH = {
     "gemma3_chunks": "sliding windows, chunks of two blocks",
     "gemma4": "groups of two block sizes",
     "llama4": "chunked local attention",
-    "qwen3_next": "Gated DeltaNet states",
     "qwen3_next_ngram": "states while drafts are accepted and rejected",
     "granite_hybrid": "Mamba-2 states",
     "lfm2": "short convolutions",
     "deepseek_v3_mtp": "latent attention, with a draft layer in the same group",
-    "llama_tp2": "two ranks",
+    "qwen3_next_tp2": "Gated DeltaNet states, on two ranks",
 }
 """The kinds of KV cache that differ for us; the others are variants."""
 

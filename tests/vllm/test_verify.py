@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm import copy_faults, faults
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, EngineError
 from tests.vllm.probes import totals
 from tests.vllm.restored import HASH, config, prompts, settle
 from tests.vllm.verified import Verified
@@ -60,33 +62,44 @@ def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Pat
         assert ask_anew(engine, asked)[1] == Verified(18 + 9, 0, 0)
 
 
-def overwrite_while_read(worker: Any) -> None:
-    """The next store reads its blocks only after they were given new content: what a fence that
-    does not wait would allow."""
-    engine = faults.executor(worker)._engine
-    submit = type(engine).submit_store
-
-    def late(batches: Any, after: Any = None) -> Any:
-        del engine.submit_store
-        group, blocks = batches[0].group, batches[0].blocks[0].tolist()
-        kept = worker.kvtest_read({group: blocks})
-        worker.kvtest_fill({group: blocks}, 7)
-        return copy_faults.Undone(
-            submit(engine, batches, after),
-            lambda: worker.kvtest_write({group: dict(zip(blocks, kept[group], strict=True))}),
-        )
-
-    engine.submit_store = late
-
-
-def test_a_block_that_is_overwritten_while_it_is_stored_is_seen(
+def test_a_block_that_is_overwritten_while_it_is_stored_or_loaded_is_seen(
     llama: Path, tmp_path: Path
 ) -> None:
     asked = prompts(2)[:1]
     with start(llama, tmp_path, "log") as engine:
-        engine.may_differ = True
-        engine.call(faults.on_workers, overwrite_while_read)
+        engine.call(faults.on_workers, copy_faults.overwrite_stores, 0)
         engine.generate_one(asked[0])
+        settle(engine)
+        engine.call(faults.on_workers, copy_faults.heal_stores)
+        assert ask_anew(engine, asked)[1] == Verified(0, 18, 0)
+        assert ask_anew(engine, asked)[1] == Verified(18, 0, 0)
+
+        engine.call(faults.on_workers, copy_faults.plant_late_writes)
         _, found = ask_anew(engine, asked)
+        engine.call(faults.on_workers, copy_faults.heal)
         assert (found.different, found.unknown) == (1, 0)
         assert ask_anew(engine, asked)[1] == Verified(18, 0, 0)
+        engine.planted_differences = 19
+
+
+def break_the_comparison(worker: Any) -> None:
+    faults.executor(worker)._verifier._give_up(RuntimeError("planted"))
+
+
+def test_an_engine_that_compares_no_more_does_not_close_quietly(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Nor one that has found other differences than its test has planted."""
+    asked = prompts(2)[:1]
+    with start(llama, tmp_path, "log") as engine:
+        engine.generate_one(asked[0])
+        assert ask_anew(engine, asked)[1] == Verified(18, 0, 0)
+        engine.planted_differences = 1
+        with pytest.raises(EngineError, match="are not what was computed"):
+            engine._check_loads()
+        engine.planted_differences = 0
+        engine._check_loads()
+        engine.call(faults.on_workers, break_the_comparison)
+        assert ask_anew(engine, asked)[1] == Verified(0, 0, 18)
+        with pytest.raises(EngineError, match="has ended with an error"):
+            engine.close()
