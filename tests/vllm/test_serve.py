@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import copy_faults, faults
+from tests.vllm import faults
 from tests.vllm.engine import Engine
 from tests.vllm.probes import (
     check,
@@ -25,6 +25,7 @@ from tests.vllm.probes import (
 from tests.vllm.restored import (
     HASH,
     Reference,
+    all_were_compared,
     ask,
     ask_and_compare,
     config,
@@ -32,6 +33,7 @@ from tests.vllm.restored import (
     loaded_tokens,
     planted_faults_are_seen,
     prompts,
+    see_planted_faults,
     settle,
 )
 
@@ -97,18 +99,21 @@ def test_after_kill_9_in_the_middle_of_storing(
 
 
 def test_two_ranks(llama: Path, tmp_path: Path) -> None:
-    both = {"tensor_parallel_size": 2}
+    """Over a file tier; ``test_kinds`` and ``test_geometry`` have two ranks over LMDB."""
+    both: dict[str, Any] = {"tensor_parallel_size": 2}
     expected = Reference.record(llama, tmp_path / "ref.log", prompts(2), **both)
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB", "reserve": 0}
+    both["connector"] = config(None, tiers=[tier])
     with serve(llama, tmp_path, "first", **both) as engine:
         fill(engine, expected)
         ask_and_compare(engine, expected, "cpu")
     with serve(llama, tmp_path, "second", **both) as engine:
-        ask_and_compare(engine, expected, "lmdb")
+        ask_and_compare(engine, expected, "file")
         planted_faults_are_seen(engine, expected)
         engine.reset_prefix_cache(connector=True)
-        before = loaded_tokens(engine, "cpu") + loaded_tokens(engine, "lmdb")
+        before = loaded_tokens(engine, "cpu") + loaded_tokens(engine, "file")
         fill(engine, expected)
-        assert loaded_tokens(engine, "cpu") + loaded_tokens(engine, "lmdb") == before
+        assert loaded_tokens(engine, "cpu") + loaded_tokens(engine, "file") == before
 
 
 def preemptions(engine: Engine) -> float:
@@ -125,18 +130,9 @@ def test_more_requests_than_the_cache_can_hold(llama: Path, tmp_path: Path) -> N
             engine.generate(asked, **long)
             settle(engine)
         assert preemptions(engine) > 0
-        found = engine.verified()
-        assert found.equal > 0
-        assert (found.different, found.unknown) == (0, 0)
+        assert all_were_compared(engine)
         assert engine.call(lookups_put_off) > 0
-        engine.may_differ = True
-        for fault in (copy_faults.swapped_chunks, copy_faults.wrong_bit):
-            before = engine.verified().different
-            engine.call(faults.on_workers, copy_faults.plant, fault, None)
-            engine.reset_prefix_cache()
-            engine.generate(asked, **long)
-            engine.call(faults.on_workers, copy_faults.heal)
-            assert engine.verified().different > before, f"{fault.__name__} went unseen"
+        see_planted_faults(engine, lambda: engine.generate(asked, **long))
 
 
 def is_loading(llm: Any) -> bool:
@@ -219,7 +215,7 @@ def test_a_reset_with_the_connector_forgets_every_tier_for_good(
         counters = engine.call(totals)
         assert counters["loaded_tokens:lmdb"] == counters["loaded_tokens:cpu"] == 0
         settle(engine)
-        ask_and_compare(engine, reference, "cpu")
+        planted_faults_are_seen(engine, reference)
 
 
 def test_other_weights_at_the_same_path_find_nothing(
@@ -313,7 +309,7 @@ def test_by_short_name_and_without_any_configuration(
     plain = {"kv_connector": "KvTiersConnector", "kv_role": "kv_both"}
     with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
         fill(engine, reference)
-        ask_and_compare(engine, reference, "cpu")
+        planted_faults_are_seen(engine, reference)
         assert engine.call(recomputes_failed_loads)
         log, shared_memory = engine.log(), engine.shared_memory()
     assert "cpu.capacity not given: using" in log
