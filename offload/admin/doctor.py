@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from offload.config.schema import OffloadConfig, slot_counts
@@ -28,6 +29,25 @@ from offload.sizes import KIB, format_size
 
 SLOT_ALIGNMENT = 4 * KIB
 """Slots and records take whole pages of this size (``tiers.slab.slab``)."""
+
+
+class Verdict(StrEnum):
+    """The answer in one line."""
+
+    FITS = "can be offloaded"
+    REFUSED = "cannot be offloaded"
+    WRONG_FLAGS = "unknown: the flags or the configuration are wrong"
+    UNKNOWN_MODEL = "unknown: there is no such model here"
+    VLLM_REFUSES = "unknown: vLLM itself refuses the model with these flags"
+
+
+EXIT_CODES = {
+    Verdict.FITS: 0,
+    Verdict.REFUSED: 1,
+    Verdict.WRONG_FLAGS: 2,
+    Verdict.UNKNOWN_MODEL: 3,
+    Verdict.VLLM_REFUSES: 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +99,12 @@ class Report:
     fixes: tuple[str, ...]
     notes: tuple[str, ...]
     parameters: int = 0
+    verdict: Verdict = Verdict.FITS
 
     @property
     def ok(self) -> bool:
         """True if the model can be offloaded with this configuration."""
-        return not self.refused
+        return self.verdict == Verdict.FITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +122,9 @@ class Facts:
     parameters: int = 0
 
 
-def refusal(model: str, reason: str, fixes: Sequence[str] = ()) -> Report:
-    """A report that says only that a model or its configuration is refused, and why."""
-    return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), ())
+def refusal(model: str, verdict: Verdict, reason: str, fixes: Sequence[str] = ()) -> Report:
+    """A report that says only that, and why, a model or its configuration is refused."""
+    return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), (), verdict=verdict)
 
 
 AskAgain = Callable[[Sequence[str]], LayoutInput | None]
@@ -128,12 +149,15 @@ def examine(
     fixes = hint_lines(hints)
     layout = unchecked_layout(given)
     tiers: tuple[TierReport, ...] = ()
+    verdict = Verdict.REFUSED if refused else Verdict.FITS
     if not refused:
         sizes = [_stored(group.chunk_bytes) for group in layout.groups]
         slot_bytes = max(sizes)
         small = check_capacity(config, slot_bytes, facts.ranks, min(sizes))
         refused += [str(problem) for problem in small]
         tiers = _tier_reports(layout, config, facts.ranks, slot_bytes)
+    if verdict == Verdict.FITS and (refused or problems):
+        verdict = Verdict.WRONG_FLAGS
     chunks = {group.group: group.chunk_tokens for group in layout.groups}
     return Report(
         model=facts.model,
@@ -147,6 +171,7 @@ def examine(
         fixes=tuple(fixes),
         notes=(*facts.notes, *_block_notes(facts)),
         parameters=facts.parameters,
+        verdict=verdict,
     )
 
 
@@ -241,7 +266,7 @@ def to_text(report: Report) -> str:
     lines += [f"Note     {note}" for note in report.notes]
     lines += [f"Refused  {reason}" for reason in report.refused]
     lines += [f"Fix      {fix}" for fix in report.fixes]
-    lines.append("Verdict  " + ("can be offloaded" if report.ok else "cannot be offloaded"))
+    lines.append(f"Verdict  {report.verdict}")
     return "\n".join(lines)
 
 
@@ -271,9 +296,9 @@ def _table(groups: Sequence[GroupReport]) -> list[str]:
 
 def _row(group: GroupReport) -> tuple[str, ...]:
     padding = "" if group.page_bytes == group.padded_page_bytes else " padded to "
-    pages = "/".join(map(str, group.page_bytes)) + padding
+    pages = "/".join(f"{size:,}" for size in group.page_bytes) + padding
     if padding:
-        pages += "/".join(map(str, group.padded_page_bytes))
+        pages += "/".join(f"{size:,}" for size in group.padded_page_bytes)
     return (
         str(group.group),
         group.kind + (" (draft)" if group.draft else ""),

@@ -139,10 +139,10 @@ def refuse(command: str, problems: list[Problem]) -> NoReturn:
     raise typer.Exit(WRONG)
 
 
-def give_up(command: str, text: str) -> NoReturn:
-    """Report a failure and end with 1."""
+def give_up(command: str, text: str, code: int = 1) -> NoReturn:
+    """Say why it cannot be done, and end with 1 or another code."""
     print(f"kvtiers {command}: {text}", file=sys.stderr)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 @contextlib.contextmanager

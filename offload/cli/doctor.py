@@ -26,20 +26,42 @@ def doctor(
 ) -> None:
     """Say whether and how a model's KV caches can be offloaded, without loading its weights.
 
-    All other flags are those of vllm serve, --kv-transfer-config among them. Ends with 0 if the
-    model can be offloaded, with 1 if not.
+    All other flags are those of vllm serve, --kv-transfer-config among them. Exits with 0 if the
+    model can be offloaded, 1 if not, 2 if the flags or the configuration are wrong, 3 if there is
+    no such model, and 4 if vLLM itself refuses it.
     """
-    from offload.admin.doctor import to_json, to_text
+    from offload.admin.doctor import EXIT_CODES, to_json, to_text
 
-    report = ask_vllm(model, context.args)
+    report = missing_folder(model) or ask_vllm(model, context.args)
     print(json.dumps(to_json(report)) if as_json else to_text(report))
-    raise typer.Exit(0 if report.ok else 1)
+    raise typer.Exit(EXIT_CODES[report.verdict])
+
+
+def missing_folder(model: str) -> Report | None:
+    """The report for a path that does not exist. vLLM would be asked for a quarter of a minute, and
+    take it for a name on the hub."""
+    from offload.admin.doctor import Verdict, refusal
+
+    if not model.startswith(("/", "./", "../", "~")) or os.path.exists(model):
+        return None
+    fix = "give a folder with a config.json, or the name of a model on the hub"
+    return refusal(model, Verdict.UNKNOWN_MODEL, f"{model} does not exist", [fix])
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:
     """The doctor's report. vLLM's output goes to stderr, so that stdout holds only results."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    waiting = console.status(f"asking vLLM about {escape(model)}; importing it takes a while")
+    with waiting if console.is_terminal else contextlib.nullcontext():
+        return _examine(model, flags)
+
+
+def _examine(model: str, flags: list[str]) -> Report:
     with contextlib.redirect_stdout(sys.stderr):
         from offload.connector.model.doctor import examine_model
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, progress_bar, screen
-from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm
+from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, missing_folder
 from offload.cli.numbers import share_text, size_text, speed_text
 
 if TYPE_CHECKING:
@@ -112,6 +113,20 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
         problems.add("MODEL", what, "Give a model, or --token-bytes 128KiB.")
     elif flags and not model:
         problems.add(flags[0], "is not an option", "Flags of vLLM come after MODEL; see --help.")
+    elif model:
+        _check_spelling(problems, flags)
+
+
+def _check_spelling(problems: Problems, flags: list[str]) -> None:
+    """Flags that go on to vLLM and look like ours."""
+    known = [option for parameter in _parameters() for option in parameter.opts]
+    for name in (flag.split("=")[0] for flag in flags if flag.startswith("--")):
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            problems.add(name, "is not an option of kvtiers plan", f"Did you mean {near[0]}?")
+
+
+def _parameters() -> list[Any]:
+    return list(typer.main.get_command(app).params)
 
 
 def _check_policies(problems: Problems, *texts: str) -> None:
@@ -146,12 +161,14 @@ def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str |
 def _size_of(model: str, flags: list[str], given: int, parameters: float) -> ModelSize:
     """Ask vLLM for the model's geometry, unless bytes per token were given."""
     from offload.admin.capacity_plan import ModelSize
+    from offload.admin.doctor import EXIT_CODES
 
     if given:
         return ModelSize("", given, BLOCK_TOKENS, parameters=parameters)
-    report = ask_vllm(model, flags)
+    report = missing_folder(model) or ask_vllm(model, flags)
     if not report.groups or not report.token_bytes:
-        give_up("plan", f"{model}: {'; '.join(report.refused)}")
+        why = "; ".join(report.refused) or "it has no KV caches that can be offloaded"
+        give_up("plan", f"MODEL {model}: {why}", EXIT_CODES[report.verdict] or 1)
     return ModelSize(
         model,
         report.token_bytes * report.ranks,
@@ -174,8 +191,10 @@ def _work_out(
     try:
         simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
         return make_plan(size, machine, block_tokens, simulated)
-    except ValueError as error:
-        give_up("plan", str(error))
+    except ValueError as error:  # the CPU tier names itself
+        text = str(error)
+        where = "" if text.startswith("--") else f"--disk {size_text(machine.disk_bytes)}: "
+        give_up("plan", f"{where}{text}")
 
 
 def _simulate(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
-from offload.admin.doctor import Facts, Report, examine, refusal
+from offload.admin.doctor import Facts, Report, Verdict, examine, refusal
 from offload.config.machine_checks import load_config
 from offload.config.schema import OffloadConfig, default_config
 from offload.config.transfer import NAME, NAMES
@@ -22,6 +22,9 @@ from offload.layout.checks import LayoutInput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+NOT_FOUND = {"EntryNotFoundError", "HFValidationError", "RepositoryNotFoundError"}
+"""Errors of the hub's library, by name: it moves them between its modules."""
+
 
 def examine_model(
     model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None
@@ -31,19 +34,24 @@ def examine_model(
     An error of vLLM is reported in vLLM's words.
     """
     if model.startswith("-"):
-        return refusal(model, "the model comes first: kvtiers doctor MODEL [vllm flags]")
+        reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
+        return refusal(model, Verdict.WRONG_FLAGS, reason)
     try:
         found, given = _ask(model, flags, transfer)
     except ConfigError as error:  # vLLM has asked the connector for the layout
         report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
-        return replace(report, refused=(*problems, *report.refused))
+        verdict = Verdict.WRONG_FLAGS if report.ok else report.verdict
+        return replace(report, refused=(*problems, *report.refused), verdict=verdict)
     except FlagsError as error:
-        return refusal(model, f"vLLM does not understand these flags: {_first_words(error)}")
+        reason = f"vLLM does not understand these flags: {_first_words(error)}"
+        return refusal(model, Verdict.WRONG_FLAGS, reason)
     except SystemExit as error:  # a flag that makes vLLM print something and exit
-        return refusal(model, f"vLLM exits with these flags (exit code {error.code})")
+        reason = f"vLLM exits with these flags (exit code {error.code})"
+        return refusal(model, Verdict.WRONG_FLAGS, reason)
     except Exception as error:  # vLLM may refuse a model or flags with any exception
-        return refusal(model, f"vLLM itself refuses: {_first_words(error)}")
+        verdict = Verdict.UNKNOWN_MODEL if _is_unknown(error) else Verdict.VLLM_REFUSES
+        return refusal(model, verdict, f"vLLM itself refuses: {_first_words(error)}")
     config, notes, problems = _configuration(found.vllm_config)
 
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
@@ -60,6 +68,13 @@ def _ask(
 ) -> tuple[Probe, LayoutInput]:
     found = probe(model, flags, transfer)
     return found, layout_input(found.kv_cache_config, found.vllm_config, 1)
+
+
+def _is_unknown(error: Exception) -> bool:
+    """True if vLLM found no such model, neither as a folder nor on the hub."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_lost = isinstance(error, OSError) or bool(names & NOT_FOUND)  # also where no hub answers
+    return is_lost or "Invalid repository ID or local directory" in str(error)
 
 
 def _first_words(error: Exception) -> str:

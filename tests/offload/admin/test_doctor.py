@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from offload.admin.doctor import Facts, examine, refusal, to_json, to_text
+from offload.admin.doctor import EXIT_CODES, Facts, Verdict, examine, refusal, to_json, to_text
 from offload.config.schema import parse_config
 from offload.layout.checks import GroupInput, LayoutInput
 from offload.layout.groups import FULL, STATE, WINDOW
@@ -78,8 +78,10 @@ def test_refused_kind_has_no_tiers_and_a_fix():
     facts = facts_of(
         make_group(0, FULL, 32, 64), make_group(1, STATE, 64, 64, unaligned_state=True)
     )
+    report = examine(facts, config_of(), ["$.tires: unknown option"])
+    assert report.verdict == Verdict.REFUSED, "also beside a wrong configuration"
     report = examine(facts, config_of())
-    assert not report.ok
+    assert report.verdict == Verdict.REFUSED
     assert report.tiers == ()
     same_text("layout_doctor_refused", to_text(report))
 
@@ -89,6 +91,7 @@ def test_tier_too_small_for_one_chunk_is_refused():
     report = examine(facts, config_of())
     assert not report.ok
     assert "$.cpu.capacity" in report.refused[0]
+    assert report.verdict == Verdict.WRONG_FLAGS, "the model can be offloaded, with more memory"
 
 
 def test_chunk_blocks_of_the_configuration_count():
@@ -131,9 +134,16 @@ def test_json_says_what_the_text_says(problems):
 
 
 def test_refusal_alone():
-    text = to_text(refusal("m", "vLLM itself refuses: no such model"))
+    reason = "vLLM itself refuses: no such model"
+    text = to_text(refusal("m", Verdict.UNKNOWN_MODEL, reason))
     assert text.splitlines() == [
         "Model    m",
         "Refused  vLLM itself refuses: no such model",
-        "Verdict  cannot be offloaded",
+        "Verdict  unknown: there is no such model here",
     ]
+    assert not refusal("m", Verdict.UNKNOWN_MODEL, reason).ok
+
+
+def test_every_verdict_has_its_own_exit_code():
+    assert EXIT_CODES.keys() == set(Verdict)
+    assert sorted(EXIT_CODES.values()) == [0, 1, 2, 3, 4]

@@ -13,6 +13,7 @@ import vllm
 from typer.testing import CliRunner
 from vllm.platforms import current_platform
 
+from offload.admin.doctor import EXIT_CODES, Verdict
 from offload.cli import app
 from tests.models.families import FAMILIES, write_model
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
@@ -59,8 +60,9 @@ def flags_of(family, folder) -> list[str]:
 def ask(folder, *flags: str):
     """Exit code and report of one call in this process (importing vLLM takes long)."""
     result = CliRunner().invoke(app, ["doctor", str(folder), "--json", *flags])
-    assert result.exit_code in (0, 1), result.output
-    return result.exit_code, json.loads(result.stdout)
+    report = json.loads(result.stdout)
+    assert result.exit_code == EXIT_CODES[Verdict(report["verdict"])], result.output
+    return result.exit_code, report
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -176,7 +178,7 @@ def test_a_configuration_in_dotted_flags(tmp_path):
     group = report["groups"][0]
     assert (code, group["chunk_tokens"]) == (0, 4 * group["block_tokens"])
     code, report = ask(folder, *dotted, f"{extra}.tires", "4")
-    assert (code, len(report["groups"])) == (1, 1)
+    assert (code, len(report["groups"])) == (2, 1)
     assert report["refused"] == ['$.tires: unknown option. Did you mean "tiers"?']
 
 
@@ -197,7 +199,7 @@ def test_what_a_server_would_warn_of_at_its_start_is_noted(tmp_path):
 
 def test_flags_that_are_not_understood_are_named(tmp_path):
     code, report = ask(tmp_path, "--max-model-len", "long")
-    assert code == 1
+    assert (code, report["ok"]) == (2, False)
     assert "vLLM does not understand these flags: " in report["refused"][0]
     assert "--max-model-len" in report["refused"][0]
 
@@ -205,7 +207,7 @@ def test_flags_that_are_not_understood_are_named(tmp_path):
 def test_flags_before_the_model():
     code, report = ask("--max-model-len", "512", "/models/llama")
     assert (code, report["refused"]) == (
-        1,
+        2,
         ["the model comes first: kvtiers doctor MODEL [vllm flags]"],
     )
 
@@ -259,15 +261,26 @@ def test_every_problem_of_the_configuration_is_listed(tmp_path):
     wrong = json.dumps(transfer({"chunk_blocks": 0, "tires": []}))
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     code, report = ask(folder, "--kv-transfer-config", wrong)
-    assert code == 1
+    assert code == 2
     assert len(report["refused"]) >= 2
     assert report["groups"], "the geometry is shown all the same"
 
 
 def test_a_model_that_is_not_there(tmp_path):
     code, report = ask(tmp_path / "nothing")
-    assert code == 1
+    assert code == 3
+    assert report["refused"] == [f"{tmp_path / 'nothing'} does not exist"]
+    (tmp_path / "empty").mkdir()
+    code, report = ask(tmp_path / "empty")
+    assert code == 3, report["refused"]
     assert report["refused"][0].startswith("vLLM itself refuses: ")
+
+
+def test_a_model_that_vllm_refuses_with_these_flags(tmp_path):
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--tensor-parallel-size", "7")
+    assert code == 4
+    assert "must be divisible by tensor parallel size" in report["refused"][0]
 
 
 PROGRAM = """

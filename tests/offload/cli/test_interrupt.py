@@ -75,3 +75,11 @@ def test_bench_waits_for_the_benchmark_to_clean_up(tmp_path: Path) -> None:
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown
+
+
+def test_doctor_while_it_asks_vllm(tmp_path: Path) -> None:
+    with on_a_terminal("doctor", tmp_path) as terminal:
+        terminal.wait_for("asking vLLM")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown

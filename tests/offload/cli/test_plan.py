@@ -210,6 +210,10 @@ def test_a_model_of_vllm(llama: Path) -> None:
             ["--cpu", "1GiB", "--token-bytes", "1KiB", "--dsk=1GiB"],
             ["--dsk=1GiB: is not an option"],
         ),
+        (
+            ["m", "--cpu", "1GiB", "--dsik", "1GiB"],
+            ["--dsik: is not an option of kvtiers plan. Did you"],
+        ),
     ],
 )
 def test_bad_input(words: list[str], texts: list[str]) -> None:
@@ -226,7 +230,11 @@ def test_too_small() -> None:
     assert "holds no block of 16 tokens" in result.err
     result = kvtiers("plan", *sizes, "--cpu", "1GiB", "--disk", "1MiB")
     assert result.code == 1
+    assert "--disk 1MiB: " in result.err
     assert "leaves no room for records" in result.err
+    result = kvtiers("plan", "/no/such/model", "--cpu", "1GiB")
+    assert (result.code, result.out) == (3, "")
+    assert "MODEL /no/such/model: /no/such/model does not exist" in result.err
 
 
 def test_bench_of_a_checkout_and_of_an_installed_package(tmp_path: Path) -> None:
