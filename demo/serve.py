@@ -1,11 +1,64 @@
-"""``./run serve MODEL [flags]``: ``kvtiers serve`` from a checkout."""
+"""``./run serve MODEL [flags]``: ``kvtiers serve`` from a checkout, unless the model is too large
+for the GPUs of this machine."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 
 from offload.cli import main
 
+MIB = 2**20
+
+
+def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
+    """Say why a model on disk does not fit these GPUs; empty if it may, or nothing is known."""
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    if not gpus or not weights or _offloads_weights(flags):
+        return ""
+    parallel = _number(flags, "--tensor-parallel-size", "-tp") * _number(
+        flags, "--pipeline-parallel-size", "-pp"
+    )
+    room = min(gpus) * parallel
+    if weights < room:
+        return ""
+    return (
+        f"the weights of {model} take {weights // MIB:,} MiB, and {parallel} GPU"
+        f"{'s' if parallel > 1 else ''} of this machine have {room // MIB:,} MiB. Take a smaller "
+        "or quantized model, or more GPUs with --tensor-parallel-size."
+    )
+
+
+def gpu_bytes() -> list[int]:
+    """The memory of each GPU; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return [int(line) * MIB for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def _number(flags: list[str], *names: str) -> int:
+    """The value of a flag that is a number; 1 without it."""
+    for at, flag in enumerate(flags):
+        name, _, value = flag.partition("=")
+        if name in names:
+            value = value or (flags[at + 1] if at + 1 < len(flags) else "")
+            return int(value) if value.isdigit() else 1
+    return 1
+
+
+def _offloads_weights(flags: list[str]) -> bool:
+    """True if the weights may take less of the GPU than their files."""
+    names = ("--cpu-offload", "--offload", "--quantization", "-q")
+    return any(flag.startswith(names) for flag in flags)
+
+
 if __name__ == "__main__":
+    given = sys.argv[1:]
+    if given and (refusal := too_large(Path(given[0]), given[1:], gpu_bytes())):
+        sys.exit(f"run: {refusal}")
     sys.argv[1:1] = ["serve"]
     main()

