@@ -38,7 +38,7 @@ def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_on_standard_output_is_json_alone(tmp_path: Path) -> None:
-    """As ``scripts/gpu_check.sh`` calls it, without vLLM and what else the core does without."""
+    """As ``scripts/gpu_box`` calls it, without vLLM and what else the core does without."""
     absent = ["vllm", "msgspec", "lmdb", "hypothesis", "pytest_asyncio", "matplotlib"]
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"

@@ -36,8 +36,8 @@ COMMAND = re.compile(r"\$? ?(kvtiers|vllm|python3?|pytest|pip|\./run|scripts/\S+
 NOT_HERE = {
     "./run demo": "real servers, and minutes",
     "./run test": "this is part of it",
+    "python scripts/gpu_box/": "needs a GPU",
     "./run serve": "the flags after it are those of vllm serve",
-    "scripts/gpu_check.sh": "needs a GPU",
     "kvtiers simulate trace.jsonl.gz --policy lru --policy adaptive --policy my_policy:": "its "
     "policy is the guide's: tests/policies/test_guide.py",
 }

@@ -1,0 +1,72 @@
+"""Registration of host memory in pieces of several sizes, beside a heartbeat of small copies: how
+long a call of the model's thread has to wait meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from common import device, result
+
+from tiers.slab.cuda_registrar import CudaRegistrar
+from tiers.slab.slab import HostSlab
+
+MIB = 2**20
+
+
+def beats(stop: threading.Event, waits: list[float]) -> None:
+    """Submit a tiny copy again and again, and note how long each took."""
+    with device() as driver:
+        memory = driver.allocate(4096)
+        registrar = CudaRegistrar(0, driver)
+        slab = HostSlab(4096, 1, pin=True, registrar=registrar, background=False)
+        stream = driver.create_stream()
+        while not stop.is_set():
+            began = time.perf_counter()
+            driver.copy_one(memory, slab.address, 4096, stream)
+            driver.synchronize_stream(stream)
+            waits.append(time.perf_counter() - began)
+            time.sleep(0.0005)
+        driver.destroy_stream(stream)
+        slab.close()
+        driver.free(memory)
+
+
+def main(total_mib: int = 8192) -> None:
+    found = {}
+    for piece_mib in (4, 8, 16, 64, 256):
+        for background in (False, True):
+            waits: list[float] = []
+            stop = threading.Event()
+            thread = threading.Thread(target=beats, args=(stop, waits))
+            thread.start()
+            time.sleep(0.2)
+            before = sorted(waits)
+            waits.clear()
+            began = time.perf_counter()
+            slab = HostSlab(
+                4 * MIB,
+                max(1, total_mib // 4),
+                pin=True,
+                registrar=CudaRegistrar(0),
+                piece_bytes=piece_mib * MIB,
+                background=background,
+            )
+            slab.wait_ready()
+            seconds = time.perf_counter() - began
+            stop.set()
+            thread.join()
+            slab.close()
+            after = sorted(waits)
+            found[f"{piece_mib} MiB, {'with' if background else 'without'} pauses"] = {
+                "GB/s": round(total_mib * MIB / seconds / 1e9, 2),
+                "beat alone, median ms": round(1e3 * before[len(before) // 2], 3),
+                "beat, median ms": round(1e3 * after[len(after) // 2], 3),
+                "beat, worst ms": round(1e3 * after[-1], 3),
+            }
+            result(found)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""Where carried packages lie. Imports nothing, so that it can come before everything else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+SITE = Path(os.environ.get("GPU_BOX_SITE") or Path(__file__).resolve().parents[3] / ".gpu_box/site")
+
+
+def use_site() -> None:
+    """Prefer what was carried, here and in processes that are started from here."""
+    if SITE.is_dir() and str(SITE) not in sys.path:
+        sys.path.insert(0, str(SITE))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(SITE), os.environ.get("PYTHONPATH")])
+        )

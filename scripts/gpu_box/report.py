@@ -1,0 +1,79 @@
+"""Turns the results of ``run.py`` into ``bench/results/gpu.json`` and ``gpu.md``.
+
+python scripts/gpu_box/report.py OUT [--to bench/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from run import HERE, ROOT, schedule
+
+
+def table(numbers: Any, indent: str = "") -> list[str]:
+    """Numbers as a nested list."""
+    lines = []
+    for name, value in numbers.items():
+        if name == "report":  # of bench copy: as a table
+            lines += copy_table(value)
+        elif isinstance(value, Mapping):
+            lines += [f"{indent}* {name}", *table(value, indent + "  ")]
+        elif isinstance(value, list):
+            lines += [f"{indent}* {name}: {', '.join(map(str, value)) or 'none'}"]
+        else:
+            lines.append(f"{indent}* {name}: {value}")
+    return lines
+
+
+def copy_table(report: Mapping[str, Any]) -> list[str]:
+    """The rows of a report of ``bench copy``."""
+    lines = ["", "| case | series | GB/s | share |", "| --- | --- | --- | --- |"]
+    for row in report["rows"]:
+        share = row["values"].get("share")
+        text = "-" if share is None else f"{share:.3f}"
+        rate = f"{row['values']['GB/s']:.2f}"
+        lines.append(f"| {row['case']} | {row['series']} | {rate} | {text} |")
+    return [*lines, ""]
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The page: how every probe ended, and the numbers of each."""
+    lines = ["# On a GPU", "", "Made by `python scripts/gpu_box/report.py`.", ""]
+    lines += ["| probe | | ended | s |", "| --- | --- | --- | --- |"]
+    for one in results:
+        lines.append(f"| {one['name']} | {one['about']} | {one['status']} | {one['seconds']} |")
+    for one in results:
+        if one["numbers"] or one["status"] != "ok":
+            lines += ["", f"## {one['name']}: {one['status']}", ""]
+        if one["numbers"]:
+            lines += table(one["numbers"])
+        if one["status"] not in ("ok", "not run"):
+            lines += ["", "```", *one["tail"].strip().splitlines()[-15:], "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--to", type=Path, default=ROOT / "bench/results")
+    parser.add_argument("--schedule", type=Path, default=HERE / "schedule.toml")
+    options = parser.parse_args(arguments)
+    results = []
+    for probe in schedule(options.schedule):
+        path = options.out / f"{probe.name}.json"
+        missing = {"name": probe.name, "about": probe.about, "status": "not run", "seconds": ""}
+        found = json.loads(path.read_text()) if path.exists() else missing | {"numbers": None}
+        results.append(found)
+    options.to.mkdir(parents=True, exist_ok=True)
+    (options.to / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.to / "gpu.md").write_text(page(results))
+    print(options.to / "gpu.md")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
