@@ -36,7 +36,7 @@ from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import agreed_namespace, make_planner, unit_bytes
+from offload.planner.build import agreed_namespace, copy_gauges, make_planner, unit_bytes
 from offload.planner.context import WorkLimits
 
 if TYPE_CHECKING:
@@ -238,6 +238,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._scheduler.adapters.ranks = len(ranks)
             self._epochs = PendingEpochs(len(self._setup.config.lower), epochs.begin)
             self._scheduler.unit_bytes = unit_bytes(ranks)
+            self._scheduler.copy_gauges = copy_gauges(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
 
     @guarded(lambda: None)

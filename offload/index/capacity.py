@@ -7,7 +7,7 @@ methods, so that one index serves every tier.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -77,12 +77,25 @@ class Capacity(ABC):
 
 
 class SlotCapacity(Capacity):
-    """``count`` equal slots from ``first`` on; the last one freed is used first (it is warm)."""
+    """``count`` equal slots from ``first`` on; the last one freed is used first (it is warm).
+    Given away are only the ``usable`` first ones of them, until ``grow`` adds more."""
 
-    def __init__(self, count: int, first: int = 0) -> None:
+    def __init__(self, count: int, first: int = 0, usable: int | None = None) -> None:
         self.capacity = count
         self.used = 0
-        self._free = list(range(first + count - 1, first - 1, -1))
+        self._first = first
+        self._usable = 0
+        self._free: list[int] = []
+        self.grow(count if usable is None else usable)
+
+    def grow(self, usable: int) -> None:
+        """Give away the first ``usable`` slots from now on; a number that is lower than before
+        changes nothing."""
+        usable = min(usable, self.capacity)
+        if usable > self._usable:
+            added = range(self._first + usable - 1, self._first + self._usable - 1, -1)
+            self._free[:0] = added  # last: those freed before are warm
+            self._usable = usable
 
     def take(self, size: int) -> int | None:
         if not self._free:
@@ -115,6 +128,21 @@ class SlotCapacity(Capacity):
 
     def amount(self, location: int) -> int:
         return 1
+
+
+class UsableSlots:
+    """Gives away slots of the CPU tier that every rank can use by now. A rank pins its slots in
+    the background, from the first to the last."""
+
+    def __init__(self, space: SlotCapacity, by_rank: Mapping[int, int]) -> None:
+        self._space = space
+        self._by_rank = dict(by_rank)
+
+    def take_in(self, reported: Mapping[int, int]) -> None:
+        """Some ranks have more than before."""
+        if reported:
+            self._by_rank |= reported
+            self._space.grow(min(self._by_rank.values()))
 
 
 class ByteCapacity(Capacity):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from offload.namespaces.manifest import Namespace
 from tiers.base import KeyColumn
+from tiers.copy.base import CopyWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,18 @@ class PresenceReply:
 @dataclass(slots=True)
 class StepReport:
     """The events since the last report: ended jobs by job id, the health of lower tiers by number
-    and rank, and replies by the query's number."""
+    and rank, replies by the query's number, and by rank how many slots of the CPU tier may be used
+    by now if that has grown."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
     tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
     answers: dict[int, PresenceReply] = field(default_factory=dict)
+    usable: dict[int, int] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """True if it contains nothing."""
-        return not self.results and not self.tiers and not self.answers
+        return not (self.results or self.tiers or self.answers or self.usable)
 
     def see(self, tier: int, rank: int, seen: Observed) -> None:
         """Add a rank's observation of a tier."""
@@ -117,7 +120,8 @@ class StepReport:
         for job, result in other.results.items():
             mine = merged.get(job)
             merged[job] = mine.merge(result) if mine else result
-        report = StepReport(merged, dict(self.tiers), dict(self.answers))
+        usable = self.usable | other.usable
+        report = StepReport(merged, dict(self.tiers), dict(self.answers), usable)
         for (tier, rank), seen in other.tiers.items():
             report.see(tier, rank, seen)
         for number, answer in other.answers.items():
@@ -151,7 +155,8 @@ class RankState:
     """Everything that a rank has opened before the first step.
 
     This is its part of the CPU tier, ``slots`` slots of ``slot_bytes`` each from ``first_slot`` on,
-    and its lower tiers.
+    and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
+    reports announce the rest. ``copy_ways`` are its engine's ways of copying.
     """
 
     rank: int
@@ -160,3 +165,5 @@ class RankState:
     slots: int
     slot_bytes: int
     tiers: tuple[RankTier, ...]
+    usable: int | None = None
+    copy_ways: tuple[CopyWay, ...] = ()

@@ -6,12 +6,13 @@ Ranks must agree, and only chunks that every rank holds count.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from offload.config.fields import PolicyConfig
 from offload.config.schema import OffloadConfig, TierConfig
 from offload.errors import NamespaceError, TierUnavailableError
-from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.capacity import ByteCapacity, SlotCapacity, UsableSlots
 from offload.index.chunk_batch import GroupInfo
 from offload.index.recovery import held_by_all, recover
 from offload.index.tier_index import TierIndex
@@ -53,9 +54,9 @@ def make_planner(
         for group in layouts
     }
     slots = min(rank.slots for rank in ranks)
-    cpu = TierIndex(
-        "cpu", SlotCapacity(slots, first.first_slot), make_policy(config.cpu.policy.spec)
-    )
+    usable = {rank.rank: slots if rank.usable is None else rank.usable for rank in ranks}
+    space = SlotCapacity(slots, first.first_slot, min(usable.values()))
+    cpu = TierIndex("cpu", space, make_policy(config.cpu.policy.spec))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     chunk_tokens = max(group.chunk_tokens for group in layouts)
     health = TierHealths(
@@ -85,6 +86,7 @@ def make_planner(
         write_through_queues=queues,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
+        slots=UsableSlots(space, usable),
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)
@@ -95,6 +97,20 @@ def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
     """Bytes, all ranks together, of what each tier's space counts: slots, or bytes of one rank."""
     lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
     return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
+
+
+def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
+    """How the ranks copy, as gauges: how many groups go each way, and its slowest measured rate."""
+    gauges: dict[str, float] = {}
+    for way in ranks[0].copy_ways:
+        if way.is_used:
+            name = f"copy_groups:{way.direction}:{way.name}"
+            gauges[name] = gauges.get(name, 0) + 1
+    for way in (way for rank in ranks for way in rank.copy_ways):
+        if way.bytes_per_second is not None:
+            name = f"copy_bytes_per_second:{way.direction}:{way.name}"
+            gauges[name] = min(gauges.get(name, math.inf), way.bytes_per_second)
+    return gauges
 
 
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:

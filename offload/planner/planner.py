@@ -11,6 +11,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 
 from offload.errors import InvariantError
+from offload.index.capacity import UsableSlots
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
@@ -69,12 +70,14 @@ class Planner:
         write_through_queues: Sequence[WriteThroughQueue] | None = None,
         shared: Collection[int] = (),
         shared_limits: SharedLimits | None = None,
+        slots: UsableSlots | None = None,
     ) -> None:
         limits = limits or WorkLimits()
         names = [index.name for index in lower]
         self.groups = groups
         self.cpu = cpu
         self.lower = tuple(lower)
+        self._slots = slots
         self.stats = PlannerStats(names)
         self.health = TierHealths(names) if health is None else health
         self.jobs = JobTable(ranks)
@@ -196,6 +199,8 @@ class Planner:
             JobKind.LOAD: self._loaded,
             JobKind.PROBE: self._probed,
         }
+        if self._slots is not None:
+            self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
             self.health[tier].observe(rank, seen, self._now)
             if seen.losses:  # a chunk is there on every rank or not at all

@@ -86,6 +86,15 @@ MOVED = {
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
     "fence_timeouts": Metric("Stores that failed because a step could not wait longer for them."),
+    "copy_groups": _gauge(
+        "KV cache groups that are copied in this way between the GPU and the CPU tier: batch, "
+        "kernel or each (GPUs).",
+        *("direction", "way"),
+    ),
+    "copy_bytes_per_second": _gauge(
+        "Rate of a way of copying, measured when the server started: the slowest group (GPUs).",
+        *("direction", "way"),
+    ),
     "read_bytes": _lower("Bytes read from a lower tier."),
     "read_seconds": _lower("Time spent in reads of a lower tier."),
     "write_bytes": _lower("Bytes written to a lower tier."),

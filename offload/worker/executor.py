@@ -16,7 +16,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ import numpy as np
 from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
 from offload.messages.report import JobResult, Observed, PresenceReply
 from offload.telemetry.counters import WorkerStats
-from offload.worker.fences import Fences
+from offload.worker.fences import Fences, Reading
 from offload.worker.health import Health
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
 from offload.worker.loads import LoadLane, LoadTask
@@ -74,6 +73,9 @@ class Executor:
         self.limits = limits or ExecutorLimits()
         self.stats = verifier.stats if verifier is not None else WorkerStats()
         self._verifier = verifier
+        self._slab = slab
+        self._staging = len(staging)
+        self._reported_slots = self.usable_slots
         self._engine = engine
         self._groups = {group.group: group for group in groups}
         self._tiers = tuple(tiers)
@@ -166,12 +168,14 @@ class Executor:
             self._verifier.before_step(plan)
 
     def fence(self, jobs: Sequence[int]) -> None:
-        """Wait until these stores have read their GPU blocks, at most ``fence_timeout_s``.
+        """Wait until these stores have read their GPU blocks, or until the GPU will let them read
+        before anything launched from now on; at most ``fence_timeout_s``.
 
         A store that has not started by then never will. A store that is under way is failed,
         whatever it copies. In both cases its slot is never committed.
         """
-        self.stats.fence_timeouts += self._fences.wait(jobs, self.limits.fence_timeout_s)
+        timeout_s = self.limits.fence_timeout_s
+        self.stats.fence_timeouts += self._fences.wait(jobs, timeout_s, self._engine.hold_compute)
 
     def poison(self, jobs: Sequence[int]) -> None:
         """Fail these stores, whatever they still copy."""
@@ -206,7 +210,14 @@ class Executor:
         while self._answers:
             number, answer = self._answers.popleft()
             out.report.answers[number] = answer
+        if (usable := self.usable_slots) > self._reported_slots:
+            out.report.usable[self.rank] = self._reported_slots = usable
         return out
+
+    @property
+    def usable_slots(self) -> int:
+        """The planner's slots that are pinned by now, if they are to be pinned."""
+        return max(0, self._slab.usable_slots - self._staging)
 
     def _watch_loop(self) -> None:
         """Give up loads that should have ended long ago, and check that the loop is still running.
@@ -237,7 +248,7 @@ class Executor:
     def accept(
         self,
         plan: StepPlan,
-        sources: dict[int, Future[None]],
+        sources: dict[int, Reading],
         loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
@@ -257,7 +268,7 @@ class Executor:
     def _accept(
         self,
         plan: StepPlan,
-        sources: dict[int, Future[None]],
+        sources: dict[int, Reading],
         loads: dict[int, OpenLoad],
         after: object | None,
         unanswered: Unanswered,
@@ -287,7 +298,7 @@ class Executor:
                 unanswered.jobs.remove(load.job)
             unanswered.loads.remove(load)
 
-    def _accept_store(self, store: StoreJob, source: Future[None], after: object | None) -> None:
+    def _accept_store(self, store: StoreJob, source: Reading, after: object | None) -> None:
         if self.degraded:
             _reads_nothing(source)
             self._answer(store.job, JobResult(failed=True))
@@ -308,13 +319,15 @@ class Executor:
             source.set_result(None)
             self._answer(store.job, JobResult(failed=True))
             return
+        if ticket.submitted is not None:
+            ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
         nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
         ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
 
     def _stored(
         self,
         job: int,
-        source: Future[None],
+        source: Reading,
         nbytes: int,
         started: float,
         error: TransferError | None,
@@ -334,7 +347,7 @@ class Executor:
             self._spawn(self._verifier.settled()).add_done_callback(end)
 
     def _end_store(
-        self, job: int, source: Future[None], error: TransferError | None, *_task: object
+        self, job: int, source: Reading, error: TransferError | None, *_task: object
     ) -> None:
         source.set_result(None)
         self._answer(job, JobResult(failed=error is not None))
@@ -479,7 +492,7 @@ class Executor:
             self._verifier.stop()
 
 
-def _reads_nothing(source: Future[None]) -> None:
+def _reads_nothing(source: Reading) -> None:
     """Mark a store that never begins as having read its blocks: no fence has to wait for it."""
     if source.set_running_or_notify_cancel():
         source.set_result(None)

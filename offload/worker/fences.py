@@ -1,34 +1,63 @@
 """Fences of one rank: a step waits for stores that still read the blocks it is about to overwrite.
 
-Belongs to the thread that drives vLLM's model runner. The loop only completes the futures.
+On a GPU the step waits only until the store is submitted. From then on the GPU itself keeps the
+order: what the model launches next waits for the end of the copy.
+
+Belongs to the thread that drives vLLM's model runner. The loop and the copy lanes only complete the
+futures.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 
 from offload.messages.plan import StoreJob
 from offload.messages.report import JobResult
+
+logger = logging.getLogger(__name__)
+
+
+class Reading(Future[None]):
+    """A store that reads its GPU blocks; completed when it has read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._end: Future[object | None] = Future()
+        self.add_done_callback(lambda _: self._end_is(None))
+
+    def will_end_at(self, event: object) -> None:
+        """The store is submitted; on the GPU ``event`` marks its end. From any thread."""
+        self._end_is(event)
+
+    def end(self, timeout_s: float) -> object | None:
+        """Wait for the event that marks the end, or for the end itself (``None``)."""
+        return self._end.result(timeout_s)
+
+    def _end_is(self, event: object | None) -> None:
+        with suppress(InvalidStateError):  # the end itself may come first
+            self._end.set_result(event)
 
 
 class Fences:
     """The stores that were posted and not answered yet, by job."""
 
     def __init__(self) -> None:
-        self._reading: dict[int, Future[None]] = {}
+        self._reading: dict[int, Reading] = {}
         self._poisoned: set[int] = set()
         self._missed: set[int] = set()  # jobs for which a step has waited without success
 
     def __len__(self) -> int:
         return len(self._reading)
 
-    def add(self, stores: Iterable[StoreJob]) -> dict[int, Future[None]]:
+    def add(self, stores: Iterable[StoreJob]) -> dict[int, Reading]:
         """Add stores. Each future must be completed when the store has read its blocks; a store
         whose future is cancelled must not begin."""
-        added: dict[int, Future[None]] = {store.job: Future() for store in stores}
+        added = {store.job: Reading() for store in stores}
         self._reading |= added
         return added
 
@@ -42,7 +71,7 @@ class Fences:
         reading = self._reading.get(job)
         return reading is not None and not reading.done()
 
-    def wait(self, jobs: Sequence[int], timeout_s: float) -> int:
+    def wait(self, jobs: Sequence[int], timeout_s: float, hold: Callable[[object], None]) -> int:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
         Returns how many have not; they are poisoned. A store that is already poisoned is not waited
@@ -56,12 +85,27 @@ class Fences:
             if reading is None or job in self._poisoned:
                 continue
             try:
-                reading.result(0.0 if self._missed else max(0.0, deadline - time.monotonic()))
+                self._wait(reading, deadline, hold)
             except (FutureTimeoutError, CancelledError):
                 self.poison([job])
                 self._missed.add(job)
                 missed += 1
         return missed
+
+    def _wait(self, reading: Reading, deadline: float, hold: Callable[[object], None]) -> None:
+        """Wait for one store. Raises ``FutureTimeoutError`` or ``CancelledError`` if it fails."""
+
+        def left() -> float:
+            return 0.0 if self._missed else max(0.0, deadline - time.monotonic())
+
+        event = reading.end(left())
+        if event is not None and not reading.done():
+            try:
+                hold(event)
+                return
+            except Exception as error:  # the GPU's driver: wait here instead
+                logger.warning("kvtiers: the model's stream cannot wait for a copy: %s", error)
+        reading.result(left())
 
     def poison(self, jobs: Iterable[int]) -> None:
         """Fail these stores, whatever they still copy. One that has not begun never will."""

@@ -104,25 +104,33 @@ def make_memory(
         raise ConfigError(problems)
     counts = slot_counts(config, slot_bytes, shares)
     device = registration.device
-    slab = make_slab(slot_bytes, counts.slots + counts.staging, device, config.cpu.pin)
+    total = counts.slots + counts.staging
+    slab = make_slab(slot_bytes, total, device, config.cpu.pin, at_once=counts.staging)
     undo.callback(slab.close)
     engine = make_engine(registration, slab, device)
     undo.callback(engine.close)
     return RankMemory(slab, engine, groups, counts, slot_bytes)
 
 
-def make_slab(slot_bytes: int, slots: int, device: torch.device, pin: str) -> HostSlab:
-    """The slots of the CPU tier, pinned for a GPU unless ``pin`` is ``"off"``."""
+def make_slab(
+    slot_bytes: int, slots: int, device: torch.device, pin: str, *, at_once: int = 0
+) -> HostSlab:
+    """The slots of the CPU tier, pinned for a GPU unless ``pin`` is ``"off"``: ``at_once`` of them
+    before this returns, the others in the background."""
     pins = device.type == "cuda" and pin != "off"
     try:
         with ExitStack() as undo:
             node = _gpu_node(device) if pins else None
             slab = HostSlab(
-                slot_bytes, slots, pin=pins, pin_fallback=pin == "prefer", numa_node=node
+                slot_bytes,
+                slots,
+                pin=pins,
+                pin_fallback=pin == "prefer",
+                numa_node=node,
             )
             undo.callback(slab.close)
-            if pins:
-                slab.wait_ready(1)  # a memlock limit shows at the first piece
+            if pins:  # a memlock limit shows at the first piece
+                slab.wait_ready(max(1, at_once))
             undo.pop_all()
         return slab
     except Exception as error:  # without memory there is no CPU tier, whatever the error
@@ -187,6 +195,8 @@ async def open_rank(
         counts.slots,
         memory.slot_bytes,
         tuple(states),
+        executor.usable_slots,
+        memory.engine.ways(),
     )
     return OpenRank(executor, state)
 

@@ -127,8 +127,9 @@ class Cuda:
         """Stop one stream, or all, until ``release``."""
         self.library.kvt_hold(ctypes.c_void_p(stream or 0), 1, int(stream is None))
 
-    def release(self) -> None:
-        self.library.kvt_hold(None, 0, 1)
+    def release(self, stream: int | None = None) -> None:
+        """Let one stream go on, or all."""
+        self.library.kvt_hold(ctypes.c_void_p(stream or 0), 0, int(stream is None))
 
     def launch(self, kernel: Callable[[], object], stream: int = 0) -> None:
         """Run ``kernel`` on a stream, late."""

@@ -223,16 +223,15 @@ class World:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        def engine(registration: Any, slab: Any, _: object) -> SimulatedCopyEngine:
-            groups, blocks = registration.groups, registration.num_blocks
-            return SimulatedCopyEngine(groups, slab, num_blocks=blocks, seed=self.seed)
-
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "EventLoopThread", PumpedLoop)
-            patch.setattr(runtime, "make_engine", engine)
+            patch.setattr(runtime, "make_engine", self._make_engine)
             patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
             patch.setattr(VllmConfig, "use_v2_model_runner", self._conditions.runner == 2)
             yield
+
+    def _make_engine(self, found: Any, slab: Any, _: object) -> Any:
+        return SimulatedCopyEngine(found.groups, slab, num_blocks=found.num_blocks, seed=self.seed)
 
     def _make_tier(self, spec: Any) -> Tier:
         options = {"namespace": spec.namespace, "rank": spec.rank, "epoch": spec.epoch}
@@ -448,9 +447,10 @@ class World:
             self.scheduler.update_draft_token_ids(step.drafts)
 
     def _fence_and_turn(self, jobs: Any) -> None:
-        """The loop turns until the fenced stores have read, as its own thread would see to."""
+        """The loop turns until the fenced stores are submitted, as its own thread would."""
         for _ in range(10_000):
-            if not any(map(self.executor._fences.is_reading, jobs)):
+            fenced = filter(None, map(self.executor._fences._reading.get, jobs))
+            if all(reading._end.done() for reading in fenced):
                 break
             self._loop.turn(1)
             self.engine.advance()

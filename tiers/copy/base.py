@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,13 @@ class Ticket(ABC):
         """Run ``call`` on the running loop after the end, with the reason if the copy failed. This
         needs no task, so no cancellation can prevent it."""
 
+    @property
+    def submitted(self) -> Future[object] | None:
+        """Completes when the copy has been given to the device, with the event that marks its end
+        there (``CopyEngine.hold_compute`` takes it); never, if it has no such event. ``None``
+        where compute is synchronous, so that only the end itself is worth a wait."""
+        return None
+
     async def ended(self) -> None:
         """Like ``completed``, for the owner of the memory: a cancelled wait continues until the
         copy has ended, however often it is cancelled, and only then raises ``CancelledError``."""
@@ -109,18 +117,35 @@ class Ticket(ABC):
             raise cancelled
 
 
+@dataclass(frozen=True, slots=True)
+class CopyWay:
+    """One way in which an engine can copy a group in one direction (``store`` or ``load``): its
+    name, True if the engine uses it, and the bytes per second that it measured, if it did."""
+
+    group: int
+    direction: str
+    name: str
+    is_used: bool
+    bytes_per_second: float | None = None
+
+
 class CopyEngine(ABC):
     """Two FIFO lanes, store (GPU to slab) and load (slab to GPU), independent of each other.
 
     ``after`` is what the copy must wait for on the compute stream (an event recorded by
     ``record_event``); ``None`` means that the data is ready now. Submitting never blocks on a
-    copy. Called from the offload loop's thread only; ``record_event`` from the model-runner
-    thread.
+    copy. Called from the offload loop's thread only; ``record_event`` and ``hold_compute`` from
+    the model-runner thread.
     """
 
     @abstractmethod
     def record_event(self) -> object | None:
         """Mark the current end of the compute stream; ``None`` where compute is synchronous."""
+
+    def hold_compute(self, event: object) -> None:
+        """Let whatever is launched on the compute stream from now on wait for the end of a copy,
+        ``Ticket.submitted``'s event. From the model-runner thread; does not block."""
+        raise TypeError(f"compute does not wait for events here: {event!r}")
 
     @abstractmethod
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
@@ -129,6 +154,11 @@ class CopyEngine(ABC):
     @abstractmethod
     def submit_load(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         """Copy slots into blocks."""
+
+    def ways(self) -> tuple[CopyWay, ...]:
+        """Return the ways of copying that were compared or are used; empty if there is only
+        one."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

@@ -23,7 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
+from tiers.copy.base import (
+    CopyBatch,
+    CopyEngine,
+    CopyWay,
+    GroupRegions,
+    Ticket,
+    TransferError,
+)
 from tiers.copy.cuda_kernel import CopyKernel
 from tiers.copy.cuda_lanes import CudaEvent, CudaLane, EventPool
 from tiers.copy.cuda_paths import (
@@ -57,8 +64,8 @@ class CudaCopyEngine(CopyEngine):
 
     While it starts it copies blocks to the first pinned slots and back, so nothing else may use
     either by then. The model-runner thread, on whose current stream the model runs, calls
-    ``record_event``; one other thread calls everything else. Raises ``DriverError`` where there is
-    no CUDA and ``ValueError`` when a chunk does not fit a slot.
+    ``record_event`` and ``hold_compute``; one other thread calls everything else. Raises
+    ``DriverError`` where there is no CUDA and ``ValueError`` when a chunk does not fit a slot.
     """
 
     def __init__(
@@ -111,6 +118,11 @@ class CudaCopyEngine(CopyEngine):
         with self._driver.within(self._context):
             return self._events.record(stream)
 
+    def hold_compute(self, event: object) -> None:
+        assert isinstance(event, CudaEvent), event
+        with self._driver.within(self._context):
+            self._driver.stream_wait_event(self._compute_stream(), event.handle)
+
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         return self._submit(self._store, batches, after)
 
@@ -129,6 +141,13 @@ class CudaCopyEngine(CopyEngine):
             (group, "store" if to_slab else "load"): choice
             for (group, to_slab), choice in self._choices.items()
         }
+
+    def ways(self) -> tuple[CopyWay, ...]:
+        return tuple(
+            CopyWay(group, way, path.name.lower(), path is choice.path, choice.rates.get(path))
+            for (group, way), choice in self.choices().items()
+            for path in {choice.path: 0} | dict(choice.rates)
+        )
 
     def failures(self) -> dict[str, int]:
         """Count the failures by kind; each kind is logged once (``tiers.copy.failures``)."""

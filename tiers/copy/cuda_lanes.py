@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -72,6 +73,24 @@ class EventPool:
             self._driver.destroy_event(self._free.pop())
 
 
+class CudaTicket(FutureTicket):
+    """A ticket whose end the compute stream can wait for."""
+
+    __slots__ = ("_submitted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._submitted: Future[object] = Future()
+
+    @property
+    def submitted(self) -> Future[object] | None:
+        return self._submitted
+
+    def ends_at(self, event: CudaEvent) -> None:
+        """Everything of this copy lies before ``event`` on its stream."""
+        self._submitted.set_result(event)
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A submitted job. If no ``end`` could be recorded, the job ends with the stream."""
@@ -98,7 +117,7 @@ class CudaLane:
         self._context = context
         self._events = events
         self._failures = failures
-        self._jobs: queue.SimpleQueue[tuple[Job, CudaEvent | None, FutureTicket] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[Job, CudaEvent | None, CudaTicket] | None] = (
             queue.SimpleQueue()
         )
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
@@ -121,7 +140,7 @@ class CudaLane:
 
     def submit(self, job: Job, after: CudaEvent | None) -> Ticket:
         """Queue a job that runs after ``after``; the ticket completes when it has been copied."""
-        ticket = FutureTicket()
+        ticket = CudaTicket()
         if self._closed:
             ticket.finish(TransferError("the copy engine is closed"))
         else:
@@ -164,10 +183,13 @@ class CudaLane:
         """The submitting thread."""
         while (item := self._jobs.get()) is not None:
             job, after, ticket = item
-            self._flights.put(self._submit_one(job, after, ticket))
-            del item, job, after, ticket
+            flight = self._submit_one(job, after, ticket)
+            if flight.end is not None:
+                ticket.ends_at(flight.end)
+            self._flights.put(flight)
+            del item, job, after, ticket, flight
 
-    def _submit_one(self, job: Job, after: CudaEvent | None, ticket: FutureTicket) -> _Flight:
+    def _submit_one(self, job: Job, after: CudaEvent | None, ticket: CudaTicket) -> _Flight:
         kept: list[object] = []
         ends: list[CudaEvent] = []
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import mmap
 import os
 import threading
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +34,13 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-PIECE_BYTES = 64 * 2**20
-"""Preparation proceeds in pieces of about this size, so that closing never waits for long and
-the first slots are usable at once."""
+PIECE_BYTES = 8 * 2**20
+"""Preparation proceeds in pieces of about this size. Registering memory holds locks of the driver
+that every other CUDA call of the machine may need: about 8 ms for this much where it is slowest."""
+
+PAUSE_SHARE = 1.0
+"""In the background the driver is left alone after each piece, for this many times as long as the
+piece took."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module. Keeps the content.
 
@@ -55,7 +61,8 @@ class HostSlab:
 
     The pages are faulted in (and, with ``pin``, registered with CUDA) from slot 0 upwards by a
     background thread; ``background=False`` does it before the constructor returns. Any slot may
-    be used by the CPU at once; ``pinned_slots`` says which are registered, ``wait_ready`` waits.
+    be used by the CPU at once; ``pinned_slots`` says which are registered, ``usable_slots`` which
+    to use, and ``wait_ready`` waits. Pieces are whole pages of ``page_bytes``, the machine's.
 
     ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the rest
     stays unregistered, instead of ``SlabError`` at ``wait_ready``. ``numa_node``: prefer memory
@@ -76,6 +83,7 @@ class HostSlab:
         background: bool = True,
         registrar: Registrar | None = None,
         piece_bytes: int = PIECE_BYTES,
+        page_bytes: int = mmap.PAGESIZE,
     ) -> None:
         if slot_bytes < 1 or slot_count < 1:
             raise ValueError(f"a slab needs slots: got {slot_count} slots of {slot_bytes} bytes")
@@ -86,7 +94,9 @@ class HostSlab:
         self._pin_fallback = pin_fallback
         self._registering = pin
         self._registered: dict[int, int] = {}  # address -> bytes
-        self._piece_slots = max(1, piece_bytes // self.slot_stride)
+        self._page_bytes = page_bytes
+        self._piece_slots = _piece_slots(self.slot_stride, piece_bytes, page_bytes)
+        self._pauses = background
         self._condition = threading.Condition()
         self._ready_slots = 0
         self._pinned_slots = 0
@@ -94,8 +104,10 @@ class HostSlab:
         self._stopping = False
         self._closed = False
 
-        self._map = _map_memory(self.size_bytes)
-        self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._map = _map_memory(_rounded_up(self.size_bytes, page_bytes), page_bytes)
+        mapped = np.frombuffer(self._map, dtype=np.uint8)
+        start = -int(mapped.ctypes.data) % page_bytes
+        self._bytes: Bytes | None = mapped[start : start + self.size_bytes]
         self.address: int = int(self._bytes.ctypes.data)
         if numa_node is not None:
             prefer_node(self.address, self.size_bytes, numa_node)
@@ -150,6 +162,16 @@ class HostSlab:
         """Slots ``[0, pinned_slots)`` are registered with CUDA. Only grows."""
         with self._condition:
             return self._pinned_slots
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots ``[0, usable_slots)`` are for copies. Only grows. With ``pin`` these are the
+        registered ones, because copies of the others are slow and hold up their lane; all of them
+        without it, or when pinning was given up (``pin_fallback``)."""
+        with self._condition:
+            if self._registrar is not None and self._failure is not None:
+                return self._ready_slots
+            return self._pinned_slots if self._registering else self.slot_count
 
     @property
     def failure(self) -> SlabError | None:
@@ -228,12 +250,14 @@ class HostSlab:
                     if self._stopping:
                         return
                 end = min(first + self._piece_slots, self.slot_count)
-                self._prepare_piece(first, end)
+                busy_s = self._prepare_piece(first, end)
                 with self._condition:
                     self._ready_slots = end
                     if self._registering:
                         self._pinned_slots = end
                     self._condition.notify_all()
+                if end < self.slot_count:
+                    self._pause(busy_s * PAUSE_SHARE)
         except SlabError as failure:
             logger.error("%s", failure)
             self._fail(failure)
@@ -241,19 +265,26 @@ class HostSlab:
             logger.exception("preparing the slab failed")
             self._fail(SlabError(f"preparing the slab failed: {failure}"))
 
+    def _pause(self, seconds: float) -> None:
+        """Leave the driver to others, unless somebody waits for all of the slab or closes it."""
+        if self._pauses and seconds > 0.0:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping, seconds)
+
     def _fail(self, failure: SlabError) -> None:
         with self._condition:
             self._failure = failure
             self._condition.notify_all()
 
-    def _prepare_piece(self, first: int, end: int) -> None:
+    def _prepare_piece(self, first: int, end: int) -> float:
         """Slots ``[first, end)``. A piece holds whole slots, so no copy of a slot ever crosses
-        two registrations."""
+        two registrations, and whole pages. Returns how many seconds the driver was busy."""
         address = self.slot_address(first)
-        nbytes = (end - first) * self.slot_stride
+        nbytes = _rounded_up((end - first) * self.slot_stride, self._page_bytes)
         _populate(address, nbytes)
         if self._registrar is None or not self._registering:
-            return
+            return 0.0
+        began = time.monotonic()
         try:
             self._registrar.register(address, nbytes)
         except PinningError as error:
@@ -264,6 +295,7 @@ class HostSlab:
             logger.warning("%s Going on with pageable memory there: its copies are slow.", text)
         else:
             self._registered[address] = nbytes
+        return time.monotonic() - began
 
 
 def _cuda_registrar() -> Registrar:
@@ -284,8 +316,19 @@ def _unregister(registrar: Registrar, address: int) -> None:
         logger.warning("unpinning memory failed: %s", error)
 
 
-def _map_memory(nbytes: int) -> mmap.mmap:
-    """Map ``nbytes`` of zeroed private memory that starts on a page boundary.
+def _rounded_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _piece_slots(stride: int, piece_bytes: int, page_bytes: int) -> int:
+    """The slots of a piece of about ``piece_bytes``: whole slots that are whole pages together."""
+    unit = page_bytes // math.gcd(stride, page_bytes)
+    return max(1, piece_bytes // (unit * stride)) * unit
+
+
+def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
+    """Map ``nbytes`` of zeroed private memory behind a boundary of ``page_bytes``, with as much
+    before it as the boundary may need. The machine's own pages need nothing.
 
     It checks the free memory first because Linux promises more than it has: otherwise the process
     would be killed later, while the pages are faulted in.
@@ -297,7 +340,8 @@ def _map_memory(nbytes: int) -> mmap.mmap:
             f"machine (or in this container). Make the CPU tier smaller."
         )
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        before = 0 if mmap.PAGESIZE % page_bytes == 0 else page_bytes
+        memory = mmap.mmap(-1, nbytes + before, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise SlabError(
             f"the CPU tier needs {nbytes:,} bytes of memory and the kernel refused: {error}. "

@@ -18,6 +18,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -90,12 +91,32 @@ class SimulatedStream:
             self.finished += 1
 
 
+class SimulatedTicket(FutureTicket):
+    """Its end is an event, as on a GPU."""
+
+    __slots__ = ("_submitted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._submitted: Future[object] = Future()
+
+    @property
+    def submitted(self) -> Future[object] | None:
+        return self._submitted
+
+    def ends_at(self, event: SimulatedEvent) -> None:
+        """Everything of this copy lies before ``event``."""
+        self._submitted.set_result(event)
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A copy in flight, for the hazard check. Blocks are (group, block id) pairs."""
+    """A copy in flight, for the hazard check. Blocks are (group, block id) pairs. It ends as the
+    ``end``-th operation of its stream."""
 
     number: int
     kind: str
+    end: int
     slots: frozenset[int]
     blocks: frozenset[tuple[int, int]]
 
@@ -153,6 +174,7 @@ class SimulatedCopyEngine(CopyEngine):
         self._store = SimulatedStream("store")
         self._load = SimulatedStream("load")
         self._jobs: dict[int, _Job] = {}
+        self._ordered: dict[tuple[str, int], int] = {}  # a job's end -> what comes after it
         self._job_count = 0
         self._pumping = False
         self._closed = False
@@ -162,6 +184,12 @@ class SimulatedCopyEngine(CopyEngine):
     def record_event(self) -> object | None:
         with self._lock:
             return self._compute.event()
+
+    def hold_compute(self, event: object) -> None:
+        assert isinstance(event, SimulatedEvent), event
+        with self._lock:
+            self._compute.submit(Operation(deque(), event))
+            self._ordered[event.stream.name, event.position] = self._compute.submitted
 
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         return self._submit(self._store, batches, after)
@@ -215,7 +243,7 @@ class SimulatedCopyEngine(CopyEngine):
     def _submit(
         self, stream: SimulatedStream, batches: Sequence[CopyBatch], after: object | None
     ) -> Ticket:
-        ticket = FutureTicket()
+        ticket = SimulatedTicket()
         assert after is None or isinstance(after, SimulatedEvent), after
         with self._lock:
             try:
@@ -226,10 +254,12 @@ class SimulatedCopyEngine(CopyEngine):
                 # Through the stream, so that a failed ticket keeps its place in the order.
                 parts: deque[Part] = deque([partial(ticket.finish, failure)])
             else:
-                number = self._enlist(stream.name, batches)
+                number = self._enlist(stream, batches, after)
                 parts = deque(self._moves(stream, copies))
                 parts.append(partial(self._finish, number, ticket))
             stream.submit(Operation(parts, after))
+            end = stream.event()
+        ticket.ends_at(end)
         if self._closed:
             self.run_all()
         elif self._automatic:
@@ -240,13 +270,19 @@ class SimulatedCopyEngine(CopyEngine):
         del self._jobs[number]
         ticket.finish(None)
 
-    def _enlist(self, kind: str, batches: Sequence[CopyBatch]) -> int:
+    def _enlist(
+        self,
+        stream: SimulatedStream,
+        batches: Sequence[CopyBatch],
+        after: SimulatedEvent | None,
+    ) -> int:
         """Note a job in flight and the memory that it must not share with other jobs. Returns its
         number."""
         self._job_count += 1
         job = _Job(
             number=self._job_count,
-            kind=kind,
+            kind=stream.name,
+            end=stream.submitted + 1,
             slots=frozenset(int(slot) for batch in batches for slot in batch.slots),
             blocks=frozenset(
                 (batch.group, int(block))
@@ -256,9 +292,15 @@ class SimulatedCopyEngine(CopyEngine):
             ),
         )
         for other in self._jobs.values():
-            self.hazards.extend(_hazards(other, job))
+            if not self._is_behind(after, other):
+                self.hazards.extend(_hazards(other, job))
         self._jobs[job.number] = job
         return job.number
+
+    def _is_behind(self, after: SimulatedEvent | None, other: _Job) -> bool:
+        """True if what waits for ``after`` also waits for the other job (``hold_compute``)."""
+        position = self._ordered.get((other.kind, other.end))
+        return after is not None and position is not None and after.position >= position
 
     def _moves(self, stream: SimulatedStream, copies: Descriptors) -> Iterator[Part]:
         """The job's copies in random order, cut into random parts."""

@@ -93,6 +93,7 @@ class StatsCollector:
             return {}
         gauges: dict[str, float] = {"loading_chunks": planner.loads.loading}
         gauges |= self._set_aside_at
+        gauges |= self._scheduler.copy_gauges
         kept = self._scheduler.kept()
         depths = (planner.stores.storing, *(queue.depth for queue in planner.write_through.queues))
         for index, storing in zip((planner.cpu, *planner.lower), depths, strict=True):

@@ -70,6 +70,7 @@ class SchedulerSide:
         self.log = log or RequestLog()
         self.lookups: Lookups | None = None
         self.unit_bytes: Mapping[str, int] = {}
+        self.copy_gauges: Mapping[str, float] = {}
         self._endings: FinishedRequests | None = None
         self._stores: StoreProgress | None = None
         self._max_pinned_share = max_pinned_share

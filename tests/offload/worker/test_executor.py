@@ -32,7 +32,7 @@ from tiers.base import Tier
 from tiers.slab.slab import HostSlab
 from tiers.testing.faults import FailingTier, HoldingTier, nth
 from tiers.testing.memory_tier import MemoryTier
-from tiers.testing.simulated_copy import SimulatedCopyEngine
+from tiers.testing.simulated_copy import SimulatedCopyEngine, SimulatedTicket
 
 SLOTS = 8
 KEYS = [key + bytes(4) for key in keys(8)]
@@ -139,19 +139,23 @@ async def test_store_write_load_each_answered_once() -> None:
         assert wrong_blocks(rank.caches, keys(3), [10, 11, 12]) == []
 
 
-async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
+async def test_a_fence_returns_after_the_store_has_read_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where compute is synchronous. On a GPU: test_executor_cuda.py."""
+    monkeypatch.setattr(SimulatedTicket, "submitted", None)
     async with rank_with(fence_timeout_s=PATIENCE_S) as rank:
         compute(rank.caches, keys(1), [1])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
         waits = threading.Event()
         reading: Any = rank.executor._fences._reading[1]
-        result = reading.result
+        result = reading.end
 
         def wait(timeout: float) -> Any:
             waits.set()
             return result(timeout)
 
-        reading.result = wait
+        reading.end = wait
         fence = asyncio.create_task(asyncio.to_thread(rank.executor.fence, [1]))
         while not waits.is_set() and not fence.done():  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)

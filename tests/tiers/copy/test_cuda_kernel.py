@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +110,6 @@ def rows_of(chunk: int) -> list[list[int]]:
 async def test_a_list_is_written_again_only_when_its_launch_has_run(world: World) -> None:
     """More launches wait than there are lists. The first copies another chunk than the rest."""
     launches = world.cuda.calls("cuLaunchKernel")
-    waits = world.cuda.calls("cuEventSynchronize")
     for slot in range(SLOTS):
         world.slot(slot)[:] = 0
     world.cuda.hold()
@@ -119,15 +118,55 @@ async def test_a_list_is_written_again_only_when_its_launch_has_run(world: World
         world.engine.submit_store([batch([1 + n % 5], rows_of(1 + n % 5))])
         for n in range(LISTS + 2)
     ]
-    await asyncio.to_thread(world.cuda.await_call, "cuLaunchKernel", launches + LISTS)
-    # One wait is for the end of the first job, the other for its list.
-    await asyncio.to_thread(world.cuda.await_call, "cuEventSynchronize", waits + 2)
-    assert world.cuda.calls("cuLaunchKernel") == launches + LISTS
+
+    def launched() -> int:
+        return world.cuda.calls("cuLaunchKernel") - launches
+
+    await until(lambda: launched() >= LISTS)
+    # Of two waits, one is for the end of the first job and the other for its list.
+    await until(lambda: world.cuda.calls("cuEventSynchronize") >= 2 or launched() > LISTS)
+    assert launched() == LISTS
     world.cuda.release()
     for ticket in tickets:
         await ticket.completed()
     for slot in range(SLOTS):
         np.testing.assert_array_equal(world.slot(slot), world.cache.chunk(rows_of(slot)[0]))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    while not is_so():  # noqa: ASYNC110 (set by a thread)
+        await asyncio.sleep(0.001)
+
+
+async def test_a_list_whose_launch_left_no_event_is_kept_until_its_stream_has_run(
+    world: World,
+) -> None:
+    """Otherwise the launch would do the copies of a later job, before that job may begin."""
+    launches, waits = (world.cuda.calls(name) for name in ("cuLaunchKernel", "cuStreamSynchronize"))
+    world.slot(5)[:] = 9
+    old = world.cache.chunk(rows_of(5)[0])
+    world.cuda.hold()
+    world.cuda.fail("cuEventRecord", 2, nth=1)
+    tickets = [world.engine.submit_load([batch([0], rows_of(0))]) for _ in range(LISTS)]
+    await until(lambda: world.cuda.calls("cuLaunchKernel") == launches + LISTS)
+    world.cuda.launch(lambda: None)  # on the model's stream, which stands still
+    late = world.engine.submit_load([batch([5], rows_of(5))], world.engine.record_event())
+    await until(
+        lambda: (
+            world.cuda.calls("cuStreamSynchronize") > waits
+            or world.cuda.calls("cuLaunchKernel") > launches + LISTS
+        )
+    )
+    world.cuda.release(world.engine._load.stream)
+    with pytest.raises(TransferError, match="cuEventRecord"):
+        await tickets[0].completed()
+    for ticket in tickets[1:]:
+        await ticket.completed()
+    np.testing.assert_array_equal(world.cache.chunk(rows_of(5)[0]), old)
+    world.cuda.release()
+    await late.completed()
+    assert (world.cache.chunk(rows_of(5)[0]) == 9).all()
 
 
 async def test_a_job_longer_than_all_lists_is_copied(world: World) -> None:

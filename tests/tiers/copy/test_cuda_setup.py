@@ -95,6 +95,13 @@ async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
         assert store == {KERNEL: pytest.approx(rate / 0.9), BATCH: pytest.approx(rate)}
         assert load == {KERNEL: pytest.approx(rate * 5), BATCH: pytest.approx(rate)}
         np.testing.assert_array_equal(cache.storage, before, "the measurement changed the cache")
+        ways = [(way.direction, way.name, way.is_used) for way in world.engine.ways()]
+        assert sorted(ways) == [
+            ("load", "batch", False),
+            ("load", "kernel", True),
+            ("store", "batch", True),
+            ("store", "kernel", False),
+        ]
     finally:
         world.close()
     lines = [record.getMessage() for record in caplog.records]
@@ -115,7 +122,9 @@ async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
         world.cuda.hold(MODEL_STREAM)
         world.cuda.launch(lambda: cache.storage.fill(0))
         opening = asyncio.create_task(asyncio.to_thread(world.open_engine))
-        await asyncio.to_thread(world.cuda.await_call, "cuStreamWaitEvent", 4)
+        while world.cuda.calls("cuStreamWaitEvent") < 4 and not opening.done():  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.001)
+        assert not opening.done(), "measured while the model's stream stood still"
         world.cuda.release()
         await opening
         assert not cache.storage.any()

@@ -8,13 +8,17 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.libcuda import strict_cuda
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT
+from tiers.slab import slab as slab_module
+from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.pinning import PinningError, pinning_advice
 from tiers.slab.slab import HostSlab, SlabError
 
@@ -138,13 +142,14 @@ class RecordingRegistrar:
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.live: dict[int, int] = {}
-        self.calls = 0
+        self.asked = self.calls = 0
         self.gate = threading.Semaphore(0)
         self.held = False
         self.closed = 0
         self._fail_at = fail_at
 
     def register(self, address: int, nbytes: int) -> None:
+        self.asked += 1
         if self.held:
             self.gate.acquire()
         self.calls += 1
@@ -179,6 +184,97 @@ def test_pieces_cover_the_slab_exactly_and_never_cut_a_slot(registrar: Recording
         assert nbytes % slab.slot_stride == 0
     assert sum(nbytes for _, nbytes in pieces) == slab.size_bytes
     assert slab.pinned
+    slab.close()
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "slots"), [(4096, 100), (5000, 33), (65536, 5), (69632, 17)]
+)
+def test_on_a_machine_with_larger_pages_pieces_are_whole_pages(slot_bytes: int, slots: int) -> None:
+    """The library registers whole pages of 64 KiB only, and no page twice."""
+    with strict_cuda(page=65536) as cuda:
+        slab = HostSlab(
+            slot_bytes,
+            slots,
+            pin=True,
+            registrar=CudaRegistrar(0, cuda.driver),
+            piece_bytes=100_000,
+            page_bytes=65536,
+            background=False,
+        )
+        pieces = sorted(cuda.registered().items())
+        assert len(pieces) > 1
+        for (start, nbytes), (following, _) in itertools.pairwise(pieces):
+            assert start + nbytes == following
+            assert (start - slab.address) % slab.slot_stride == 0, "a slot in two pieces"
+        assert pieces[0][0] == slab.address
+        assert sum(nbytes for _, nbytes in pieces) >= slab.size_bytes
+        slab.slot(slots - 1)[:] = 7
+        slab.close()
+
+
+class Slow(RecordingRegistrar):
+    """Takes a while, and notes how long it was left alone between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.took: list[float] = []
+        self.pauses: list[float] = []
+        self._ended = time.monotonic()
+
+    def register(self, address: int, nbytes: int) -> None:
+        began = time.monotonic()
+        self.pauses.append(began - self._ended)
+        time.sleep(0.02)
+        super().register(address, nbytes)
+        self._ended = time.monotonic()
+        self.took.append(self._ended - began)
+
+
+def test_between_pieces_the_driver_is_left_alone_as_long_as_a_piece_took() -> None:
+    registrar = Slow()
+    slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
+    assert slab.wait_ready()
+    slab.close()
+    # A pause is measured from outside, so it is never shorter than what was asked for.
+    for took, pause in zip(registrar.took, registrar.pauses[1:], strict=False):
+        assert pause >= 0.9 * took
+
+
+def test_closing_does_not_wait_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "PAUSE_SHARE", 1e9)
+    registrar = Slow()
+    slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
+    slab.wait_ready(1)
+    slab.close()
+    assert registrar.calls == 1
+
+
+def test_slots_are_for_use_once_they_are_pinned(registrar: RecordingRegistrar) -> None:
+    registrar.held = True
+    slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
+    assert slab.usable_slots == 0
+    registrar.gate.release()
+    slab.wait_ready(1)
+    assert slab.usable_slots == 1
+    registrar.gate.release(3)
+    slab.wait_ready()
+    assert slab.usable_slots == 4
+    slab.close()
+
+
+def test_without_pinning_every_slot_is_for_use_at_once() -> None:
+    slab = HostSlab(4096, 4)
+    assert slab.usable_slots == 4
+    slab.close()
+
+
+@pytest.mark.parametrize(("fallback", "usable"), [(True, 5), (False, 2)])
+def test_after_a_failed_registration_the_rest_is_used_if_asked(fallback: bool, usable: int) -> None:
+    registrar = RecordingRegistrar(fail_at=3)
+    slab = HostSlab(4096, 5, pin=True, pin_fallback=fallback, registrar=registrar, piece_bytes=4096)
+    slab._thread.join()
+    assert slab.usable_slots == usable
     slab.close()
 
 
@@ -227,11 +323,16 @@ def test_closing_while_pinning_ends_the_wait_and_unpins(registrar: RecordingRegi
     assert outcome == ["the slab was closed while it was being prepared"]
 
 
-def test_preparing_can_be_stopped_without_waiting(registrar: RecordingRegistrar) -> None:
+def test_preparing_can_be_stopped_without_waiting(
+    registrar: RecordingRegistrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module, "PAUSE_SHARE", 0.0)
     registrar.held = True
     slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
     registrar.gate.release()
     slab.wait_ready(1)
+    while registrar.asked < 2:
+        time.sleep(0.001)
     slab.stop_preparing()  # returns, though a registration is under way and held
     with pytest.raises(SlabError, match="closed while it was being prepared"):
         slab.wait_ready()

@@ -1,0 +1,157 @@
+"""The executor over the CUDA engine and the libcuda in host memory: the fence without a stall."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from offload.layout.registration import GroupCaches, register_kv_caches
+from offload.messages.plan import StepPlan, StoreJob
+from offload.worker.executor import Executor
+from offload.worker.pending import Drained, ExecutorLimits
+from tests.libcuda import Cuda, strict_cuda
+from tests.offload.small_model import BLOCKS, kv_caches
+from tests.patience import PATIENCE_S
+from tests.tiers.copy.engine_on_libcuda import MODEL_STREAM
+from tiers.copy.cuda_engine import CudaCopyEngine
+from tiers.slab.cuda_registrar import CudaRegistrar
+from tiers.slab.slab import HostSlab
+
+LAYERS = ("layers.0", "layers.1")
+FENCE_S = 60.0
+"""Far longer than a submission takes; a fence that waits for a copy that stands still ends then."""
+
+
+class Rank:
+    """An executor as a worker has it; blocks of its caches are the GPU's memory."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.caches = {name: kv_caches()[name] for name in LAYERS}
+        for cache in self.caches.values():
+            cuda.on_device(cache.data_ptr(), cache.nbytes)
+        cuda.make_current()
+        registration = register_kv_caches(BLOCKS, [GroupCaches(0, 1, self.caches)])
+        self.slab = HostSlab(
+            8192, 6, pin=True, registrar=CudaRegistrar(0, cuda.driver), background=False
+        )
+        self.engine = CudaCopyEngine(
+            registration.groups,
+            self.slab,
+            num_blocks=BLOCKS,
+            device=0,
+            driver=cuda.driver,
+            compute_stream=lambda: MODEL_STREAM,
+        )
+        limits = ExecutorLimits(fence_timeout_s=FENCE_S)
+        self.executor = Executor(self.slab, self.engine, registration.groups, limits=limits)
+
+    def fill(self, block: int, value: int) -> None:
+        """A kernel of the model that overwrites a block."""
+        for cache in self.caches.values():
+            self.cuda.launch(lambda cache=cache: cache[block].fill_(value), MODEL_STREAM)
+
+    async def result(self) -> Drained:
+        """Wait for the answers of the jobs under way."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (drained := self.executor.drain()).report.results:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+        return drained
+
+
+@asynccontextmanager
+async def rank() -> AsyncIterator[Rank]:
+    with strict_cuda() as cuda:
+        one = Rank(cuda)
+        one.executor.start()
+        try:
+            yield one
+        finally:
+            cuda.release()
+            await one.executor.aclose(PATIENCE_S)
+            one.slab.close()
+
+
+async def fence_in_time(one: Rank) -> None:
+    """The model's thread fences job 1, while the loop runs."""
+    await asyncio.to_thread(one.executor.fence, [1])
+
+
+async def test_a_fence_does_not_wait_for_the_copy_and_the_bytes_are_right() -> None:
+    async with rank() as one:
+        one.fill(3, 7)
+        one.cuda.await_idle()
+        one.cuda.hold(one.engine._store.stream)  # the copy does not move
+        one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
+        await fence_in_time(one)
+        assert one.executor.stats.fence_timeouts == 0, "the fence waited for the copy"
+        one.fill(3, 9)  # the block's next owner
+        await asyncio.sleep(0.05)  # time enough for a kernel that does not wait
+        assert one.cuda.count("queued") == 2, "the model's stream waits for the store"
+        one.cuda.release()
+        drained = await one.result()
+        assert not drained.report.results[1].failed
+        assert np.unique(one.slab.slot_view(2, 6000)).tolist() == [7]
+        one.cuda.await_idle()
+        assert np.unique(one.caches["layers.0"][3].numpy()).tolist() == [9]
+
+
+async def test_a_fence_waits_until_the_store_is_submitted() -> None:
+    """The loop has not accepted the plan when the model's thread comes to the fence."""
+    async with rank() as one:
+        one.fill(3, 7)
+        one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
+        await fence_in_time(one)
+        one.fill(3, 9)
+        drained = await one.result()
+        assert not drained.report.results[1].failed
+        assert np.unique(one.slab.slot_view(2, 6000)).tolist() == [7]
+
+
+@pytest.mark.parametrize("name", ["cuStreamWaitEvent", "cuCtxPushCurrent_v2"])
+async def test_where_the_driver_refuses_the_fence_waits_for_the_copy(name: str) -> None:
+    async with rank() as one:
+        one.fill(3, 7)
+        one.cuda.await_idle()
+        one.cuda.hold(one.engine._store.stream)
+        one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
+        await asyncio.to_thread(one.cuda.await_call, "cuEventSynchronize")
+        calls = one.cuda.calls(name)
+        one.cuda.fail(name, 400, nth=1)
+        fence = asyncio.create_task(fence_in_time(one))
+        while one.cuda.calls(name) == calls:  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        assert not fence.done(), "the store still reads"
+        one.cuda.release()
+        await fence
+        assert one.executor.stats.fence_timeouts == 0
+        one.fill(3, 9)
+        drained = await one.result()
+        assert not drained.report.results[1].failed
+        assert np.unique(one.slab.slot_view(2, 6000)).tolist() == [7]
+
+
+async def test_a_store_whose_end_has_no_event_is_waited_for() -> None:
+    async with rank() as one:
+        one.fill(3, 7)
+        one.cuda.await_idle()
+        one.executor.post(StepPlan())
+        one.cuda.hold(one.engine._store.stream)
+        records = one.cuda.calls("cuEventRecord")
+        one.cuda.fail("cuEventRecord", 700, nth=2)  # the first is the model's
+        one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
+        fence = asyncio.create_task(fence_in_time(one))
+        while one.cuda.calls("cuEventRecord") < records + 2:  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        assert not fence.done(), "the store still reads"
+        one.cuda.release()
+        await fence
+        assert (await one.result()).report.results[1].failed
