@@ -84,7 +84,7 @@ def test_the_constraints_are_complete() -> None:
     assert [line for line in pinned if line.count("==") != 1] == []
     names = [line.split("==")[0].lower() for line in pinned]
     assert len(names) == len(set(names)) > 100
-    assert {"vllm", "torch", "transformers", "numpy", "lmdb", "llvmlite"} <= set(names)
+    assert {"vllm", "torch", "triton", "transformers", "numpy", "lmdb", "llvmlite"} <= set(names)
     assert [line for line in pinned if "+" in line] == [], "builds that only one index has"
 
 
