@@ -17,3 +17,9 @@ def plan_kv_cache(
     Raises whatever vLLM raises if they do not fit.
     """
     return get_kv_cache_configs(config, [dict(specs)], [memory])[0]
+
+
+def cache_dtype_handler(dtype: str) -> object | None:
+    """The handler of a KV cache dtype that a platform plugin has registered. This version knows its
+    own dtypes only."""
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm.config import VllmConfig
+from vllm.config.cache import get_kv_cache_dtype_handler
 from vllm.v1.core.kv_cache_planning import (
     get_global_kv_cache_groups,
     get_kv_cache_configs,
@@ -20,3 +21,10 @@ def plan_kv_cache(
     groups = get_global_kv_cache_groups(config, layers)
     config.adjust_dcp_kv_cache_interleave_size(groups)
     return get_kv_cache_configs(config, layers, [memory], groups)[0]
+
+
+def cache_dtype_handler(dtype: str) -> object | None:
+    """The handler of a KV cache dtype that a platform plugin has registered; ``None`` for the
+    dtypes of vLLM itself."""
+    handler: object | None = get_kv_cache_dtype_handler(dtype)
+    return handler

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
+from offload.connector.compat import cache_dtype_handler
 from offload.connector.model.settings import (
     counting,
     environment_of,
@@ -84,6 +86,7 @@ def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
         "draft": _draft(vllm_config, draft, codes[-1]),
         "cache": {
             "dtype": str(cache.cache_dtype),
+            **_dtype_handler(cache.cache_dtype),
             "skip_layers": list(cache.kv_cache_dtype_skip_layers),
             "mamba_dtype": str(cache.mamba_cache_dtype),
             "mamba_ssm_dtype": str(cache.mamba_ssm_cache_dtype),
@@ -274,9 +277,21 @@ def _draft(
     return {
         "method": _text(speculative.method),
         "cache_dtype": _text(speculative.kv_cache_dtype),
+        **_dtype_handler(speculative.kv_cache_dtype),
         "speculative": dict(counting(speculative)),
         **_model(vllm_config, model, load, code),
     }
+
+
+def _dtype_handler(dtype: Any) -> dict[str, Any]:
+    """What stores KV of a dtype that a plugin has registered: the dtype's name says little, and the
+    quantization modes of different handlers may be equal. Empty for the dtypes of vLLM itself."""
+    handler = cache_dtype_handler(str(dtype))
+    if handler is None:
+        return {}
+    kind = type(handler)
+    source = file_digest(inspect.getsourcefile(kind))
+    return {"dtype_handler": f"{kind.__module__}.{kind.__qualname__} {source}"}
 
 
 def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -339,7 +354,7 @@ def _spec(spec: KVCacheSpec) -> dict[str, Any]:
     fields = {
         field.name: str(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
-        if field.name not in _SPEC_LEFT_OUT
+        if field.compare and field.name not in _SPEC_LEFT_OUT
     }
     return {"kind": type(spec).__name__, "page_bytes": spec.page_size_bytes, **fields}
 

@@ -7,6 +7,8 @@ counts, and `tests.offload.connector.model.test_identity_sweep` fails.
 
 from __future__ import annotations
 
+import vllm
+
 FIELDS: dict[str, str] = {
     "AttentionConfig": "minimax_m3_msa_decode_backend backend_per_kind flash_attn_version "
     "flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv "
@@ -14,7 +16,8 @@ FIELDS: dict[str, str] = {
     "disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization "
     "indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa "
     "sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n "
-    "flex_attn_q_block_size flex_attn_kv_block_size",
+    "flex_attn_q_block_size flex_attn_kv_block_size trtllm_ragged_backend "
+    "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
     "CacheConfig": "replayssm_buffer_len use_replayssm use_kda_recoverssm "
     "kv_sharing_fast_prefill swa_bounded_replay",
     "CompilationConfig": "mode backend custom_ops ir_enable_torch_wrap splitting_ops "
@@ -32,7 +35,7 @@ FIELDS: dict[str, str] = {
     "IrOpPriorityConfig": "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
     "KernelConfig": "ir_op_priority enable_flashinfer_autotune "
     "enable_rocm_segmented_attn_autotune moe_backend sparse_indexer_topk_backend "
-    "linear_backend linear_backend_per_quant",
+    "linear_backend linear_backend_per_quant monokernel",
     "LoRAConfig": "max_lora_rank fully_sharded_loras lora_dtype target_modules "
     "enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
     "LoadConfig": "safetensors_load_strategy ignore_patterns",
@@ -61,14 +64,15 @@ FIELDS: dict[str, str] = {
     "SpeculativeConfig": "enforce_eager num_speculative_tokens draft_tensor_parallel_size "
     "moe_backend attention_backend index_share_for_mtp_iteration disable_padded_drafter_batch "
     "disable_eagle_block_drop use_heterogeneous_vocab parallel_drafting "
-    "num_speculative_tokens_per_batch_size enable_adaptive_verification dspark_draft_topk",
+    "num_speculative_tokens_per_batch_size enable_adaptive_verification dspark_draft_topk "
+    "disable_lookahead_block_hashes",
     "UVAOffloadConfig": "cpu_offload_gb cpu_offload_params",
     "VllmConfig": "model_config cache_config parallel_config scheduler_config device_config "
     "load_config offload_config attention_config aux_output_config engram_config mamba_config "
     "kernel_config lora_config watermark_config diffusion_config structured_outputs_config "
     "observability_config logging_config compilation_config profiler_config "
     "kv_transfer_config kv_events_config ec_transfer_config ec_manager_config "
-    "reasoning_config additional_config optimization_level performance_mode",
+    "reasoning_config watchdog_config additional_config optimization_level performance_mode",
 }
 
 VARIABLES = (
@@ -116,8 +120,42 @@ VARIABLES = (
     "VLLM_USE_V2_MODEL_RUNNER VLLM_WEIGHT_OFFLOADING_DISABLE_UVA VLLM_LORA_DISABLE_PDL "
     "VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND VLLM_USE_DIRECT_DCP_A2A "
     "VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_LORA_ENABLE_DUAL_STREAM "
-    "VLLM_ENABLE_HPC_OPS"
+    "VLLM_ENABLE_HPC_OPS VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD "
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE "
+    "VLLM_STEP5_SHARD_SP_SHARED_EXPERT"
 )
+
+NEW_IN_33 = frozenset(
+    (
+        "AttentionConfig.trtllm_ragged_backend AttentionConfig.indexer_tp_shard_min_rows "
+        "AttentionConfig.minimax_m3_indexer_cp CacheConfig.simple_cpu_offload_num_blocks "
+        "KernelConfig.monokernel SpeculativeConfig.disable_lookahead_block_hashes "
+        "SpeculativeConfig.draft_lm_head_quantization SpeculativeConfig.xpress_topc "
+        "SpeculativeConfig.fly_window_size SpeculativeConfig.fly_entropy_threshold "
+        "SpeculativeConfig.fly_entropy_top_k VllmConfig.watchdog_config WatchdogConfig "
+        "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL "
+        "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_HTTP_MAX_REQUEST_BODY_SIZE "
+        "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB "
+        "VLLM_REQUEST_BODY_LOG_LEVEL VLLM_ROCM_MUSE_MOE_ONLINE_QUANT "
+        "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_STEP5_SHARD_SP_SHARED_EXPERT "
+        "CompilationConfig.cudagraph_num_of_warmups "
+        "model_executor/kernels/attention/dsa/candidate_blocks.py"
+    ).split()
+)
+"""What vLLM 0.32 does not have: fields, classes, variables, settings that a model reads, files."""
+
+GONE_IN_33 = frozenset(
+    (
+        "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_AITER_MLA_DCP_VERIFY "
+        "VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_FP4_ASM_GEMM "
+        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM"
+    ).split()
+)
+"""What vLLM 0.33 has no more."""
+
+ABSENT = NEW_IN_33 if vllm.__version_tuple__[:2] < (0, 33) else GONE_IN_33
+"""What the installed version does not have."""
 
 WHOLE = (
     "AudioDummyOptions BaseDummyOptions ImageDummyOptions VideoDummyOptions "
@@ -132,7 +170,8 @@ OTHERS_HARMLESS: dict[str, str] = {
     "FLASHINFER_CUBINS_REPOSITORY FLYDSL_RUNTIME_CACHE_DIR LD_PRELOAD MODELSCOPE_API_TOKEN "
     "OUTLINES_CACHE_DIR ROCM_PATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR XDG_CACHE_HOME "
     "XDG_CONFIG_HOME VLLM_PRECOMPILED_WHEEL_LOCATION AWS_ENDPOINT_URL RUNAI_STREAMER_S3_ENDPOINT",
-    "processes, devices, networks": "CCL_ATL_TRANSPORT CUDA_DEVICE_ORDER EP_DISABLE_GIN "
+    "processes, devices, networks": "ARCH MASTER_ADDR MASTER_PORT NCCL_RAS_ENABLE WORLD_SIZE "
+    "CCL_ATL_TRANSPORT CUDA_DEVICE_ORDER EP_DISABLE_GIN "
     "GPU_PINNED_MIN_XFER_SIZE HIP_VISIBLE_DEVICES JAX_PLATFORMS LOCAL_WORLD_SIZE "
     "MORI_SHMEM_HEAP_SIZE NCCL_ASYNC_ERROR_HANDLING NCCL_GRAPH_REGISTER NCCL_LAUNCH_MODE "
     "NCCL_MAX_CTAS NCCL_NO_CACHE PYTORCH_NVML_BASED_CUDA_CHECK RANK RAY_ADDRESS "
@@ -144,6 +183,14 @@ OTHERS_HARMLESS: dict[str, str] = {
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT PROMETHEUS_MULTIPROC_DIR TRACEPARENT TRACESTATE "
     "TRITON_PRINT_AUTOTUNING traceparent tracestate",
     "memory": "PYTORCH_CUDA_ALLOC_CONF",
+    "the kernels of third parties: caches, compilers, traces and their own tests": "CUDACXX "
+    "COMPILE_ONLY CUDA_MPS_PIPE_DIRECTORY CUTE_CUBIN_PATH CUTE_DSL_DUMP_DIR CUTE_DSL_KEEP_CUBIN "
+    "CUTE_DSL_KEEP_PTX CUTE_DSL_PTXAS_PATH CUTE_DSL_PTXAS_VERBOSE DG_USE_NVIDIA_TOOLS "
+    "FA_LOG_LEVEL FLASH_ATTENTION_CUTE_DSL_CACHE_DIR FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED "
+    "FMHA_GMEM_CHECK GPU_TRACE MINFER_FMHA_CACHE_DIR MINIMAX_KERNELS_CUTE_AOT_CACHE "
+    "MINIMAX_KERNELS_KVOUTER_DEBUG_ARTIFACTS MINIMAX_LOG_COMPILE MM_SPARSE_ATTN_AOT_CACHE "
+    "MM_SPARSE_ATTN_AOT_DISABLE PATH PROTON_LAUNCH_METADATA_NOSYNC PYTORCH_ROCM_ARCH "
+    "SKIP_COMPUTE_SANITIZER SM_TIMING TORCH_EXTENSIONS_DIR",
     "compiling": "TILELANG_CLEANUP_TEMP_FILES TORCHINDUCTOR_COMPILE_THREADS "
     "TRITON_CACHE_AUTOTUNING",
     "threads add up in another order, as at another step size": "NUMEXPR_MAX_THREADS "
@@ -159,7 +206,8 @@ READ_BY_MODELS: dict[str, str] = {
     "SchedulerConfig.async_scheduling CompilationConfig.cudagraph_capture_sizes "
     "CompilationConfig.max_cudagraph_capture_size",
     "whether a kernel is compiled, captured or split at this moment": "KernelConfig."
-    "enable_jit_warmup CompilationConfig.cudagraph_mode CompilationConfig.fast_moe_cold_start "
+    "enable_jit_warmup CompilationConfig.cudagraph_num_of_warmups "
+    "CompilationConfig.cudagraph_mode CompilationConfig.fast_moe_cold_start "
     "ParallelConfig.enable_dbo ParallelConfig.ubatch_size",
     "which layers exist, and where": "CompilationConfig.static_forward_context DeviceConfig.device "
     "LoadConfig.device ModelConfig.enable_sleep_mode ParallelConfig.data_parallel_rank "
@@ -178,6 +226,7 @@ LENGTH_OUTSIDE_MODELS: dict[str, str] = {
     "how long a buffer, workspace or table is": "model_executor/layers/attention/mla_attention.py "
     "model_executor/layers/attention/sparse_mla_attention.py "
     "model_executor/layers/attention/static_sink_attention.py "
+    "model_executor/kernels/attention/dsa/candidate_blocks.py "
     "model_executor/layers/indexer_topk.py "
     "model_executor/layers/quantization/modelopt_block_quant.py "
     "model_executor/layers/rocm_paged_mxfp4_indexer.py "

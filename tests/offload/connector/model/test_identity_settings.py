@@ -160,7 +160,7 @@ def test_an_environment_variable_counts_unless_it_is_harmless(
     assert differing(before, namespace_of(config)) == ["environment.VLLM_MARLIN_INPUT_DTYPE"]
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.33.0", "0.32.0+local"])
+@pytest.mark.parametrize("version", ["0.32.1", "0.33.1", "0.32.0+local"])
 def test_another_version_of_vllm_is_another_namespace(
     version: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
