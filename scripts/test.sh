@@ -5,6 +5,9 @@
 #   test.sh --all                everything
 #   test.sh PYTEST ARGUMENTS     the tests that they select, in one process, without the checks
 #
+# With KVTIERS_TEST_VLLM or KVTIERS_TEST_RUNNER=v2 the first two run what depends on vLLM
+# (tests/combinations.py). ./run sets both, for --vllm and --runner; --all runs these, too.
+#
 # Tests run in as many processes as there are processors, fewer if memory is short
 # (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
 # (tests/order.py). tests/test_tidy.py is one of the checks.
@@ -29,14 +32,21 @@ if [ -n "$everything" ]; then
     export KVTIERS_NTH=7 KVTIERS_KILLS=6 KVTIERS_POWER_CUTS=8 KVTIERS_LMDB_KILLS=50
 fi
 
+version=${KVTIERS_TEST_VLLM:-0.32}
+runner=${KVTIERS_TEST_RUNNER:-v1}
+combination=
+[ "$version $runner" = "0.32 v1" ] || combination=1
+
 start=$SECONDS
 status=0
+names=()
 declare -A result
 stage() {
     local name=$1 code=0 began=$SECONDS
     shift
     echo "=== $name"
     "$@" || code=$?
+    names+=("$name")
     result[$name]="passed"
     if [ $code != 0 ]; then result[$name]="FAILED (exit code $code)"; status=1; fi
     result[$name]+=" in $((SECONDS - began)) s"
@@ -45,10 +55,22 @@ stage() {
 if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" --durations=5 "$@"
 fi
-stage checks bash scripts/check.sh
-stage tests python -m pytest "${selected[@]}" -rs --durations=15 \
-    --ignore=tests/test_tidy.py -n "$workers" --dist loadfile --no-loadscope-reorder
+parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
+if [ -n "$combination" ]; then
+    chosen=$(python -m tests.combinations "$version" "$runner") || exit 1
+    mapfile -t chosen <<<"$chosen"
+    stage "vLLM $version, runner $runner" python -m pytest -m "not gpu and not thorough" -rs \
+        --durations=8 "${parallel[@]}" "${chosen[@]}"
+else
+    stage checks bash scripts/check.sh
+    stage tests python -m pytest "${selected[@]}" -rs --durations=15 \
+        --ignore=tests/test_tidy.py "${parallel[@]}"
+    for each in ${KVTIERS_TEST_COMBINATIONS:-}; do
+        unset KVTIERS_ORACLE_SEEDS KVTIERS_SHARED_SEEDS KVTIERS_SIM_SEEDS KVTIERS_NTH
+        stage "vLLM ${each/\//, runner }" ./run test --vllm "${each%/*}" --runner "${each#*/}"
+    done
+fi
 
 echo "=== summary ($((SECONDS - start)) s)"
-for name in checks tests; do echo "$name: ${result[$name]}"; done
+for name in "${names[@]}"; do echo "$name: ${result[$name]}"; done
 exit $status

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.imports import ROOT, imports_of, name_of, python_files, tree_of
+
 PRODUCT = ("offload", "tiers", "policies")
 OURS = (*PRODUCT, "bench", "demo", "tests", "examples")
 
@@ -97,46 +97,6 @@ ASYNCIO_IN = (
 
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load"}
-
-
-def python_files(*folders: str) -> list[Path]:
-    return sorted(
-        p for f in folders for p in (ROOT / f).rglob("*.py") if "__pycache__" not in p.parts
-    )
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
-
-
-def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under ``if TYPE_CHECKING:``, which is never run."""
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            stack.extend(node.orelse)
-            continue
-        yield node
-        stack.extend(ast.iter_child_nodes(node))
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Dotted names that the file imports when it runs, also inside functions."""
-    for node in without_type_checking(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
-                package = path.relative_to(ROOT).parts[: -node.level]
-                module = ".".join((*package, module)).rstrip(".")
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def is_in(path: Path, places: tuple[str, ...]) -> bool:

@@ -414,7 +414,8 @@ class World:
             prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
             start = new.num_computed_tokens
-            self._runs[new.req_id] = Running(list(new.prompt_token_ids), tables, prefix, start)
+            tokens = new.prefill_token_ids or new.prompt_token_ids  # V2: a resumed one is new, too
+            self._runs[new.req_id] = Running(list(tokens), tables, prefix, start)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
             if name in cached.resumed_req_ids:

@@ -284,7 +284,7 @@ def _draft(
 
 
 def _dtype_handler(dtype: Any) -> dict[str, Any]:
-    """What stores KV of a dtype that a plugin has registered: the dtype's name says little, and the
+    """The handler of a dtype that a plugin has registered: the dtype's name says little, and the
     quantization modes of different handlers may be equal. Empty for the dtypes of vLLM itself."""
     handler = cache_dtype_handler(str(dtype))
     if handler is None:

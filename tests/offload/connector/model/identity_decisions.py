@@ -125,37 +125,33 @@ VARIABLES = (
     "VLLM_STEP5_SHARD_SP_SHARED_EXPERT"
 )
 
-NEW_IN_33 = frozenset(
-    (
-        "AttentionConfig.trtllm_ragged_backend AttentionConfig.indexer_tp_shard_min_rows "
-        "AttentionConfig.minimax_m3_indexer_cp CacheConfig.simple_cpu_offload_num_blocks "
-        "KernelConfig.monokernel SpeculativeConfig.disable_lookahead_block_hashes "
-        "SpeculativeConfig.draft_lm_head_quantization SpeculativeConfig.xpress_topc "
-        "SpeculativeConfig.fly_window_size SpeculativeConfig.fly_entropy_threshold "
-        "SpeculativeConfig.fly_entropy_top_k VllmConfig.watchdog_config WatchdogConfig "
-        "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL "
-        "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_HTTP_MAX_REQUEST_BODY_SIZE "
-        "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB "
-        "VLLM_REQUEST_BODY_LOG_LEVEL VLLM_ROCM_MUSE_MOE_ONLINE_QUANT "
-        "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_STEP5_SHARD_SP_SHARED_EXPERT "
-        "CompilationConfig.cudagraph_num_of_warmups "
-        "model_executor/kernels/attention/dsa/candidate_blocks.py"
-    ).split()
+NEW_IN_33 = (
+    "AttentionConfig.trtllm_ragged_backend AttentionConfig.indexer_tp_shard_min_rows "
+    "AttentionConfig.minimax_m3_indexer_cp CacheConfig.simple_cpu_offload_num_blocks "
+    "KernelConfig.monokernel SpeculativeConfig.disable_lookahead_block_hashes "
+    "SpeculativeConfig.draft_lm_head_quantization SpeculativeConfig.xpress_topc "
+    "SpeculativeConfig.fly_window_size SpeculativeConfig.fly_entropy_threshold "
+    "SpeculativeConfig.fly_entropy_top_k VllmConfig.watchdog_config WatchdogConfig "
+    "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL "
+    "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_HTTP_MAX_REQUEST_BODY_SIZE "
+    "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB "
+    "VLLM_REQUEST_BODY_LOG_LEVEL VLLM_ROCM_MUSE_MOE_ONLINE_QUANT "
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_STEP5_SHARD_SP_SHARED_EXPERT "
+    "CompilationConfig.cudagraph_num_of_warmups "
+    "model_executor/kernels/attention/dsa/candidate_blocks.py"
 )
-"""What vLLM 0.32 does not have: fields, classes, variables, settings that a model reads, files."""
+"""Names that vLLM 0.32 lacks: fields, classes, variables, settings that a model reads, files."""
 
-GONE_IN_33 = frozenset(
-    (
-        "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_AITER_MLA_DCP_VERIFY "
-        "VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_FP4_ASM_GEMM "
-        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM "
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM"
-    ).split()
+GONE_IN_33 = (
+    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_AITER_MLA_DCP_VERIFY "
+    "VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_FP4_ASM_GEMM "
+    "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM "
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM"
 )
-"""What vLLM 0.33 has no more."""
+"""Names that vLLM 0.33 lacks."""
 
-ABSENT = NEW_IN_33 if vllm.__version_tuple__[:2] < (0, 33) else GONE_IN_33
-"""What the installed version does not have."""
+ABSENT = frozenset((NEW_IN_33 if vllm.__version_tuple__[:2] < (0, 33) else GONE_IN_33).split())
+"""Names that the installed version lacks."""
 
 WHOLE = (
     "AudioDummyOptions BaseDummyOptions ImageDummyOptions VideoDummyOptions "

@@ -1,0 +1,79 @@
+"""What the code of this project imports, read from its sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(
+        p for f in folders for p in (ROOT / f).rglob("*.py") if "__pycache__" not in p.parts
+    )
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING:``, which is never run."""
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            stack.extend(node.orelse)
+            continue
+        yield node
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names that the file imports when it runs, also inside functions."""
+    for node in without_type_checking(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).parts[: -node.level]
+                module = ".".join((*package, module)).rstrip(".")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files_that_import(package: str, *folders: str) -> list[Path]:
+    """Test files below ``tests`` that import something of ``package``, or code of these folders
+    that does, however far away and however late."""
+    modules = {_module(path): path for path in python_files(*folders)}
+    direct = {name: set(imports_of(path)) for name, path in modules.items()}
+    tests = [name for name, path in modules.items() if path.name.startswith("test_")]
+    return [modules[name] for name in tests if _reaches(name, package, direct)]
+
+
+def _module(path: Path) -> str:
+    name = path.relative_to(ROOT).with_suffix("")
+    return ".".join(name.parts[:-1] if name.name == "__init__" else name.parts)
+
+
+def _reaches(name: str, package: str, direct: Mapping[str, set[str]]) -> bool:
+    seen: set[str] = set()
+    left = [name]
+    while left:
+        for each in _with_parents(left.pop()):
+            if each in direct and each not in seen:
+                seen.add(each)
+                left.extend(direct[each])
+    return any(f"{each}.".startswith(f"{package}.") for found in seen for each in direct[found])
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
