@@ -1,4 +1,4 @@
-"""Which tests run again with another version of vLLM, or under Model Runner V2.
+"""The tests that run again with another version of vLLM, or under Model Runner V2.
 
     python -m tests.combinations 0.33 v2    # the arguments for pytest
     python -m tests.combinations --table    # the table of docs/testing.md
@@ -36,7 +36,7 @@ def quick_files(runner: str) -> list[str]:
 
 
 def arguments(version: str, runner: str) -> list[str]:
-    """What pytest gets. A patch version is its minor version."""
+    """The arguments for pytest. A patch version counts as its minor version."""
     minor = ".".join(version.split(".")[:2])
     return [*ENGINES.get((minor, runner), {}), *quick_files(runner)]
 

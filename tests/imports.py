@@ -1,4 +1,4 @@
-"""What the code of this project imports, read from its sources."""
+"""The imports of this project's code, read from its sources."""
 
 from __future__ import annotations
 
