@@ -413,9 +413,8 @@ class World:
         for new in scheduled.scheduled_new_reqs:
             prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
-            start = new.num_computed_tokens
             tokens = new.prefill_token_ids or new.prompt_token_ids  # V2: a resumed one is new, too
-            self._runs[new.req_id] = Running(list(tokens), tables, prefix, start)
+            self._runs[new.req_id] = Running(list(tokens), tables, prefix, new.num_computed_tokens)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
             if name in cached.resumed_req_ids:
