@@ -11,6 +11,7 @@ does not name. Writes ``carry-N.tar.xz``; the probe ``vllm-import`` unpacks them
 from __future__ import annotations
 
 import argparse
+import lzma
 import re
 import subprocess
 import sys
@@ -111,22 +112,29 @@ def portions(tree: Path, out: Path, limit: int) -> list[Path]:
     """Pack a tree into archives of at most ``limit`` bytes each."""
     for old in out.glob("carry-*.tar.xz"):
         old.unlink()
-    files = sorted((p for p in tree.rglob("*") if p.is_file()), key=lambda p: -p.stat().st_size)
-    carries: list[Path] = []
-    while files:
-        carry = out / f"carry-{len(carries) + 1}.tar.xz"
-        left: list[Path] = []
+    # Fast compression of each file alone: an upper bound of its share of an archive.
+    sizes = {
+        path: len(lzma.compress(path.read_bytes(), preset=1)) + 200
+        for path in tree.rglob("*")
+        if path.is_file()
+    }
+    bins: list[tuple[int, list[Path]]] = []
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        fitting = (n for n, (used, _) in enumerate(bins) if used + sizes[path] <= limit)
+        number = next(fitting, len(bins))
+        if number == len(bins):
+            bins.append((0, []))
+        used, paths = bins[number]
+        bins[number] = used + sizes[path], [*paths, path]
+    carries = []
+    for number, (_, paths) in enumerate(bins, 1):
+        carry = out / f"carry-{number}.tar.xz"
         with tarfile.open(carry, "w:xz", preset=6) as archive:
-            for file in files:
-                # Compressed files come out behind; half of a file's size is a safe guess for most.
-                if carry.stat().st_size + file.stat().st_size * 0.45 > limit and archive.members:
-                    left.append(file)
-                else:
-                    archive.add(file, file.relative_to(tree))
+            for path in paths:
+                archive.add(path, path.relative_to(tree))
         if carry.stat().st_size > limit:
             sys.exit(f"{carry} has {carry.stat().st_size:,} bytes, more than {limit:,}")
         carries.append(carry)
-        files = left
     return carries
 
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,36 @@ def test_the_schedule_can_run_and_its_scripts_are_there() -> None:
             assert not word.startswith("scripts/") or (ROOT / word).exists()
     limits = sum(probe["limit_s"] for probe in probes)
     assert limits < 60 * 60, "all limits together, should every probe reach its own"
+
+
+def test_portions_hold_the_python_and_one_extension_and_keep_to_their_size(tmp_path: Path) -> None:
+    """vLLM's wheel, in small: its other compiled files stay behind."""
+    wheel = tmp_path / "vllm-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+    noise = random.Random(1)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm-0.32.0.dist-info/METADATA", "Name: vllm\nRequires-Dist: torch\n")
+        archive.writestr("vllm/__init__.py", "version = 1\n" * 1000)
+        archive.writestr("vllm/_C.abi3.so", noise.randbytes(400_000))
+        archive.writestr("vllm/_C_stable_libtorch.abi3.so", noise.randbytes(200_000))
+        for number in range(4):
+            archive.writestr(f"vllm/data{number}.json", noise.randbytes(100_000).hex())
+    present = tmp_path / "present.txt"
+    present.write_text("# the rest\ntorch\nlmdb\nmsgspec\nxxhash\naiofiles\ntyper\nrich\n")
+    out, limit_mib = tmp_path / "out", 0.25
+    options = ["--out", out, "--wheel", wheel, "--present", present, "--limit-mib", limit_mib]
+    done = box("pack", *options)
+    assert done.returncode == 0, done.stderr
+    carries = sorted(out.glob("carry-*.tar.xz"))
+    assert len(carries) > 1
+    assert [path for path in carries if path.stat().st_size > limit_mib * 2**20] == []
+    names = []
+    for carry in carries:
+        with tarfile.open(carry) as archive:
+            names += archive.getnames()
+    assert len(names) == len(set(names)) == 7
+    assert "vllm/_C_stable_libtorch.abi3.so" in names
+    assert "vllm/_C.abi3.so" not in names
+    assert sorted(out.iterdir()) == carries, "something else is left"
 
 
 @pytest.fixture(scope="module")
