@@ -121,7 +121,8 @@ def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], grou
         raise
     except BaseException as error:  # whatever a foreign constructor raises is a bad option here
         raise PolicyOptionError(
-            f'{noun} "{name}" cannot be made with {_show(options)}: {_said(error)}. {_takes(found)}'
+            f'{noun} "{name}" cannot be made with {_show(options)}: {_reason(error)}. '
+            f"{_takes(found)}"
         ) from error
 
 
@@ -151,7 +152,7 @@ def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
             raise
         except BaseException as error:  # a foreign module may raise anything when imported
             raise PolicyImportError(
-                f'cannot import {noun} "{name}" ({point.value}): {_said(error)}.'
+                f'cannot import {noun} "{name}" ({point.value}): {_reason(error)}.'
             ) from error
     known = _names(builtin, group)
     near = difflib.get_close_matches(name, known, n=1)
@@ -168,7 +169,7 @@ def _load(path: str, noun: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a foreign module may raise anything when imported
-        raise PolicyImportError(f'cannot import {noun} "{path}": {_said(error)}.') from error
+        raise PolicyImportError(f'cannot import {noun} "{path}": {_reason(error)}.') from error
     found = getattr(module, class_name, None)
     if found is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -195,11 +196,13 @@ def _check_options(name: str, noun: str, found: type, options: Mapping[str, Any]
 def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any]) -> None:
     wrong = wrong_options(found, options)
     if wrong:
-        said = "; ".join(f"{option} {what}" for option, what in wrong)
-        raise PolicyOptionError(f'{noun} "{name}": {said}. {_takes(found)}', wrong, _takes(found))
+        problems = "; ".join(f"{option} {what}" for option, what in wrong)
+        raise PolicyOptionError(
+            f'{noun} "{name}": {problems}. {_takes(found)}', wrong, _takes(found)
+        )
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Describe what was raised. The text of ``SystemExit`` would only be a number."""
     return str(error) if isinstance(error, Exception) else f"it raised {error!r}"
 

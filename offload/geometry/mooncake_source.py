@@ -67,8 +67,10 @@ def board_of(fields: Mapping[str, Any], rank: int) -> str:
 def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
     """The document that this rank posts. With ``how`` "own", the log names the other ones."""
     content = dump(namespace, geometry)
-    heard = partial(_tell, namespace) if how == "own" and geometry.rank == 0 else _ignore
-    return Notice(board_of(namespace.fields, geometry.rank), content, heard)
+    on_found = (
+        partial(_log_neighbours, namespace) if how == "own" and geometry.rank == 0 else _ignore
+    )
+    return Notice(board_of(namespace.fields, geometry.rank), content, on_found)
 
 
 def dump(namespace: Namespace, geometry: Geometry) -> bytes:
@@ -100,19 +102,19 @@ def load(content: bytes, where: str) -> Described:
     return Described(namespace, Geometry.load(geometry, where))
 
 
-def load_all(posted: Sequence[Posted], tell: Callable[[str], object]) -> list[Described]:
-    """Parse the readable documents; ``tell`` gets the others."""
+def load_all(posted: Sequence[Posted], warn: Callable[[str], object]) -> list[Described]:
+    """Parse the readable documents; ``warn`` gets the others."""
     found = []
     for each in posted:
         try:
             described = load(each.content, "a notice in the store")
             found.append(replace(described, is_alive=each.is_alive))
         except NamespaceError as error:
-            tell(f"kvtiers: {error}")
+            warn(f"kvtiers: {error}")
     return found
 
 
-def _tell(namespace: Namespace, posted: Sequence[Posted]) -> None:
+def _log_neighbours(namespace: Namespace, posted: Sequence[Posted]) -> None:
     others = {
         found.namespace.name: found.namespace
         for found in load_all(posted, logger.warning)
@@ -143,7 +145,7 @@ RANKS_MAX = 1024
 READ_BYTES = 64 << 20
 """Records of others in memory at a time, or one chunk's."""
 THREADS = 2
-TOLD_MAX = 1000
+WARNED_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -193,17 +195,17 @@ class MooncakeView:
         return MooncakeClient(self.settings, identity, None)
 
     def look(
-        self, client: MooncakeClient, tell: Callable[[str], object]
+        self, client: MooncakeClient, warn: Callable[[str], object]
     ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
         """The engines that can be read and, by namespace, the reasons why others cannot.
 
-        Raises ``TierIoError``; ``tell`` gets invalid documents.
+        Raises ``TierIoError``; ``warn`` gets invalid documents.
         """
         found: list[Neighbour] = []
         refused: dict[str, list[Incompatibility]] = {}
-        for (name, _), described in self._others(client, tell).items():
+        for (name, _), described in self._others(client, warn).items():
             other = described[0].namespace
-            ranks = _by_rank(described, tell)
+            ranks = _by_rank(described, warn)
             if not ranks:
                 continue
             replica = {f"namespace {name} in {self.place}": ranks}
@@ -215,18 +217,18 @@ class MooncakeView:
         return found, refused
 
     def _others(
-        self, client: MooncakeClient, tell: Callable[[str], object]
+        self, client: MooncakeClient, warn: Callable[[str], object]
     ) -> dict[tuple[str, bytes], list[Described]]:
         """The descriptions by ranks of other engines of this model, by namespace and by what their
         records carry."""
         fields = self.namespace.fields
         [first] = read_boards(client, [board_of(fields, 0)])
-        described = load_all(first, tell)
+        described = load_all(first, warn)
         ranks = max((each.geometry.ranks for each in described), default=1)
         boards = [board_of(fields, rank) for rank in range(1, min(ranks, RANKS_MAX))]
         if boards:
             posted = [each for board in read_boards(client, boards) for each in board]
-            described += load_all(posted, tell)
+            described += load_all(posted, warn)
         found: dict[tuple[str, bytes], list[Described]] = {}
         for each in described:
             if each.namespace != self.namespace:
@@ -242,7 +244,7 @@ class MooncakeSource:
         """Raises ``TierIoError`` if the store cannot be joined."""
         self._view = view
         self._client = view.join()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._is_failing = False
         self._neighbours: tuple[Neighbour, ...] = ()
         try:
@@ -253,18 +255,18 @@ class MooncakeSource:
 
     def look(self) -> None:
         """Find the engines that are there now."""
-        found, refused = self._called(partial(self._view.look, self._client, self._tell))
+        found, refused = self._called(partial(self._view.look, self._client, self._warn_once))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines of other geometry"
             logger.info(text, self._view.place, len(found))
         self._neighbours = tuple(found)
         for name, problems in refused.items():
-            self._tell(str(refusal(name, self._view.place, "store", {name: problems})))
+            self._warn_once(str(refusal(name, self._view.place, "store", {name: problems})))
 
-    def _tell(self, text: str) -> None:
-        """Log it once."""
-        if text not in self._told and len(self._told) < TOLD_MAX:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        """Log a text once, as a warning."""
+        if text not in self._warned and len(self._warned) < WARNED_MAX:
+            self._warned.add(text)
             logger.warning("%s", text)
 
     def keys(self) -> list[ForeignKey]:
@@ -353,7 +355,7 @@ class MooncakeSource:
         return result
 
 
-def _by_rank(described: Sequence[Described], tell: Callable[[str], object]) -> list[Geometry]:
+def _by_rank(described: Sequence[Described], warn: Callable[[str], object]) -> list[Geometry]:
     """The descriptions of an engine's ranks, in order.
 
     Empty if two of them contradict each other about the same records.
@@ -363,7 +365,7 @@ def _by_rank(described: Sequence[Described], tell: Callable[[str], object]) -> l
         found = each.geometry
         if by_rank.setdefault(found.rank, found) != found:
             name = each.namespace.name
-            tell(
+            warn(
                 f"kvtiers: namespace {name} has two different descriptions, so it is not translated"
             )
             return []

@@ -175,14 +175,14 @@ class LazyEntryInfos(Sequence[EntryInfo]):
 
     def hints(self) -> Iterable[Mapping[str, Any]]:
         """The hints of those that have any: see ``policies.base.hints_among``."""
-        told = self._origin.hints
-        return filter(None, self._hints()) if told.stored or told.pinned_tokens else ()
+        hints = self._origin.hints
+        return filter(None, self._hints()) if hints.stored or hints.pinned_tokens else ()
 
     def _hints(self) -> Iterable[Mapping[str, Any]]:
-        told = self._origin.hints
-        if told.pinned_tokens:
-            return map(told.of_chunk, self._depths)
-        return repeat(told.stored, len(self))
+        hints = self._origin.hints
+        if hints.pinned_tokens:
+            return map(hints.of_chunk, self._depths)
+        return repeat(hints.stored, len(self))
 
     def _costs(self) -> Sequence[float]:
         """The cost of computing a chunk again, in units of a prompt's first token."""

@@ -68,14 +68,14 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
     prompt, or the number of its first tokens, as those of a system prompt; ``priority`` is ``low``,
     ``normal`` or ``high``. Controls (``offload.index.request_options``) stand in the same object.
     """
-    told = params.get(FIELD) if isinstance(params, Mapping) else None
-    if told is None:
+    given = params.get(FIELD) if isinstance(params, Mapping) else None
+    if given is None:
         return NO_HINTS, []
-    if not isinstance(told, Mapping):
+    if not isinstance(given, Mapping):
         return NO_HINTS, [f'"{FIELD}" must be an object of hints']
     good: dict[str, Any] = {}
     wrong: list[str] = []
-    for name, value in islice(told.items(), NAMES_MAX):
+    for name, value in islice(given.items(), NAMES_MAX):
         expected = _EXPECTED.get(name) if isinstance(name, str) else None
         if name in CONTROL_NAMES:
             continue
@@ -87,8 +87,8 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
             wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
             wrong.append(f"{name} must be {expected} (got {show(value)})")
-    if len(told) > NAMES_MAX:
-        wrong.append(f"{len(told)} names, of which {NAMES_MAX} were read")
+    if len(given) > NAMES_MAX:
+        wrong.append(f"{len(given)} names, of which {NAMES_MAX} were read")
     return _sorted_out(good), wrong[:WRONG_MAX]
 
 
@@ -200,24 +200,24 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
     """
     if not isinstance(params, Mapping):
         return NO_CONTROLS, []
-    told = params.get(FIELD)
+    given = params.get(FIELD)
     wrong: list[str] = []
-    doubted = _look_around(params, wrong) or not _is_understood(told)
+    doubted = _look_around(params, wrong) or not _is_understood(given)
     controls = NO_CONTROLS
-    if isinstance(told, Mapping) and any(name in told for name in CONTROL_NAMES):
-        controls = _read(told, tiers, wrong)
+    if isinstance(given, Mapping) and any(name in given for name in CONTROL_NAMES):
+        controls = _read(given, tiers, wrong)
     return replace(controls, no_store=True, doubted=True) if doubted else controls, wrong
 
 
-def _read(told: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
-    read, write = _tiers(told.get(TIERS), tiers, wrong)
+def _read(given: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
+    read, write = _tiers(given.get(TIERS), tiers, wrong)
     return Controls(
-        no_store=_flag(told, NO_STORE, wrong, unreadable=True) or write == frozenset(),
-        no_load=_flag(told, NO_LOAD, wrong) or read == frozenset(),
-        max_load_tokens=_tokens(told, wrong),
+        no_store=_flag(given, NO_STORE, wrong, unreadable=True) or write == frozenset(),
+        no_load=_flag(given, NO_LOAD, wrong) or read == frozenset(),
+        max_load_tokens=_tokens(given, wrong),
         read=read,
         write=write,
-        pin_s=_seconds(told, wrong),
+        pin_s=_seconds(given, wrong),
     )
 
 
@@ -233,14 +233,14 @@ def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     return best
 
 
-def _is_understood(told: object) -> bool:
+def _is_understood(given: object) -> bool:
     """True if the object cannot contain an unknown privacy control."""
-    if told is None:
+    if given is None:
         return True
     return (
-        isinstance(told, Mapping)
-        and len(told) <= len(KNOWN_NAMES)
-        and all(name in KNOWN_NAMES for name in told)
+        isinstance(given, Mapping)
+        and len(given) <= len(KNOWN_NAMES)
+        and all(name in KNOWN_NAMES for name in given)
     )
 
 
@@ -265,8 +265,8 @@ def _is_harmless(value: object) -> bool:
     """True if an object under a similar name contains no privacy control."""
     if not _is_understood(value):
         return False
-    told = value if isinstance(value, Mapping) else {}
-    return all(_says_no(told.get(name)) for name in _PRIVACY)
+    given = value if isinstance(value, Mapping) else {}
+    return all(_says_no(given.get(name)) for name in _PRIVACY)
 
 
 def _says_no(value: object) -> bool:
@@ -299,18 +299,18 @@ def show(value: object) -> str:
 
 
 def _flag(
-    told: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
+    given: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
 ) -> bool:
     """A flag; ``unreadable`` is its value if the client's value is not readable."""
-    value = told.get(name, False)
+    value = given.get(name, False)
     if isinstance(value, bool):
         return value
     wrong.append(f"{name} must be true or false (got {show(value)})")
     return unreadable and value is not None
 
 
-def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
-    value = told.get(MAX_LOAD_TOKENS)
+def _tokens(given: Mapping[str, Any], wrong: list[str]) -> int | None:
+    value = given.get(MAX_LOAD_TOKENS)
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -319,8 +319,8 @@ def _tokens(told: Mapping[str, Any], wrong: list[str]) -> int | None:
     return None
 
 
-def _seconds(told: Mapping[str, Any], wrong: list[str]) -> float:
-    value = told.get(PIN_S, 0.0)
+def _seconds(given: Mapping[str, Any], wrong: list[str]) -> float:
+    value = given.get(PIN_S, 0.0)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= value <= PIN_MAX_S:
         return float(value)

@@ -230,7 +230,7 @@ class OffloadManager:
         self.planner.begin_epochs(epochs)
         self._pump()
         is_settled = await self._ends(self._executor.settle(), timeout_s)
-        if not is_settled or self._executor.owes_epochs:
+        if not is_settled or self._executor.has_pending_epochs:
             raise TierUnavailableError(
                 "kvtiers: a tier could not be reset durably. This process finds none of its "
                 "records any more, but delete its folder before it is opened again."

@@ -122,8 +122,8 @@ def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
     first = ranks[0]
     for other in ranks[1:]:
         _check_equal(other.namespace, f"rank {other.rank}", first.namespace, f"rank {first.rank}")
-    said = first.namespace.fields
-    theirs = Namespace.of({name: said.get(name) for name in own.fields})
+    stored = first.namespace.fields
+    theirs = Namespace.of({name: stored.get(name) for name in own.fields})
     _check_equal(theirs, f"rank {first.rank}", own, "the scheduler")
     return first.namespace
 

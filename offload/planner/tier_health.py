@@ -42,7 +42,7 @@ class TierHealth:
         )
         self.probe: int | None = None
         self.name = name
-        self._said = self._state()
+        self._logged = self._state()
 
     @property
     def readable(self) -> bool:
@@ -133,10 +133,10 @@ class TierHealth:
         return self.reads.state, self.writes.state, self.pace.pays
 
     def _log(self) -> None:
-        before, now = self._said, self._state()
+        before, now = self._logged, self._state()
         if before == now:
             return
-        self._said = now
+        self._logged = now
         for what, old, new in (("read", before[0], now[0]), ("written", before[1], now[1])):
             if new is BreakerState.OPEN and old is BreakerState.CLOSED:
                 logger.warning(

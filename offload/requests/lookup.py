@@ -101,7 +101,7 @@ class Lookups:
         self._explainer = Explainer(matcher, foreign)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Spend the rest of the step's allowance on unfinished lookups that vLLM did not repeat.
 
         vLLM does not ask for waiting requests in a step that other requests fill.

@@ -196,9 +196,9 @@ class Explainer:
             return held
         if any(index.is_filling(key) for index in (planner.cpu, *planner.lower)):
             return Miss(Reason.STORING)
-        silent = self._not_said(planner, identity.origin.controls.read, key)
-        if silent is not None:
-            return silent
+        unanswered = self._unanswered(planner, identity.origin.controls.read, key)
+        if unanswered is not None:
+            return unanswered
         departure = planner.stats.departures.find(key)
         if departure is not None:
             return _departed(planner, departure, now)
@@ -210,7 +210,7 @@ class Explainer:
         return Miss(Reason.NEVER_STORED)
 
     @staticmethod
-    def _not_said(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
+    def _unanswered(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
         """Explain why a shared tier did not say whether it has a chunk, if that is the case."""
         for tier in sorted(planner.presence.tiers):
             name, gate = planner.lower[tier].name, planner.health[tier]

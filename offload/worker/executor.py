@@ -291,7 +291,7 @@ class Executor:
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
             if load.part:
-                self._lane.go_on(load)
+                self._lane.advance(load)
             else:
                 task = self._lane.open(load, loads[load.job], after)
                 self._spawn(self._run_load(task)).add_done_callback(partial(self._load_ended, task))
@@ -456,7 +456,7 @@ class Executor:
         self._health.degrade(why, time.monotonic())
 
     @property
-    def owes_epochs(self) -> bool:
+    def has_pending_epochs(self) -> bool:
         """True if a tier has not begun the epoch that was last posted for it."""
         return any(writer.is_behind for writer in self._writers)
 

@@ -79,7 +79,7 @@ class LoadLane:
         self._open[job.job] = task
         return task
 
-    def go_on(self, job: LoadJob) -> None:
+    def advance(self, job: LoadJob) -> None:
         """Add a further part of a load.
 
         If the load is over because it was given up, the fills of the part's slots fail, since

@@ -132,10 +132,10 @@ class ReuseTable:
 
 
 def _columns(
-    told: Iterable[tuple[int, float, float, bool]],
+    observations: Iterable[tuple[int, float, float, bool]],
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Curve, Curve]:
     """Rows, age bins, weights and reuse (0 or 1) of observations."""
-    rows, ages, weights, reused = tuple(zip(*told, strict=True)) or ((), (), (), ())
+    rows, ages, weights, reused = tuple(zip(*observations, strict=True)) or ((), (), (), ())
     bins = np.searchsorted(_EDGES[:-1], np.array(ages), side="right") - 1
     return (
         np.array(rows, np.intp),

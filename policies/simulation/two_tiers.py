@@ -53,10 +53,10 @@ class TwoTiers:
         """Store and touch one request's blocks."""
         depths = [d for d in range(len(blocks)) if blocks[d] not in self.upper.resident]
         fresh = [blocks[d] for d in depths]
-        told = [infos.stored(request, d) for d in depths]
+        entries = [infos.stored(request, d) for d in depths]
         gone = self.upper.make_room(len(fresh), blocks)
         fits = min(len(fresh), self.upper.capacity - len(self.upper.resident))
-        self.upper.insert(fresh[:fits], told[:fits])
+        self.upper.insert(fresh[:fits], entries[:fits])
         if self._mode == "exclusive":
             self._depth.update(zip(fresh, depths, strict=True))
             self.lower.drop(fresh[:fits])
@@ -79,16 +79,16 @@ class TwoTiers:
         if self._admission is not None:
             admit = self._admission.admit
             wanted = [d for d in wanted if admit(blocks[d], infos.stored(request, d))]
-        told = [infos.stored(request, d) for d in wanted]
+        entries = [infos.stored(request, d) for d in wanted]
         gone = self.lower.make_room(len(wanted), blocks)
         fits = min(len(wanted), self.lower.capacity - len(self.lower.resident))
-        self.lower.insert([blocks[d] for d in wanted[:fits]], told[:fits])
+        self.lower.insert([blocks[d] for d in wanted[:fits]], entries[:fits])
         if self._mode == "inclusive":
             self.upper.drop(gone)
 
     def _write(self, keys: Sequence[Key], infos: Infos, blocks: Sequence[int]) -> None:
-        told = [infos.plain(self._depth[key]) for key in keys]
-        self.lower.store(keys, told, blocks)
+        entries = [infos.plain(self._depth[key]) for key in keys]
+        self.lower.store(keys, entries, blocks)
 
 
 def simulate_two(

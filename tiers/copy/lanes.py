@@ -37,11 +37,11 @@ class FutureTicket(Ticket):
     def on_done(self, call: Callable[[TransferError | None], object]) -> None:
         post = from_threads(call)
 
-        def tell(future: Future[None]) -> None:
+        def notify(future: Future[None]) -> None:
             error = future.exception()
             post(error if isinstance(error, TransferError) else None)
 
-        self._future.add_done_callback(tell)
+        self._future.add_done_callback(notify)
 
     def finish(self, error: TransferError | None) -> None:
         """End the ticket, once, from the worker thread."""

@@ -121,15 +121,15 @@ class LiveEngines:
             os.utime(fd)  # by the server's clock
             self.now_ns = os.fstat(fd).st_mtime_ns
             joined_ns = self.announced.joined_ns or self.now_ns
-            said = Announced(own_epoch, self.announced.capacity_bytes, joined_ns)
-            text = f"{' '.join(map(str, said))}\n".encode()
+            announced = Announced(own_epoch, self.announced.capacity_bytes, joined_ns)
+            text = f"{' '.join(map(str, announced))}\n".encode()
             os.write(fd, text)
             os.ftruncate(fd, len(text))
             os.utime(fd)
             os.fsync(fd)
         finally:
             os.close(fd)
-        self.announced = said
+        self.announced = announced
 
     def all(self) -> dict[str, bool]:
         """Return every engine that has a file, and True for each that lives. Raises ``OSError``."""
@@ -167,7 +167,7 @@ class LiveEngines:
         touched = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns
         return self.now_ns - touched
 
-    def said_by(self, name: str) -> Announced | None:
+    def announced_by(self, name: str) -> Announced | None:
         """Return the content of an engine's file, or ``None`` if it cannot be read now, for
         example because it is being written. ``None`` does not mean that the engine has no
         separate epoch."""

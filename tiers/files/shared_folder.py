@@ -282,9 +282,9 @@ class SharedFolder(RecordFiles):
         for name in [name for name, alive in engines.items() if not alive]:
             self._bury(name)
         alive = [name for name, alive in engines.items() if alive]
-        said = {name: self.engines.said_by(name) for name in alive}
-        self._agree_on_capacity(said)
-        claimed = {one.own_epoch for one in said.values() if one is not None}
+        announced = {name: self.engines.announced_by(name) for name in alive}
+        self._agree_on_capacity(announced)
+        claimed = {one.own_epoch for one in announced.values() if one is not None}
         stored: list[Stored] = []
         for folder in os.listdir(self._fd):
             match = _FOLDER.fullmatch(folder)
@@ -292,15 +292,17 @@ class SharedFolder(RecordFiles):
                 found, newest = self._scan_folder(folder)
                 stored += found
                 is_claimed = match is not None and (
-                    None in said.values() or int(match[1]) in {COMMON, self.epoch, *claimed}
+                    None in announced.values() or int(match[1]) in {COMMON, self.epoch, *claimed}
                 )
                 if not is_claimed and self.engines.now_ns - newest > STRAY_NS:
                     self._retire(folder)
         return stored, max(1, len(alive))
 
-    def _agree_on_capacity(self, said: Mapping[str, Announced | None]) -> None:
+    def _agree_on_capacity(self, announced: Mapping[str, Announced | None]) -> None:
         """Adopt the capacity of the live engine that joined first."""
-        known = {name: one for name, one in said.items() if one is not None and one.capacity_bytes}
+        known = {
+            name: one for name, one in announced.items() if one is not None and one.capacity_bytes
+        }
         known[self.engines.name] = self.engines.announced
         first = min(known, key=lambda name: (known[name].joined_ns, name))
         capacity_bytes = known[first].capacity_bytes
@@ -354,12 +356,12 @@ class SharedFolder(RecordFiles):
 
     def _bury(self, engine: str) -> None:
         """Remove what belonged to a dead engine alone. Raises ``OSError``."""
-        said = self.engines.said_by(engine)
+        announced = self.engines.announced_by(engine)
         with contextlib.suppress(FileNotFoundError):  # another engine removed it first
-            if said is None and self.engines.silent_ns(engine) < STRAY_NS:
+            if announced is None and self.engines.silent_ns(engine) < STRAY_NS:
                 return  # its content cannot be read now: a later scan will
-        if said is not None and said.own_epoch != COMMON:
-            self._retire(f"{PREFIX}{said.own_epoch}")
+        if announced is not None and announced.own_epoch != COMMON:
+            self._retire(f"{PREFIX}{announced.own_epoch}")
         self.engines.forget(engine)
 
     # -- epochs ----------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class FolderTier(Tier, Generic[Open]):
         nothing open then."""
         if self._files is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
-        with self._saying("opened"):
+        with self._naming_errors("opened"):
             opening = in_thread(make, *arguments)
         try:
             files = await settled(opening)
@@ -92,7 +92,7 @@ class FolderTier(Tier, Generic[Open]):
         self._active = 0
         self._idle: asyncio.Future[None] | None = None
         self._closing = None
-        with ExitStack() as undo, self._saying("opened"):
+        with ExitStack() as undo, self._naming_errors("opened"):
             undo.callback(files.close)  # here, because no thread may be available
             self._begin(files, undo)
             undo.pop_all()
@@ -100,7 +100,7 @@ class FolderTier(Tier, Generic[Open]):
         return files
 
     @contextmanager
-    def _saying(self, what: str) -> Iterator[None]:
+    def _naming_errors(self, what: str) -> Iterator[None]:
         """Turn the ``RuntimeError`` of a failed thread start into a ``TierIoError``."""
         try:
             yield
@@ -171,7 +171,7 @@ class FolderTier(Tier, Generic[Open]):
                 self._idle = asyncio.get_running_loop().create_future()
                 await asyncio.wait([self._idle], timeout=self._close_timeout_s)
             await self._end_work()
-            with self._saying("closed"):
+            with self._naming_errors("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
         except BaseException:  # also when the loop ends
             self._closing = None  # still open; it can be closed later

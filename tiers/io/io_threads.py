@@ -21,7 +21,7 @@ class Job(Protocol):
     def run(self, scratch: Scratch) -> None:
         """Do the work. Blocks; must not raise."""
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Report the result; called when the job counts as finished. Must not raise."""
 
 
@@ -72,7 +72,7 @@ class IoThreads:
         while (job := self._queue.get()) is not None:
             job.run(scratch)
             self._finished[number] += 1
-            job.tell()
+            job.notify()
             del job
 
     def stop(self) -> None:

@@ -119,7 +119,7 @@ class LmdbContents:
         await asyncio.wait([self._change])
         return True
 
-    def tell_waiting(self) -> None:
+    def notify_waiting(self) -> None:
         """Wake the callers of ``wait_for_room``."""
         self._change.set_result(None)
         self._change = self._loop.create_future()

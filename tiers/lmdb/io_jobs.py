@@ -47,7 +47,7 @@ class WriteJob:
         else:
             self.is_written = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Queue written records for the commit, or report that nothing was written."""
         (self.commit if self.is_written else self.fail)(self.puts)
 
@@ -87,7 +87,7 @@ class ReadJob:
     epoch: int
     codec: Codec
     file: PayloadFile
-    tell: Callable[[], None]
+    notify: Callable[[], None]
     io_errors: int = 0
 
     def run(self, scratch: Scratch) -> None:

@@ -46,7 +46,7 @@ class LmdbReads:
         items = self._find(call, keys, into)
         size_max = job_bytes(self._options, sum(item.into.nbytes for item in items))
         whole = Together(self._post)
-        jobs, tell = whole.jobs, whole.one_ended
+        jobs, notify = whole.jobs, whole.one_ended
         files, epoch = self._files, self._contents.epoch
         start = size = 0
         for stop, item in enumerate(items, 1):
@@ -54,7 +54,7 @@ class LmdbReads:
             call.expect(item.waiters, item.position)
             size += item.into.nbytes
             if size >= size_max or stop == len(items):
-                jobs.append(ReadJob(items[start:stop], epoch, files.codec, files.file, tell))
+                jobs.append(ReadJob(items[start:stop], epoch, files.codec, files.file, notify))
                 start, size = stop, 0
         self._queued += len(items)
         for job in jobs:
@@ -83,7 +83,7 @@ class LmdbReads:
         for job in whole.jobs:
             self._end_job(job)
         whole.jobs = []  # break the cycle: else only garbage collection frees views of the slab
-        self._contents.tell_waiting()
+        self._contents.notify_waiting()
 
     def _end_job(self, job: ReadJob) -> None:
         contents = self._contents

@@ -156,7 +156,7 @@ class LmdbScrub:
         finally:
             for item in items:
                 contents.allocations.unpin(item.extents)
-            contents.tell_waiting()
+            contents.notify_waiting()
         if is_sick:
             return Scrubbed(trouble="its payload file cannot be read")
         damaged = [item.key for item in bad if self._is_still_there(item, epoch)]
@@ -171,7 +171,7 @@ class LmdbScrub:
             return []
         for item in items:
             item.outcome = ReadOutcome.CORRUPT
-        job = ReadJob(list(items), epoch, self._files.codec, self._files.file, _tell_nobody)
+        job = ReadJob(list(items), epoch, self._files.codec, self._files.file, _do_nothing)
         await self._in_thread(job.run)
         return [item for item in items if item.outcome is not ReadOutcome.OK]
 
@@ -213,7 +213,7 @@ class _Job:
         except Exception as error:  # the thread must go on, and the waiter gets the error
             self._error = error
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Pass the result to the loop."""
         self._post(self)
 
@@ -225,5 +225,5 @@ class _Job:
             self.done.set_result(self._result)
 
 
-def _tell_nobody() -> None:
+def _do_nothing() -> None:
     """Do nothing: the caller waits for the job itself."""

@@ -118,7 +118,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
                 self._writes.end(change)
             elif isinstance(change, Remove | Clear):
                 self._contents.end_removal(change)
-        self._contents.tell_waiting()
+        self._contents.notify_waiting()
 
     def _index_failure(self) -> Exception | None:
         return self._committer.failure

@@ -129,7 +129,7 @@ class Keeper:
             self._wake.clear()
             try:
                 is_there = await self.threads.run(self._post)
-                self._say(is_there)
+                self._log(is_there)
             except Exception as error:  # any error: the tier works without the notice
                 logger.debug("kvtiers: the notice of this engine could not be posted: %r", error)
                 is_there = False
@@ -146,7 +146,7 @@ class Keeper:
             heard(read_boards(self._client, [board])[0])
         return is_posted
 
-    def _say(self, is_posted: bool) -> None:
+    def _log(self, is_posted: bool) -> None:
         if not is_posted and self._is_posted:
             logger.warning(
                 "kvtiers: the store has no space for the notice of this engine's blocks (%s): "

@@ -48,8 +48,12 @@ class FileReader:
         )  # 0 for tiers of versions that did not store it
         self.owner: Identity | None = None
         for batch in self.batches():
-            said = Counter(filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch)))
-            self.owner = said.most_common(1)[0][0] if said else None  # one may be damaged
+            identities = Counter(
+                filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch))
+            )
+            self.owner = (
+                identities.most_common(1)[0][0] if identities else None
+            )  # one may be damaged
             break
         self.file_bytes = 0
         for path in self._files():

@@ -164,7 +164,7 @@ class LmdbReader:
             for position, (one, data) in enumerate(zip(found, into, strict=True))
         ]
         good = [False] * len(items)
-        ReadJob(items, self.epoch, self._codec, self._file, _tell_nobody).run(self._scratch)
+        ReadJob(items, self.epoch, self._codec, self._file, _do_nothing).run(self._scratch)
         for item in items:
             good[item.position] = item.outcome.value == "ok"
         return good
@@ -200,7 +200,7 @@ def _runs(found: Found) -> Any:
     return extents_of(bytes(USE_BYTES) + found.mark)
 
 
-def _tell_nobody() -> None:
+def _do_nothing() -> None:
     """Do nothing: only the caller waits for the job."""
 
 

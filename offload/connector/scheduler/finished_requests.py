@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-UNTOLD_MAX = 256
+UNREPORTED_MAX = 256
 """Number of uses that may wait for their keys; beyond that, the oldest are dropped unreported."""
 
 
@@ -49,27 +49,27 @@ class FinishedRequests:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
         self._layout = layout
         self._planner = planner
-        self._untold: deque[_Use] = deque(maxlen=UNTOLD_MAX)
+        self._unreported: deque[_Use] = deque(maxlen=UNREPORTED_MAX)
         self._allowance = planner.budget.keys
 
     @property
-    def are_told(self) -> bool:
+    def all_reported(self) -> bool:
         """True if policies have been notified of all uses, which requires all of their keys."""
-        return not self._untold
+        return not self._unreported
 
     def clear(self) -> None:
         """Forget all chunks."""
         self.pins.clear()
-        self._untold.clear()
+        self._unreported.clear()
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Notify policies of uses, in the order in which requests ended, within this step's
         allowance."""
-        while self._untold:
-            use = self._untold.popleft()
+        while self._unreported:
+            use = self._unreported.popleft()
             self._allowance.take(use.keys.make(use.count, self._allowance.left))
             if self._allowance.left <= 0:
-                self._untold.appendleft(use)
+                self._unreported.appendleft(use)
                 return
             self._planner.uses.ended(use.keys.first(use.count), use.hints)
 
@@ -90,8 +90,8 @@ class FinishedRequests:
         """
         hints = identity.origin.hints.ended
         for keys, group in zip(identity.keys, self._layout.groups, strict=True):
-            self._untold.append(_Use(keys, tokens // group.chunk_tokens, hints))
-        self.go_on()
+            self._unreported.append(_Use(keys, tokens // group.chunk_tokens, hints))
+        self.advance()
 
     def _pin(self, identity: RequestIdentity, request: Request, tokens: int, now: float) -> int:
         """Pin the request's chunks, or with the hint ``pinned`` those of its first tokens."""

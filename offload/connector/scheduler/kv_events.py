@@ -42,20 +42,20 @@ _INTEGER_BYTES = 8
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a tier gained, lost, or held at start; the first ``told`` are published."""
+    """Chunks that a tier gained, lost, or held at start; the first ``published`` are published."""
 
     tier: int
     keys: Sequence[bytes]
     is_stored: bool = True
-    told: int = 0
+    published: int = 0
 
     @property
     def left(self) -> int:
-        return len(self.keys) - self.told
+        return len(self.keys) - self.published
 
     def next(self, most: int) -> Sequence[bytes]:
-        part = self.keys[self.told : self.told + most]
-        self.told += len(part)
+        part = self.keys[self.published : self.published + most]
+        self.published += len(part)
         return part
 
 
@@ -74,10 +74,10 @@ class KvEvents:
         self._waiting = 0
         self._is_clear_due = False
         self._hash_of = _hash_function()
-        self._untold = self._all_there()  # chunks found after a restart
+        self._unpublished = self._resident_batches()  # chunks found after a restart
         planner.stats.listen(self)
 
-    def _all_there(self) -> deque[_Batch]:
+    def _resident_batches(self) -> deque[_Batch]:
         """Everything that the tiers hold now."""
         return deque(_Batch(tier, tuple(index.resident)) for tier, index in self._indexes.items())
 
@@ -95,16 +95,16 @@ class KvEvents:
             if not batch.left:
                 self._changes.popleft()
         room = min(room, FOUND_MAX)
-        while room and self._untold:
-            batch = self._untold[0]
+        while room and self._unpublished:
+            batch = self._unpublished[0]
             keys = batch.next(room)
             room -= len(keys)
-            events += self._events(batch, self._still_there(batch.tier, keys))
+            events += self._events(batch, self._still_resident(batch.tier, keys))
             if not batch.left:
-                self._untold.popleft()
+                self._unpublished.popleft()
         return events
 
-    def _still_there(self, tier: int, keys: Iterable[bytes]) -> list[bytes]:
+    def _still_resident(self, tier: int, keys: Iterable[bytes]) -> list[bytes]:
         index = self._indexes[tier]
         return [key for key in keys if key in index]
 
@@ -124,12 +124,12 @@ class KvEvents:
         if self._waiting > WAITING_MAX:
             self.lost += self._waiting
             self.cleared()
-            self._untold = self._all_there()
+            self._unpublished = self._resident_batches()
 
     def cleared(self) -> None:
         """No tier can provide anything any more."""
         self._changes.clear()
-        self._untold.clear()
+        self._unpublished.clear()
         self._waiting = 0
         self._is_clear_due = True
 

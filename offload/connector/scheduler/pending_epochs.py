@@ -119,20 +119,20 @@ class PendingEpochs:
     def _try(self, tier: int, attempt: _Attempt) -> None:
         while not self._closed.is_set():
             try:
-                epoch = self._begin_one(tier, partial(self._say, attempt, is_noted=True))
+                epoch = self._begin_one(tier, partial(self._log, attempt, is_noted=True))
             except Exception as error:  # whatever the error, the disk is not back yet
                 if not attempt.error:
                     logger.error("kvtiers: an epoch of tier %d cannot be begun: %s", tier, error)
-                self._say(attempt, error=str(error) or repr(error))
+                self._log(attempt, error=str(error) or repr(error))
                 self._closed.wait(self._retry_s)
             else:
-                self._say(attempt, is_noted=True, epoch=epoch)
+                self._log(attempt, is_noted=True, epoch=epoch)
                 if attempt.error:
                     text = "kvtiers: tier %d has noted that the weights have changed"
                     logger.warning(text, tier)
                 return
 
-    def _say(self, attempt: _Attempt, **what: Any) -> None:
+    def _log(self, attempt: _Attempt, **what: Any) -> None:
         with self._changed:
             for name, value in what.items():
                 setattr(attempt, name, value)

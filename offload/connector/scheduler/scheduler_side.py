@@ -227,8 +227,8 @@ class SchedulerSide:
             return StepPlan()
         if self.lookups and self._endings:
             try:
-                self._endings.go_on()
-                self.lookups.go_on()
+                self._endings.advance()
+                self.lookups.advance()
             except Exception as error:  # the step's plan must go out
                 self._faults.note("lookup", error)
         try:
@@ -343,8 +343,8 @@ class SchedulerSide:
     @property
     def pending(self) -> bool:
         """True if the workers have unfinished work that makes progress."""
-        is_told = self._endings is None or self._endings.are_told
-        if self.planner is None or (is_told and not self.planner.busy):
+        all_reported = self._endings is None or self._endings.all_reported
+        if self.planner is None or (all_reported and not self.planner.busy):
             self._moved_at = time.monotonic()
             return False
         moved_at = max(self._moved_at, self._stores.planned_at if self._stores else 0.0)

@@ -200,20 +200,21 @@ def _is_before(one: bytes, two: bytes, is_list: bool) -> bool:
 
 
 def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0) -> None:
-    """The keys of each page rise, from its node ``skip`` on; ``first`` are the pages' first nodes.
+    """Require that the keys of each page rise from its node ``skip`` on. ``first`` are the pages'
+    first nodes.
 
-    Compares the first eight bytes of neighbours as numbers, and the whole keys where that does not
-    tell.
+    Compares the first eight bytes of neighbours as numbers, and the whole keys only where that
+    does not decide.
     """
     words = np.ndarray(((nodes.flat.nbytes - 8) // 2 + 1,), ">u8", nodes.flat, strides=(2,))
     heads = words[np.minimum((nodes.at + NODE_BYTES) // 2, words.size - 1)].astype(np.uint64)
-    is_told = (heads[1:] > heads[:-1]) & (nodes.key_bytes >= 8)[1:] & (nodes.key_bytes >= 8)[:-1]
-    is_told &= not is_list
+    is_ordered = (heads[1:] > heads[:-1]) & (nodes.key_bytes >= 8)[1:] & (nodes.key_bytes >= 8)[:-1]
+    is_ordered &= not is_list
     for step in range(skip + 1):  # a page's first keys have no predecessor
         across = first + step - 1
-        is_told[across[(across >= 0) & (across < is_told.size)]] = True
-    open_pairs = np.flatnonzero(~is_told)
-    pairs = zip(nodes.keys(open_pairs), nodes.keys(open_pairs + 1), strict=True)
+        is_ordered[across[(across >= 0) & (across < is_ordered.size)]] = True
+    undecided = np.flatnonzero(~is_ordered)
+    pairs = zip(nodes.keys(undecided), nodes.keys(undecided + 1), strict=True)
     require(all(_is_before(one, two, is_list) for one, two in pairs), "keys out of order")
 
 

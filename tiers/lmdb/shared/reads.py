@@ -52,7 +52,7 @@ class SharedReadJob:
         except Exception as error:  # the call needs an answer, and the thread must go on
             self.failure = error
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self.done()
 
     def _read(self, scratch: Scratch) -> None:
@@ -82,7 +82,7 @@ class SharedReadJob:
     ) -> list[int]:
         """Return the records to look up again: neither read nor known to be damaged."""
         items.sort(key=lambda item: item.extents[0].start)
-        job = ReadJob(items, epoch, self.codec, self.file, _tell_nobody)
+        job = ReadJob(items, epoch, self.codec, self.file, _do_nothing)
         job.run(scratch)
         self.io_errors += job.io_errors
         again = []
@@ -101,5 +101,5 @@ class SharedReadJob:
         return again
 
 
-def _tell_nobody() -> None:
+def _do_nothing() -> None:
     """Do nothing: the caller runs the job in its thread."""

@@ -227,7 +227,7 @@ def _nothing_is_cleared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_told_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvEvents, "_all_there", lambda self: deque())
+    patch.setattr(KvEvents, "_resident_batches", lambda self: deque())
 
 
 @pytest.mark.parametrize("fault", [_nothing_is_cleared, _nothing_is_told_anew])
@@ -247,7 +247,7 @@ def test_planted_faults_of_the_new_beginning_are_seen(
 def test_without_a_look_what_is_gone_would_be_told(
     tmp_path: Path, publishing: None, small_portions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KvEvents, "_still_there", lambda self, tier, keys: keys)
+    monkeypatch.setattr(KvEvents, "_still_resident", lambda self, tier, keys: keys)
     assert differences_after_a_restart(tmp_path) != []
 
 
