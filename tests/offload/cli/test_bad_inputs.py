@@ -1,0 +1,85 @@
+"""Forty bad inputs: each is answered with one clear text, before vLLM or torch is imported, which
+takes many seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.offload.cli.stores import ROOT
+
+BAD: list[tuple[int, str, str]] = [
+    (2, "top ftp://x --once", "Write localhost:8000"),
+    (2, "top host:port --once", "is not the address of a server"),
+    (2, "top localhost:8000 --interval nan", "Invalid value for '--interval'"),
+    (1, "top 127.0.0.1:1 --once", "does not answer"),
+    (2, "why /no/such.jsonl", "/no/such.jsonl: does not exist"),
+    (2, "why /proc/version --last 0", "--last: must be at least 1"),
+    (2, "why /proc/version --reason nothing", '--reason: "nothing" is unknown. Known: '),
+    (2, "inspect /no/such", "/no/such: does not exist. Give the path of a tier"),
+    (2, "inspect /proc/version", "/proc/version: is not a folder"),
+    (2, "inspect . --server a:b", "--server: is not the address of a server"),
+    (2, "verify . --rate 8G", "--rate: has an ambiguous unit"),
+    (2, "verify . --key-file /no/key", "/no/key: does not exist. Give --key-file"),
+    (2, "clear .", "is required where there is no terminal to ask on"),
+    (2, "clear . --unused-for soon --yes", '--unused-for: is not a time (got "soon")'),
+    (2, "clear . --all --json", "--yes: is required with --json"),
+    (2, "export . /no/such/file.kvt", "Name a file in a folder that exists"),
+    (2, "import /no/such.kvt kv", "/no/such.kvt: does not exist"),
+    (2, "import /proc/version kv --type tape", '(got "tape"). Use lmdb or file'),
+    (3, "doctor /no/such/model", "/no/such/model does not exist"),
+    (3, "plan /no/such/model --cpu 1GiB", "MODEL /no/such/model: "),
+    (2, "plan", "--cpu: is required"),
+    (2, "plan m --cpu 1GiB --dsik 1TiB", "Did you mean --disk?"),
+    (2, "plan --token-bytes x --cpu 1GiB", "--token-bytes: is not a size"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --mix user=3", '--mix: has "user=3"'),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --policy lur", "--policy: "),
+    (2, "simulate /no/such.jsonl", "/no/such.jsonl"),
+    (2, "simulate t --mode write-back", '--mode: is unknown (got "write-back")'),
+    (2, "simulate t --mode exclusive", "--mode: exclusive needs a lower tier"),
+    (2, "simulate t --hints some", "Use one of: none, end, all."),
+    (2, "serve m --kv-cpu 8G", "--kv-cpu: has an ambiguous unit"),
+    (2, "serve m --kv-disk /data", "--kv-disk: must be PATH:SIZE"),
+    (2, "serve m --kv-disk kv:1GiB", "--kv-disk kv:1GiB: must be absolute"),
+    (2, "check /no/such.json", "/no/such.json: does not exist"),
+    (2, "check {", "the JSON: is not JSON: "),
+    (1, 'check {"cpu":{"capacity":"8G"}}', "$.cpu.capacity: has an ambiguous unit"),
+    (1, 'check {"cpu":{"capacity":"900TiB"}}', "does not fit into the memory limit"),
+    (1, 'check {"tires":[]}', '$.tires: unknown option. Did you mean "tiers"?'),
+    (1, 'check {"tiers":[{"type":"lmbd"}]}', '(got "lmbd"). Did you mean "lmdb"?'),
+    (1, 'check {"cpu":{"policy":"lur"}}', "$.cpu.policy: "),
+]
+
+PROGRAM = """
+import json, sys
+from tests.offload.cli.stores import kvtiers
+found = []
+for line in json.load(sys.stdin):
+    result = kvtiers(*line.split(" "))
+    found.append([result.code, result.out, result.err])
+print(json.dumps({"found": found, "imported": sorted({"torch", "vllm"} & sys.modules.keys())}))
+"""
+
+
+def test_forty_bad_inputs(tmp_path: Path) -> None:
+    assert len({line for _, line, _ in BAD}) == 40
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([line for _, line, _ in BAD]),
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["imported"] == []
+    for (code, line, text), (found, out, err) in zip(BAD, answer["found"], strict=True):
+        shown = out + err
+        assert found == code, f"{line}: {shown}"
+        assert text in shown, f"{line}: {shown}"
+        assert "Traceback" not in shown, line
