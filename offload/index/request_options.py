@@ -89,7 +89,7 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
             wrong.append(f"{name} must be {expected} (got {show(value)})")
     if len(given) > NAMES_MAX:
         wrong.append(f"{len(given)} names, of which {NAMES_MAX} were read")
-    return _sorted_out(good), wrong[:WRONG_MAX]
+    return _to_hints(good), wrong[:WRONG_MAX]
 
 
 def _advice(name: object) -> str:
@@ -122,7 +122,7 @@ def _is_valid(name: str, value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _sorted_out(good: Mapping[str, Any]) -> RequestHints:
+def _to_hints(good: Mapping[str, Any]) -> RequestHints:
     pinned = good.get(names.PINNED, 0)
     pinned_tokens = float("inf") if pinned is True else float(min(pinned, TOKENS_MAX))
     stored = {name: good[name] for name in (names.SESSION, names.ONE_SHOT) if good.get(name)}
@@ -176,8 +176,8 @@ class Controls:
 
     ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU tier), ``None`` for all; only
     lower tiers count in ``write``, since every chunk passes the CPU tier. ``max_load_tokens``
-    bounds the load, ``pin_s`` is how long to keep its chunks. ``doubted`` means that the request is
-    not stored because something was not understood.
+    bounds the load, ``pin_s`` is how long to keep its chunks. ``is_doubtful`` means that the
+    request is not stored because something was not understood.
     """
 
     no_store: bool = False
@@ -186,7 +186,7 @@ class Controls:
     read: frozenset[int] | None = None
     write: frozenset[int] | None = None
     pin_s: float = 0.0
-    doubted: bool = False
+    is_doubtful: bool = False
 
 
 NO_CONTROLS = Controls()
@@ -202,11 +202,11 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
         return NO_CONTROLS, []
     given = params.get(FIELD)
     wrong: list[str] = []
-    doubted = _look_around(params, wrong) or not _is_understood(given)
+    is_doubtful = _check_siblings(params, wrong) or not _is_understood(given)
     controls = NO_CONTROLS
     if isinstance(given, Mapping) and any(name in given for name in CONTROL_NAMES):
         controls = _read(given, tiers, wrong)
-    return replace(controls, no_store=True, doubted=True) if doubted else controls, wrong
+    return replace(controls, no_store=True, is_doubtful=True) if is_doubtful else controls, wrong
 
 
 def _read(given: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
@@ -244,21 +244,21 @@ def _is_understood(given: object) -> bool:
     )
 
 
-def _look_around(params: Mapping[Any, Any], wrong: list[str]) -> bool:
+def _check_siblings(params: Mapping[Any, Any], wrong: list[str]) -> bool:
     """Describe parameters beside the object that look like kvtiers'; returns whether one may be
     intended to keep the prompt off the tiers."""
-    doubted = False
+    is_doubtful = False
     for name, value in islice(params.items(), NAMES_MAX):
         meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
         if meant is None:
             continue
         if meant == FIELD:
             wrong.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
-            doubted = doubted or not _is_harmless(value)
+            is_doubtful = is_doubtful or not _is_harmless(value)
         else:
             wrong.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
-            doubted = doubted or (meant in _PRIVACY and not _says_no(value))
-    return doubted
+            is_doubtful = is_doubtful or (meant in _PRIVACY and not _says_no(value))
+    return is_doubtful
 
 
 def _is_harmless(value: object) -> bool:

@@ -128,11 +128,11 @@ def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
     return first.namespace
 
 
-def _check_equal(one: Namespace, whose: str, other: Namespace, whose_else: str) -> None:
+def _check_equal(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
     found = [f"{path} ({a} and {b})" for path, a, b in differing_fields(one, other)]
     if found:
         raise NamespaceError(
-            f"kvtiers: {whose} and {whose_else} differ in {', '.join(found[:8])}. All processes "
+            f"kvtiers: {name} and {other_name} differ in {', '.join(found[:8])}. All processes "
             "of a server must see the same model files, flags, environment and versions."
         )
 

@@ -280,7 +280,7 @@ class SharedFolder(RecordFiles):
         left unfinished. Raises ``OSError``."""
         engines = self.engines.all()
         for name in [name for name, alive in engines.items() if not alive]:
-            self._bury(name)
+            self._remove_dead(name)
         alive = [name for name, alive in engines.items() if alive]
         announced = {name: self.engines.announced_by(name) for name in alive}
         self._agree_on_capacity(announced)
@@ -354,7 +354,7 @@ class SharedFolder(RecordFiles):
         is_here = engine.startswith(self.engines.name[:13])
         return is_here or self.engines.now_ns - changed_ns > STRAY_NS
 
-    def _bury(self, engine: str) -> None:
+    def _remove_dead(self, engine: str) -> None:
         """Remove what belonged to a dead engine alone. Raises ``OSError``."""
         announced = self.engines.announced_by(engine)
         with contextlib.suppress(FileNotFoundError):  # another engine removed it first

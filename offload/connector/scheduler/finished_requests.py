@@ -113,7 +113,7 @@ class FinishedRequests:
             report["pinned_tokens"] = pinned_tokens
         if state.identity.rejected_options:
             report["ignored"] = list(state.identity.rejected_options)
-        if state.identity.origin.controls.doubted:
+        if state.identity.origin.controls.is_doubtful:
             report["not_stored"] = NOT_STORED
         return {REPORT: report}
 

@@ -115,7 +115,7 @@ def test_what_looks_like_ours_keeps_the_prompt_off_the_tiers(
 ) -> None:
     controls, [wrong] = parse_controls({**OF_OTHERS, **params}, TIERS)
     assert said in wrong
-    assert controls == Controls(no_store=True, doubted=True)
+    assert controls == Controls(no_store=True, is_doubtful=True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_name_that_is_not_known_in_our_object_stores_nothing(told: Any) -> Non
     """It may have been meant to."""
     controls, wrong = parse_controls({"kvtiers": told}, TIERS)
     assert controls.no_store
-    assert controls.doubted
+    assert controls.is_doubtful
     assert controls.pin_s == (3 if isinstance(told, dict) and "pin_s" in told else 0)
     assert wrong == [], "the hints' reader describes it"
     assert len(parse_hints({"kvtiers": told})[1]) == 1
@@ -163,7 +163,7 @@ def test_many_names_of_a_client_are_looked_at_briefly(monkeypatch: pytest.Monkey
     monkeypatch.setattr(controls_module, "nearest", lambda name, *_: asked.append(name))
     monkeypatch.setattr(hints_module, "nearest", lambda name, *_: asked.append(name))
     many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}
-    assert parse_controls({**many, "kvtiers": many}, TIERS)[0].doubted
+    assert parse_controls({**many, "kvtiers": many}, TIERS)[0].is_doubtful
     parse_hints({"kvtiers": many})
     assert len(asked) <= NAMES_MAX + WRONG_MAX
 
