@@ -272,7 +272,7 @@ SHOWN_BY = {
     "slots are free at the deadline": 29,
     "a reset that failed is forgotten": 16,
     "a load that is cut is not told": 11,
-    "loads go on over a reset": 38,
+    "loads go on over a reset": 76,
     "lost records stay known": 7,
     "a deletion that failed is forgotten": 13,
     "a breaker never opens": 30,
