@@ -90,6 +90,10 @@ class CudaTicket(FutureTicket):
         """Everything of this copy lies before ``event`` on its stream."""
         self._submitted.set_result(event)
 
+    def finish(self, error: TransferError | None) -> None:
+        super().finish(error)
+        self._submitted = Future()  # nobody needs the event any more: its handle is used again
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
