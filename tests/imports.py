@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +47,19 @@ def imports_of(path: Path) -> Iterator[str]:
                 module = ".".join((*package, module)).rstrip(".")
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def modules_imported(path: Path, modules: Container[str]) -> set[str]:
+    """Those of ``modules`` from which the file imports, also for type checking alone.
+    ``from package import module`` counts as an import of the module."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in full}
+    return {name for name in found if name in modules}
 
 
 def files_that_import(package: str, *folders: str) -> list[Path]:

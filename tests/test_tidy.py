@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.imports import ROOT, imports_of, name_of, python_files, tree_of
+from tests.imports import ROOT, imports_of, modules_imported, name_of, python_files, tree_of
 
 PRODUCT = ("offload", "tiers", "policies")
 OURS = (*PRODUCT, "bench", "demo", "tests", "examples")
@@ -141,6 +141,15 @@ def test_imports_follow_the_order() -> None:
     assert wrong == []
 
 
+def test_no_module_needs_itself() -> None:
+    """Not even for type checking, and not even through other modules."""
+    modules = {module_of(path): path for path in python_files(*PRODUCT, "bench", "demo")}
+    left = {name: modules_imported(path, modules) for name, path in modules.items()}
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert {name: sorted(needed & left.keys()) for name, needed in left.items()} == {}
+
+
 def defined_in(tree: ast.Module) -> set[str]:
     """The names that a module binds at its top level, also below ``if`` and ``try``."""
     names: set[str] = set()
@@ -187,6 +196,26 @@ def test_imported_names_exist() -> None:
                     if name not in defined[module]:
                         missing.append(f"{path}:{node.lineno}: no {name} in {module}")
     assert not missing, missing
+
+
+def test_no_constant_is_bound_twice() -> None:
+    """The second binding at the top level of a module would hide the first."""
+    wrong = []
+    for path in python_files(*OURS):
+        seen = set[str]()
+        for node in tree_of(path).body:
+            if isinstance(node, ast.AnnAssign):
+                targets = [node.target] if node.value else []
+            else:
+                targets = node.targets if isinstance(node, ast.Assign) else []
+            nodes = [inner for target in targets for inner in ast.walk(target)]
+            names = [
+                n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            ]
+            constants = {name for name in names if name.isupper()}
+            wrong += [f"{name_of(path)}:{node.lineno}: {name}" for name in constants & seen]
+            seen |= constants
+    assert wrong == []
 
 
 def test_product_code_imports_no_tests() -> None:

@@ -81,7 +81,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._requests = 0
         self._touched = 0.0  # keys, fading like the counts of the shadows
         self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
-        self._open: Segment | None = None  # of these, where single keys are inserted
+        self._open: Segment[Span] | None = None  # of these, where single keys are inserted
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
@@ -115,7 +115,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._tree.segments.append(self._opened(), keys)
             self._fresh.live += len(keys)
 
-    def _opened(self) -> Segment:
+    def _opened(self) -> Segment[Span]:
         """Return the segment that takes single insertions."""
         segment = self._open
         if segment is None or not segment.live or len(segment.keys) >= LONG_MAX:
@@ -197,7 +197,7 @@ class AdaptivePolicy(EvictionPolicy):
                 self._gone(segment, keys[start:end], cause)
             start = end
 
-    def _gone(self, segment: Segment, keys: Sequence[Key], cause: RemoveCause) -> None:
+    def _gone(self, segment: Segment[Span], keys: Sequence[Key], cause: RemoveCause) -> None:
         """Note that keys have left a segment."""
         self._tree.segments.left(segment, keys)
         span = segment.span

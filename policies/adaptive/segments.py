@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_not, ne
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 from policies.base import Key
-
-if TYPE_CHECKING:
-    from policies.adaptive.span_tree import Span
 
 SMALL = 32
 """Shorter segments are joined to their neighbours."""
@@ -28,7 +25,18 @@ _LEFT_MAX = 1024
 """The number of keys that have left from which a segment cuts them off."""
 
 
-class Segment:
+class Owner(Protocol):
+    """What segments need of the span that owns them. ``fresh`` says that its segments hold keys in
+    the order of insertion, which nothing has touched yet."""
+
+    segments: dict[Segment[Any], None]
+    fresh: bool
+
+
+SpanT = TypeVar("SpanT", bound=Owner)
+
+
+class Segment(Generic[SpanT]):
     """Keys, tail first; those before ``start`` have left, ``live`` of the others are still here.
     It is dense if these are all of them.
 
@@ -37,32 +45,32 @@ class Segment:
 
     __slots__ = ("keys", "live", "span", "start")
 
-    def __init__(self, keys: list[Key], span: Span | None) -> None:
+    def __init__(self, keys: list[Key], span: SpanT | None) -> None:
         self.keys = keys
         self.start = 0
         self.live = len(keys)
         self.span = span
 
 
-class Segments:
+class Segments(Generic[SpanT]):
     """Maps keys to segments."""
 
     def __init__(self) -> None:
-        self.of: dict[Key, Segment] = {}  # the policy takes single keys out by itself
+        self.of: dict[Key, Segment[SpanT]] = {}  # the policy takes single keys out by itself
 
-    def add(self, keys: list[Key], span: Span) -> Segment:
+    def add(self, keys: list[Key], span: SpanT) -> Segment[SpanT]:
         """Add a new segment of keys that are in none."""
         segment = Segment(keys, span)
         self.of.update(zip(keys, repeat(segment)))
         return segment
 
-    def append(self, segment: Segment, keys: Sequence[Key]) -> None:
+    def append(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
         """Add keys that are in none."""
         segment.keys += keys
         segment.live += len(keys)
         self.of.update(zip(keys, repeat(segment)))
 
-    def is_dense(self, segment: Segment) -> bool:
+    def is_dense(self, segment: Segment[SpanT]) -> bool:
         """Return True if only the first ``start`` keys have left; cut absent keys off both ends."""
         keys = segment.keys
         if segment.live == len(keys) - segment.start:
@@ -75,7 +83,7 @@ class Segments:
         self._cut_off(segment)
         return segment.live == len(keys) - segment.start
 
-    def left(self, segment: Segment, keys: Sequence[Key]) -> None:
+    def left(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
         """Note that keys were taken out of ``of``; mostly they were the tail."""
         segment.live -= len(keys)
         start = segment.start
@@ -83,12 +91,12 @@ class Segments:
             segment.start += len(keys)
             self._cut_off(segment)
 
-    def _cut_off(self, segment: Segment) -> None:
+    def _cut_off(self, segment: Segment[SpanT]) -> None:
         if segment.start > _LEFT_MAX and 2 * segment.start > len(segment.keys):
             del segment.keys[: segment.start]
             segment.start = 0
 
-    def head(self, segment: Segment) -> Key | None:
+    def head(self, segment: Segment[SpanT]) -> Key | None:
         """The first key in its prefix that is still here."""
         keys, of = segment.keys, self.of
         while keys and of.get(keys[-1]) is not segment:
@@ -96,13 +104,13 @@ class Segments:
         segment.start = min(segment.start, len(keys))
         return keys[-1] if keys else None
 
-    def members(self, segment: Segment) -> Iterator[Key]:
+    def members(self, segment: Segment[SpanT]) -> Iterator[Key]:
         """Its keys, tail first, from the first that is still here."""
         is_dense, keys, of = self.is_dense(segment), segment.keys, self.of
         found = map(keys.__getitem__, range(segment.start, len(keys)))
         return found if is_dense else (k for k in found if of.get(k) is segment)
 
-    def cut(self, keys: Sequence[Key]) -> Iterator[tuple[Span, Segment]]:
+    def cut(self, keys: Sequence[Key]) -> Iterator[tuple[SpanT, Segment[SpanT]]]:
         """Take keys, given in prefix order, out of their spans.
 
         Returns dense segments that start at 0, with the spans that they came from. Keys of no span
@@ -121,9 +129,9 @@ class Segments:
             yield span, part
             place += named
 
-    def joined(self, segments: Sequence[Segment]) -> list[Segment]:
+    def joined(self, segments: Sequence[Segment[SpanT]]) -> list[Segment[SpanT]]:
         """Dense segments that follow each other in a prefix, small ones as part of the next."""
-        groups: list[list[Segment]] = []
+        groups: list[list[Segment[SpanT]]] = []
         size = 0
         for segment in segments:
             if groups and min(size, segment.live) < SMALL:
@@ -134,7 +142,9 @@ class Segments:
                 size = segment.live
         return [group[0] if len(group) == 1 else self._join(group) for group in groups]
 
-    def _part(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
+    def _part(
+        self, segment: Segment[SpanT], keys: list[Key], place: int
+    ) -> tuple[Segment[SpanT], int]:
         """Split off the keys of a segment that come next in a request. Returns the new segment and
         the number of the request's keys in it."""
         span = segment.span
@@ -156,7 +166,7 @@ class Segments:
         return self._head(segment, size, forwards), size
 
     def _agreeing(
-        self, segment: Segment, keys: list[Key], place: int, *, forwards: bool = False
+        self, segment: Segment[SpanT], keys: list[Key], place: int, *, forwards: bool = False
     ) -> int:
         """Count the keys from ``place`` on that are the segment's, from its head on."""
         if not self.is_dense(segment):
@@ -171,7 +181,7 @@ class Segments:
             return 0
         return most if own == named else next(compress(count(), map(ne, own, named)))
 
-    def _head(self, segment: Segment, size: int, forwards: bool) -> Segment:
+    def _head(self, segment: Segment[SpanT], size: int, forwards: bool) -> Segment[SpanT]:
         """Cut off a segment's head.
 
         The larger part keeps the object, and so its keys keep their owner. If the place among the
@@ -191,7 +201,9 @@ class Segments:
         segment.keys, segment.live = head, len(head)
         return segment
 
-    def _loose(self, segment: Segment, keys: list[Key], place: int) -> tuple[Segment, int]:
+    def _loose(
+        self, segment: Segment[SpanT], keys: list[Key], place: int
+    ) -> tuple[Segment[SpanT], int]:
         """Take keys out of the middle of a segment, which then has holes."""
         named = keys[place : place + _LOOSE_MAX]
         owners = map(self.of.get, named)
@@ -202,7 +214,7 @@ class Segments:
         assert segment.span is not None
         return self.add(found, segment.span), end
 
-    def _join(self, group: Sequence[Segment]) -> Segment:
+    def _join(self, group: Sequence[Segment[SpanT]]) -> Segment[SpanT]:
         """Dense segments that follow each other in a prefix; the largest takes up the others."""
         largest = max(group, key=attrgetter("live"))
         joined: list[Key] = []

@@ -45,7 +45,7 @@ class Span:
 
     def __init__(self, time: int, *, fresh: bool = False) -> None:
         self.time = time
-        self.segments: dict[Segment, None] = {}
+        self.segments: dict[Segment[Span], None] = {}
         self.live = self.size = 0
         self.by_age = self.by_score = 0
         self.kind = self.sort = 0
@@ -56,7 +56,7 @@ class Span:
         self.hangs_on: Key | None = None
 
 
-Taken = tuple[Span, int, int, bool, list[Segment]]
+Taken = tuple[Span, int, int, bool, list[Segment[Span]]]
 """A span that a touch took keys from, how many, where they end in the request, whether some
 were left behind, and the keys in prefix order. A plain tuple, because two are made for every
 request."""
@@ -66,7 +66,7 @@ class SpanTree:
     """Maps members to spans, and keys to the spans that hang on them."""
 
     def __init__(self) -> None:
-        self.segments = Segments()
+        self.segments = Segments[Span]()
         self.hanging: dict[Key, OrderedDict[Span, None]] = {}
 
     def span_of(self, key: Key) -> Span | None:
@@ -74,7 +74,7 @@ class SpanTree:
         segment = self.segments.of.get(key)
         return None if segment is None else segment.span
 
-    def add(self, span: Span, keys: Sequence[Key]) -> Segment:
+    def add(self, span: Span, keys: Sequence[Key]) -> Segment[Span]:
         """Enter keys that are no members in a span, as segments; returns the last."""
         for first in range(0, len(keys) or 1, LONG_MAX):
             segment = self.segments.add(list(keys[first : first + LONG_MAX]), span)
@@ -86,7 +86,7 @@ class SpanTree:
         """Take the members among these keys, given in prefix order, out of their spans. The
         caller enters them in others."""
         taken: list[Taken] = []
-        found: list[Segment] = []
+        found: list[Segment[Span]] = []
         end, size = 0, 0
         last: Span | None = None
         for span, segment in self.segments.cut(keys):
@@ -101,7 +101,7 @@ class SpanTree:
             taken.append(self._taken(last, size, end, found))
         return taken
 
-    def _taken(self, span: Span, size: int, end: int, found: list[Segment]) -> Taken:
+    def _taken(self, span: Span, size: int, end: int, found: list[Segment[Span]]) -> Taken:
         """Note the keys that were taken from a span; the rest hangs on the last of them."""
         span.live -= size
         span.size -= size
@@ -181,7 +181,7 @@ class SpanTree:
         """
         run: list[Key] = []
         missing = count - len(found)
-        empty: list[Segment] = []
+        empty: list[Segment[Span]] = []
         is_dense = True
         for segment in span.segments:
             if not segment.live:
@@ -223,5 +223,5 @@ class SpanTree:
         self.hanging.setdefault(key, OrderedDict())[span] = None
 
 
-def _last_key(segments: Sequence[Segment]) -> Key:
+def _last_key(segments: Sequence[Segment[Span]]) -> Key:
     return segments[-1].keys[0]
