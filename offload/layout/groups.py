@@ -6,8 +6,7 @@ findings of ``offload.connector.model.layout`` or the in-process API.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 FULL = "full"
 WINDOW = "window"
@@ -75,11 +74,6 @@ class ModelLayout:
     alignment_tokens: int
     groups: tuple[GroupLayout, ...]
     skipped: tuple[str, ...] = ()
-
-    def with_block_bytes(self, block_bytes: Mapping[int, int]) -> ModelLayout:
-        """The same layout with the block sizes in bytes that a worker found, by group id."""
-        groups = [replace(g, block_bytes=block_bytes[g.group]) for g in self.groups]
-        return replace(self, groups=tuple(groups))
 
     @property
     def token_bytes(self) -> float:

@@ -43,7 +43,6 @@ class Counters:
 
     commits: int = 0
     sync_failures: int = 0
-    map_full: int = 0
 
 
 class CommitThread:
@@ -154,7 +153,6 @@ class CommitThread:
             if changes.edits or changes.clear_to_epoch is not None:
                 (self._index.apply if named else self._index.apply_in_parts)(changes)
         except lmdb.MapFullError:
-            self.counters.map_full += 1
             if not named:
                 raise
             # Never split at a clear: puts before it must not be reported as stored.

@@ -65,11 +65,6 @@ class Frame(NamedTuple):
     about: dict[str, Any] | None = None
     record: Record | None = None
 
-    @property
-    def is_damaged(self) -> bool:
-        """True if the body does not match its checksum, or cannot be decoded."""
-        return self.about is None and self.record is None
-
 
 def write_magic(file: IO[bytes]) -> None:
     """Begin a file."""

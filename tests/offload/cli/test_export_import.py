@@ -203,10 +203,10 @@ def test_any_flipped_bit_of_an_export_is_seen(tmp_path: Path) -> None:
         changed = bytearray(whole)
         changed[at] ^= 4
         try:
-            seen = any(frame.is_damaged for frame in read_frames(io.BytesIO(bytes(changed))))
+            frames = list(read_frames(io.BytesIO(bytes(changed))))
         except PortableError:
             continue
-        assert seen, at
+        assert any(frame.about is None and frame.record is None for frame in frames), at
 
 
 def test_an_epoch_that_was_reset_stays_reset(tmp_path: Path) -> None:

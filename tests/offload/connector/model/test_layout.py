@@ -168,7 +168,10 @@ def test_a_flattened_group_has_the_same_tokens():
     flat = KVCacheGroupSpec(list(specs), specs["n"])
     worker = model_layout(config_of([whole]), vllm_config(), 2)
     scheduler = model_layout(config_of([flat]), vllm_config(), 2)
-    assert scheduler.with_block_bytes({0: worker.groups[0].block_bytes}) == worker
+    (group,) = scheduler.groups
+    assert group.block_bytes < worker.groups[0].block_bytes
+    resized = dataclasses.replace(group, block_bytes=worker.groups[0].block_bytes)
+    assert dataclasses.replace(scheduler, groups=(resized,)) == worker
 
 
 def test_rules_and_windows():
