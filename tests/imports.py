@@ -50,7 +50,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def modules_imported(path: Path, modules: Container[str]) -> set[str]:
-    """Those of ``modules`` from which the file imports, also for type checking alone.
+    """The ``modules`` from which the file imports, also for type checking alone.
     ``from package import module`` counts as an import of the module."""
     found = set()
     for node in ast.walk(tree_of(path)):

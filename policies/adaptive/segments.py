@@ -26,8 +26,8 @@ _LEFT_MAX = 1024
 
 
 class Owner(Protocol):
-    """What segments need of the span that owns them. ``fresh`` says that its segments hold keys in
-    the order of insertion, which nothing has touched yet."""
+    """A span as segments see it. ``fresh`` says that its segments hold keys in the order of
+    insertion, which nothing has touched yet."""
 
     segments: dict[Segment[Any], None]
     fresh: bool
