@@ -7,7 +7,9 @@ under overload the end of the pipeline keeps up with its beginning, and stores w
 for again, and cost nothing if they are never made. Some kinds of work also have an ``Allowance``,
 a number of chunks per step.
 
-Every bound per step of the planner, the lookups and the scheduler side stands in the table below.
+The table below has the bounds per step of the planner, the lookups and the scheduler side. Two
+modules keep their own: ``offload.connector.scheduler.kv_events`` (``CHANGES_MAX``, ``FOUND_MAX``)
+and ``offload.planner.write_through`` (``EVICTED_MAX``).
 Owned by the planner; used on vLLM's scheduler thread.
 """
 
