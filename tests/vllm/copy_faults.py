@@ -121,6 +121,10 @@ class Undone:
         self._ticket = ticket
         self._undo = undo
 
+    @property
+    def submitted(self) -> Any:
+        return self._ticket.submitted
+
     def done(self) -> bool:
         return bool(self._ticket.done())
 

@@ -32,7 +32,7 @@ from tiers.base import Tier
 from tiers.slab.slab import HostSlab
 from tiers.testing.faults import FailingTier, HoldingTier, nth
 from tiers.testing.memory_tier import MemoryTier
-from tiers.testing.simulated_copy import SimulatedCopyEngine, SimulatedTicket
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 SLOTS = 8
 KEYS = [key + bytes(4) for key in keys(8)]
@@ -139,11 +139,8 @@ async def test_store_write_load_each_answered_once() -> None:
         assert wrong_blocks(rank.caches, keys(3), [10, 11, 12]) == []
 
 
-async def test_a_fence_returns_after_the_store_has_read_its_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where compute is synchronous. On a GPU: test_executor_cuda.py."""
-    monkeypatch.setattr(SimulatedTicket, "submitted", None)
+@pytest.mark.usefixtures("synchronous_compute")
+async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
     async with rank_with(fence_timeout_s=PATIENCE_S) as rank:
         compute(rank.caches, keys(1), [1])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
@@ -171,6 +168,7 @@ async def test_a_fence_returns_after_the_store_has_read_its_blocks(
         assert wrong_blocks(rank.caches, keys(1), [9]) == []
 
 
+@pytest.mark.usefixtures("synchronous_compute")
 async def test_a_fence_that_cannot_wait_fails_the_store() -> None:
     async with rank_with(fence_timeout_s=0.05) as rank:
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))

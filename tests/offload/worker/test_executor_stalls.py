@@ -339,6 +339,7 @@ def missed(rank: Rank, jobs: list[int]) -> None:
     rank.executor.limits = usual
 
 
+@pytest.mark.usefixtures("synchronous_compute")
 async def test_a_store_that_is_poisoned_is_not_waited_for_again() -> None:
     async with rank_with(fence_timeout_s=3600.0) as rank:
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]), store(2, [2], [1]))))
@@ -373,6 +374,7 @@ async def test_a_store_that_does_not_begin_is_not_waited_for(clock: Clock) -> No
         assert all(results[job].failed for job in (1, 2, 3))
 
 
+@pytest.mark.usefixtures("synchronous_compute")
 async def test_a_copy_that_hangs_costs_one_wait_however_many_wait_behind_it() -> None:
     async with rank_with(fence_timeout_s=3600.0) as rank:
         stores = tuple(store(job, [job], [job]) for job in range(1, 6))
