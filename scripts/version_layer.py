@@ -67,7 +67,7 @@ def _check_torch(needed: list[Requirement], version: str) -> None:
 
 def _take_kernels(site: Path) -> None:
     """The compiled files of the environment below, at the same places."""
-    below = Path(metadata.distribution(BASE).locate_file("vllm"))  # type: ignore[arg-type]
+    below = Path(metadata.distribution(BASE).locate_file("vllm"))  # type: ignore[arg-type]  # a path here
     for library in below.rglob("*.so"):
         place = site / "vllm" / library.relative_to(below)
         place.parent.mkdir(parents=True, exist_ok=True)

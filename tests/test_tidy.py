@@ -294,7 +294,7 @@ def test_suppressions_give_their_reason() -> None:
     bare = re.compile(r"#\s*(?:noqa(?::\s*[A-Z0-9, ]+)?|type:\s*ignore(?:\[[\w\-, ]+\])?)\s*$")
     wrong = [
         f"{name_of(path)}:{number}: {line.strip()}"
-        for path in python_files(*PRODUCT, "bench", "demo", "tests")
+        for path in python_files(*OURS, "scripts")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if bare.search(line)
     ]
@@ -304,7 +304,7 @@ def test_suppressions_give_their_reason() -> None:
 def test_broad_handlers_give_their_reason() -> None:
     """A handler of every exception ends with ``raise``, or says on its line or the next why not."""
     wrong = []
-    for path in python_files(*PRODUCT, "bench", "demo"):
+    for path in python_files(*OURS, "scripts"):
         lines = path.read_text().splitlines()
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ExceptHandler) and is_broad(node):

@@ -179,7 +179,7 @@ class _Pace:
         return self._bound
 
     def end_step(self, flying: int) -> None:
-        """So many are being written now."""
+        """Record how many chunks are being written at the end of the step."""
         self._flying = flying
 
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from tiers.copy.base import Ticket, TransferError
 from tiers.copy.failures import Failures
-from tiers.copy.lanes import FutureTicket
+from tiers.copy.lanes import EventTicket, FutureTicket
 from tiers.cuda_driver import Driver, DriverError
 
 Job: TypeAlias = Callable[[int, list[object]], None]
@@ -73,22 +73,10 @@ class EventPool:
             self._driver.destroy_event(self._free.pop())
 
 
-class CudaTicket(FutureTicket):
-    """A ticket whose end the compute stream can wait for."""
+class CudaTicket(EventTicket):
+    """Forgets its event at the end."""
 
-    __slots__ = ("_submitted",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._submitted: Future[object] = Future()
-
-    @property
-    def submitted(self) -> Future[object] | None:
-        return self._submitted
-
-    def ends_at(self, event: CudaEvent) -> None:
-        """Everything of this copy lies before ``event`` on its stream."""
-        self._submitted.set_result(event)
+    __slots__ = ()
 
     def finish(self, error: TransferError | None) -> None:
         super().finish(error)

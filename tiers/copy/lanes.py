@@ -51,6 +51,24 @@ class FutureTicket(Ticket):
             self._future.set_exception(error)
 
 
+class EventTicket(FutureTicket):
+    """A ticket whose end an event marks, so that the model's stream can wait for it."""
+
+    __slots__ = ("_submitted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._submitted: Future[object] = Future()
+
+    @property
+    def submitted(self) -> Future[object] | None:
+        return self._submitted
+
+    def ends_at(self, event: object) -> None:
+        """Everything of this copy lies before ``event`` on its stream."""
+        self._submitted.set_result(event)
+
+
 class Lane:
     """Runs submitted work on one thread, in order.
 

@@ -18,7 +18,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +26,7 @@ import numpy as np
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
 from tiers.copy.descriptors import DescriptorBuilder, Descriptors
 from tiers.copy.host_loop import copy_loop
-from tiers.copy.lanes import FutureTicket
+from tiers.copy.lanes import EventTicket, FutureTicket
 from tiers.slab.slab import HostSlab
 
 POISON = 0xDB
@@ -89,24 +88,6 @@ class SimulatedStream:
         if not operation.parts:
             self.queue.popleft()
             self.finished += 1
-
-
-class SimulatedTicket(FutureTicket):
-    """Its end is an event, as on a GPU."""
-
-    __slots__ = ("_submitted",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._submitted: Future[object] = Future()
-
-    @property
-    def submitted(self) -> Future[object] | None:
-        return self._submitted
-
-    def ends_at(self, event: SimulatedEvent) -> None:
-        """Everything of this copy lies before ``event``."""
-        self._submitted.set_result(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +224,7 @@ class SimulatedCopyEngine(CopyEngine):
     def _submit(
         self, stream: SimulatedStream, batches: Sequence[CopyBatch], after: object | None
     ) -> Ticket:
-        ticket = SimulatedTicket()
+        ticket = EventTicket()
         assert after is None or isinstance(after, SimulatedEvent), after
         with self._lock:
             try:

@@ -46,7 +46,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
             times[f"import {name}"] = round(time.monotonic() - began, 1)
-        except Exception as error:
+        except Exception as error:  # a probe reports whatever an import raises
             times[f"import {name}"] = f"{type(error).__name__}: {error}"
         result(times)
     failed = [name for name, value in times.items() if isinstance(value, str)]

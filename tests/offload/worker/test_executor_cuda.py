@@ -125,7 +125,7 @@ async def test_where_the_driver_refuses_the_fence_waits_for_the_copy(name: str) 
         calls = one.cuda.calls(name)
         one.cuda.fail(name, 400, nth=1)
         fence = asyncio.create_task(fence_in_time(one))
-        while one.cuda.calls(name) == calls:  # noqa: ASYNC110 (set by a thread)
+        while one.cuda.calls(name) == calls:  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         assert not fence.done(), "the store still reads"
@@ -148,7 +148,7 @@ async def test_a_store_whose_end_has_no_event_is_waited_for() -> None:
         one.cuda.fail("cuEventRecord", 700, nth=2)  # the first is the model's
         one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
         fence = asyncio.create_task(fence_in_time(one))
-        while one.cuda.calls("cuEventRecord") < records + 2:  # noqa: ASYNC110 (set by a thread)
+        while one.cuda.calls("cuEventRecord") < records + 2:  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         assert not fence.done(), "the store still reads"

@@ -135,7 +135,7 @@ async def test_a_list_is_written_again_only_when_its_launch_has_run(world: World
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
-    while not is_so():  # noqa: ASYNC110 (set by a thread)
+    while not is_so():  # noqa: ASYNC110  # set by a thread
         await asyncio.sleep(0.001)
 
 

@@ -122,7 +122,7 @@ async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
         world.cuda.hold(MODEL_STREAM)
         world.cuda.launch(lambda: cache.storage.fill(0))
         opening = asyncio.create_task(asyncio.to_thread(world.open_engine))
-        while world.cuda.calls("cuStreamWaitEvent") < 4 and not opening.done():  # noqa: ASYNC110 (set by a thread)
+        while world.cuda.calls("cuStreamWaitEvent") < 4 and not opening.done():  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
         assert not opening.done(), "measured while the model's stream stood still"
         world.cuda.release()
