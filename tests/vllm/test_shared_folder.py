@@ -13,10 +13,12 @@ from tests.vllm.engine import Engine
 from tests.vllm.restored import (
     HASH,
     Reference,
+    all_were_compared,
     ask,
     by_hit,
     config,
     loaded_tokens,
+    planted_faults_are_seen,
     prompts,
     settle,
 )
@@ -45,6 +47,7 @@ def restore(engine: Engine, computed: Reference, tier: str) -> None:
     before = loaded_tokens(engine, tier)
     assert ask(engine, computed) > 0
     assert loaded_tokens(engine, tier) - before > len(computed.prompts[0]) // 2
+    assert all_were_compared(engine)
     settle(engine)
 
 
@@ -68,6 +71,7 @@ def test_engines_restore_what_others_computed(llama: Path, tmp_path: Path, kind:
             compute(two, prompts(2, seed=5), kind)  # not what was stored under other weights
             three.reset_prefix_cache()
             restore(three, of_three, "cpu")
+            planted_faults_are_seen(three, of_three)
     if kind == "lmdb":
         locks = list((tmp_path / "kv").glob("*/replica-0/rank-0/sharer-*.lock"))
         assert 2 <= len(locks) < SHARERS_MAX
