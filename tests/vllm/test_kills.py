@@ -16,7 +16,16 @@ import pytest
 
 from tests.vllm.engine import Engine, EngineError
 from tests.vllm.probes import check, totals
-from tests.vllm.restored import HASH, Reference, ask, config, loaded_tokens, prompts, settle
+from tests.vllm.restored import (
+    HASH,
+    Reference,
+    all_were_compared,
+    ask,
+    config,
+    loaded_tokens,
+    prompts,
+    settle,
+)
 
 KILLS = int(os.environ.get("KVTIERS_KILLS", "3"))
 SEED = int(os.environ.get("KVTIERS_SEED", "9"))
@@ -62,6 +71,7 @@ def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
             assert cycle == 0 or loaded_tokens(engine, "lmdb") > 0, f"{where}: nothing was found"
             found = engine.call(totals)
             assert found["load_failures"] == found["dropped_chunks:lmdb"] == 0, f"{where}: {found}"
+            assert cycle == 0 or all_were_compared(engine), f"{where}: {engine.verified()}"
             settle(engine)
             engine.call(check)
             shared_memory |= engine.shared_memory()
