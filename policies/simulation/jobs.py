@@ -10,11 +10,13 @@ import contextlib
 import multiprocessing
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.sharedctypes import Synchronized
+from types import FrameType
 from typing import Any
 
 from policies.registry import make_admission, make_policy
@@ -223,7 +225,7 @@ def run_jobs(
     pool = ProcessPoolExecutor(processes, context, _start_worker, (counter,))
     waiting: dict[Future[Result], Job] = {}
     try:
-        with _without_interrupts():
+        with _interrupts_later():
             waiting = {pool.submit(_work, job): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -233,21 +235,44 @@ def run_jobs(
             for future in done:
                 yield waiting.pop(future), future.result()
     finally:
-        pool.shutdown(wait=not waiting, cancel_futures=True)
-        if waiting:  # it ends early: nobody waits for the runs under way
-            for worker in set(multiprocessing.active_children()) - before:
+        # If the caller stops early, the workers end first: shutting down removes the pool's
+        # semaphores, and a worker that is still starting would print a traceback about them.
+        if waiting:
+            workers = set(multiprocessing.active_children()) - before
+            for worker in workers:
                 worker.terminate()
+            for worker in workers:
+                worker.join()
+        pool.shutdown(wait=not waiting, cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes started within never get SIGINT. A terminal sends it to them as well as to this
-    process, which ends them; they would print a traceback each."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _interrupts_later() -> Iterator[None]:
+    """Start processes within. They never get SIGINT, because they inherit the signal mask: a
+    terminal sends it to them as well, and each would print a traceback.
+
+    This process gets a SIGINT that arrives meanwhile at the end. The mask alone does not see to
+    that, because the kernel then delivers the signal to another thread, such as that of a
+    progress bar, and Python still raises KeyboardInterrupt in the main thread: a worker whose
+    start is cut short prints a traceback, too.
+    """
+    arrived = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal arrived
+        arrived = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, note) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker(counter: Synchronized[int]) -> None:
