@@ -24,6 +24,10 @@ _WINDOW_KEYS = 4096
 """After each such number of keys the guard judges the mean time per key."""
 _MEMORY_KEYS = 1 << 17
 """The guard forgets a slow call after this many further keys."""
+_WAIT_S = 0.005
+"""A call that waits longer than this, and than its keys may take, counts as one that waits."""
+_WAITS_MAX = 16
+"""It is a fault if this many calls of one kind wait, one after the other."""
 
 
 class GuardedPolicy(EvictionPolicy):
@@ -33,11 +37,14 @@ class GuardedPolicy(EvictionPolicy):
     it calls ``remove`` or ``clear``, and adds a key before it calls ``insert``. Without
     ``members`` the guard keeps its own set.
 
-    One call may take ``call_budget_s`` plus ``key_budget_s`` per key, and the mean time per key
-    must not exceed ``key_budget_s``. The guard measures wall time, because a policy may sleep. A
-    machine that stands still for a moment (a paused guest, a CPU quota, a garbage collection)
-    looks the same, so slowness is a fault only when the guard has seen it ``patience`` times
-    within a limited number of keys.
+    One call may take ``call_budget_s`` plus ``key_budget_s`` of the thread's processor time per
+    key, and the mean per key must not exceed ``key_budget_s``. A garbage collection during a call
+    looks like work of the policy, so slowness is a fault only when the guard has seen it
+    ``patience`` times within a limited number of keys.
+
+    Wall time alone says nothing about a policy, because machines stand still: other processes get
+    the processor, a quota is used up, a guest is paused. That hits single calls, though. A policy
+    that sleeps or waits for a disk does so again and again, which is a fault too.
     """
 
     def __init__(
@@ -50,7 +57,8 @@ class GuardedPolicy(EvictionPolicy):
         key_budget_s: float = 100e-6,
         patience: int = 3,
         tier: str = "",
-        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        wall_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.faults: list[str] = []
         self._active: EvictionPolicy = policy
@@ -61,7 +69,9 @@ class GuardedPolicy(EvictionPolicy):
         self._call_budget_s = call_budget_s
         self._key_budget_s = key_budget_s
         self._patience = patience
-        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._wall_clock = wall_clock
+        self._waits: dict[str, int] = {}  # the latest calls that waited, by kind
         self._spent_s = 0.0
         self._keys = 0
         self._passed = 0  # keys before the present window
@@ -101,17 +111,18 @@ class GuardedPolicy(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         if self.faults:
             return self._active.victims(count, evictable)
-        start = self._clock()
+        wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
         try:
             names = self._active.victims(count, evictable)
-            spent_s = self._clock() - start  # without the guard's own look at the names
+            cpu_s = self._cpu_clock() - cpu_s  # without the guard's own look at the names
+            wall_s = self._wall_clock() - wall_s
             fault = self._wrong(names, count, evictable)
         except (Exception, SystemExit) as error:  # containing it is this class's purpose
             fault = f"victims raised {error!r}"
         if fault:
             self._fall_back(fault)
             return self._active.victims(count, evictable)
-        self._charge("victims", spent_s, count)
+        self._charge("victims", count, cpu_s, wall_s)
         return names
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
@@ -141,14 +152,15 @@ class GuardedPolicy(EvictionPolicy):
         does no harm: ``members``, from which LRU starts, already has what was inserted and no
         longer has what was removed."""
         if not self.faults:
-            start = self._clock()
+            wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
             try:
                 result = getattr(self._active, name)(*arguments)
             except (Exception, SystemExit) as error:  # containing it is this class's purpose
                 self._fall_back(f"{name} raised {error!r}")
             else:
                 if keys is not None:
-                    self._charge(name, self._clock() - start, keys)
+                    cpu_s = self._cpu_clock() - cpu_s
+                    self._charge(name, keys, cpu_s, self._wall_clock() - wall_s)
                 return result
         return getattr(self._active, name)(*arguments)
 
@@ -173,19 +185,24 @@ class GuardedPolicy(EvictionPolicy):
             return f"policy has {len(self._active)} keys, the tier {len(self._members)}"
         return ""
 
-    def _charge(self, call: str, spent_s: float, keys: int) -> None:
+    def _charge(self, call: str, keys: int, cpu_s: float, wall_s: float) -> None:
         """Count the time of a call against the policy's budgets."""
         self._keys += max(1, keys)
-        if spent_s > self._call_budget_s + keys * self._key_budget_s:
-            self._note_slow(f"{call} of {keys} keys took {spent_s:.3f} s")
+        allowed_s = keys * self._key_budget_s
+        if cpu_s > self._call_budget_s + allowed_s:
+            self._note_slow(f"{call} of {keys} keys took {cpu_s:.3f} s of processor time")
         else:
-            self._spent_s += spent_s
+            self._spent_s += cpu_s
+        if wall_s - cpu_s > _WAIT_S + allowed_s:
+            self._note_wait(call, wall_s - cpu_s)
+        elif self._waits:
+            self._waits.pop(call, None)
         if self._keys >= _WINDOW_KEYS:
             mean_s = self._spent_s / self._keys
             self._passed += self._keys
             self._spent_s, self._keys = 0.0, 0
             if mean_s > self._key_budget_s:
-                self._note_slow(f"took {mean_s * 1e6:.0f} us per key on average")
+                self._note_slow(f"took {mean_s * 1e6:.0f} us of processor time per key on average")
 
     def _note_slow(self, what: str) -> None:
         """Replace the policy if it was slow ``patience`` times lately."""
@@ -194,6 +211,13 @@ class GuardedPolicy(EvictionPolicy):
         often = len(self._slow_at) == self._patience
         if often and now - self._slow_at[0] <= _MEMORY_KEYS and not self.faults:
             self._fall_back(what)
+
+    def _note_wait(self, call: str, waited_s: float) -> None:
+        """Replace the policy if each of the latest calls of this kind has waited."""
+        waits = self._waits[call] = self._waits.get(call, 0) + 1
+        if waits == _WAITS_MAX and not self.faults:
+            last = f"the last for {waited_s:.3f} s"
+            self._fall_back(f"{waits} calls of {call} in a row waited, {last}")
 
     def _fall_back(self, reason: str) -> None:
         """Let LRU take over, with the members in the order of ``members``."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,6 +16,7 @@ from policies.eviction.fifo import FifoPolicy
 from policies.eviction.lru import LruPolicy
 from policies.guarded import GuardedPolicy
 from policies.testing import PolicyContract
+from tests.patience import PATIENCE_S
 
 INFO = EntryInfo()
 
@@ -45,7 +50,7 @@ class Evil(LruPolicy):
             raise RuntimeError("on purpose")
         if self.wrong == f"exit in {call}":
             sys.exit(3)
-        if self.wrong == f"sleep in {call}":
+        if self.wrong == f"toil in {call}":
             self.clock.now += 1.0
 
     def insert(self, key, info):
@@ -90,10 +95,10 @@ WRONGS = {
     "raise in remove": "remove raised RuntimeError('on purpose')",
     "raise in clear": "clear raised RuntimeError('on purpose')",
     **{f"exit in {c}": f"{c} raised SystemExit(3)" for c in ("insert", "touch", "victims")},
-    "sleep in insert": "insert of 1 keys took 1.000 s",
-    "sleep in touch": "touch of 2 keys took 1.000 s",
-    "sleep in victims": "victims of 2 keys took 1.000 s",
-    "sleep in remove": "remove of 1 keys took 1.000 s",
+    "toil in insert": "insert of 1 keys took 1.000 s of processor time",
+    "toil in touch": "touch of 2 keys took 1.000 s of processor time",
+    "toil in victims": "victims of 2 keys took 1.000 s of processor time",
+    "toil in remove": "remove of 1 keys took 1.000 s of processor time",
     "pinned": "victims named a pinned key 1",
     "unknown": "victims named an unknown key 'nobody'",
     "twice": "victims named a key twice",
@@ -111,7 +116,7 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
     evil = Evil()
     resident: dict[int, None] = {}
     members = resident if shared else None
-    policy = GuardedPolicy(evil, told.append, members=members, patience=1, clock=Evil.clock)
+    policy = GuardedPolicy(evil, told.append, members=members, patience=1, cpu_clock=Evil.clock)
     for key in range(5):
         resident[key] = None
         policy.insert(key, INFO)
@@ -161,20 +166,19 @@ class Slow(LruPolicy):
 def test_slow_on_average_is_a_fault_too() -> None:
     slow = Slow()
     slow.seconds = 0.001
-    policy = GuardedPolicy(slow, clock=slow.clock)
+    policy = GuardedPolicy(slow, cpu_clock=slow.clock)
     for key in range(3 * 4096):
         assert not policy.faults
         policy.insert(key, INFO)
-    assert policy.faults == ["took 1000 us per key on average"]
+    assert policy.faults == ["took 1000 us of processor time per key on average"]
     assert len(policy) == 3 * 4096
 
 
 @pytest.mark.parametrize(("pause_keys", "kept"), [(1_000, False), (70_000, True)])
-def test_a_machine_that_stands_still_now_and_then_is_not_the_policys_fault(
-    pause_keys: int, kept: bool
-) -> None:
+def test_calls_that_are_slow_now_and_then_are_no_fault(pause_keys: int, kept: bool) -> None:
+    """A garbage collection looks like work of the policy."""
     slow = Slow()
-    policy = GuardedPolicy(slow, clock=slow.clock)
+    policy = GuardedPolicy(slow, cpu_clock=slow.clock)
     for number in range(3):
         slow.seconds = 30.0
         policy.insert(number, INFO)
@@ -182,13 +186,96 @@ def test_a_machine_that_stands_still_now_and_then_is_not_the_policys_fault(
         for _ in range(pause_keys // 100):
             policy.touch(range(100))
     assert (policy.active is slow) == kept
-    assert policy.faults == ([] if kept else ["insert of 1 keys took 30.000 s"])
+    slowness = "insert of 1 keys took 30.000 s of processor time"
+    assert policy.faults == ([] if kept else [slowness])
+
+
+STOPPED = """
+import os, signal
+from policies.base import EntryInfo
+from policies.eviction.fifo import FifoPolicy
+from policies.guarded import GuardedPolicy
+
+class Stopped(FifoPolicy):
+    def insert(self, key, info):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        super().insert(key, info)
+
+policy = GuardedPolicy(Stopped(), call_budget_s=0.01)
+for key in range(5):
+    policy.insert(key, EntryInfo())
+print(policy.faults)
+"""
+
+
+def test_a_machine_that_stands_still_is_not_the_policys_fault() -> None:
+    """Its process is stopped in the middle of five calls, for longer than a call may take."""
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for _ in range(5):
+            stopped = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert stopped is not None
+            assert stopped.si_code == os.CLD_STOPPED, "it ended before it was stopped"
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            time.sleep(0.03)  # the time for which the machine stands still
+            child.send_signal(signal.SIGCONT)
+        output, _ = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, output) == (0, "[]\n")
+
+
+def test_work_counts_by_the_clock_of_a_real_thread() -> None:
+    class Toiling(FifoPolicy):
+        def insert(self, key, info):
+            end = time.thread_time() + 0.01
+            while time.thread_time() < end:
+                pass
+            super().insert(key, info)
+
+    policy = GuardedPolicy(Toiling(), call_budget_s=0.005)
+    for key in range(3):
+        assert not policy.faults
+        policy.insert(key, INFO)
+    [fault] = policy.faults
+    assert "processor time" in fault
+
+
+def test_a_policy_that_waits_again_and_again_is_replaced() -> None:
+    class Sleeping(FifoPolicy):
+        def touch(self, keys):
+            time.sleep(0.006)
+
+    policy = GuardedPolicy(Sleeping())
+    for key in range(16):
+        assert not policy.faults
+        policy.insert(key, INFO)  # does not wait, and says nothing about other calls
+        policy.touch([key])
+    [fault] = policy.faults
+    assert fault.startswith("16 calls of touch in a row waited, the last for 0.")
+    assert len(policy) == 16
+
+
+def test_waits_between_calls_that_do_not_wait_are_no_fault() -> None:
+    class Sometimes(FifoPolicy):
+        seconds = 0.0
+
+        def touch(self, keys):
+            clock.now += self.seconds
+
+    inner, clock = Sometimes(), Clock()
+    policy = GuardedPolicy(inner, pytest.fail, wall_clock=clock, cpu_clock=lambda: 0.0)
+    for _ in range(10):
+        inner.seconds = 1.0
+        for _ in range(15):
+            policy.touch([1])
+        inner.seconds = 0.0
+        policy.touch([1])
+    assert policy.active is inner
 
 
 def test_a_look_at_all_members_is_the_guards_time_not_the_policys() -> None:
     inner = LruPolicy()
     clock = Clock()
-    policy = GuardedPolicy(inner, clock=clock, patience=1)
+    policy = GuardedPolicy(inner, cpu_clock=clock, patience=1)
     for key in range(5):
         policy.insert(key, INFO)
     asked: list[int] = []
