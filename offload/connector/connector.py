@@ -22,16 +22,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.config.schema import draft_config, tier_names
+from offload.connector.compat import follow_sleep
 from offload.connector.guard import Faults, guarded
-from offload.connector.handshake import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata
+from offload.connector.handshake import (
+    OffloadHandshake,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    WeightsAnswer,
+)
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.model.adapters import AdapterBook, AdapterWatch
+from offload.connector.model.loaded_weights import LoadedWeights
 from offload.connector.scheduler.kv_events import KvEvents
 from offload.connector.scheduler.metrics_collector import StatsCollector
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.connector.scheduler.scheduler_side import SchedulerSide
+from offload.connector.scheduler.sleep_hold import SleepHold
 from offload.connector.startup import ServerSetup
+from offload.connector.worker.weights_watch import WeightsWatch
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
@@ -78,8 +87,12 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._collector: StatsCollector | None = None
         self._events: KvEvents | None = None
         self._watch: AdapterWatch | None = None
+        self._hold: SleepHold | None = None
+        self._weights: WeightsWatch | None = None
+        can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
         if not is_worker:
             self._setup.announce()
+            self._hold = SleepHold() if can_sleep else None
             self._scheduler = SchedulerSide(
                 self._setup.layout,
                 AdapterBook(),
@@ -100,6 +113,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._setup.namespace,
                 fence_is_late=self._setup.fence_is_late,
             )
+            if can_sleep:
+                layers = vllm_config.compilation_config.static_forward_context
+                self._weights = WeightsWatch(LoadedWeights(layers).digest)
+                follow_sleep()
             if vllm_config.lora_config is not None:
                 self._watch = AdapterWatch(vllm_config.lora_config)
                 self._watch.begin()
@@ -153,6 +170,20 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is not None:
             registration = self._setup.register(kv_caches)
             self._worker.register(registration, self._setup.tier_specs())
+            if self._weights is not None:
+                self._weights.begin()
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to unmap the KV cache. Raises if a copy cannot be ended: vLLM then fails
+        the request to sleep, instead of taking the memory from under it."""
+        if self._worker is not None and self._worker.fall_asleep() and self._weights is not None:
+            self._weights.fell_asleep()
+
+    @guarded(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped again, without its content."""
+        if self._worker is not None:
+            self._worker.wake_up()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         state = self._worker.state() if self._worker is not None else None
@@ -210,11 +241,18 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
         counters = self._worker.counters(self.faults.times())
         adapters = self._watch.take() if self._watch is not None else {}
-        if not drained.report.empty or counters or adapters:
-            self._drained_meta = OffloadWorkerMetadata(drained.report, counters, adapters)
+        weights = self._answer()
+        if not drained.report.empty or counters or adapters or weights:
+            self._drained_meta = OffloadWorkerMetadata(drained.report, counters, adapters, weights)
         return KVConnectorTransferResults(
             finished_recving=drained.finished, failed_recving=drained.failed
         )
+
+    def _answer(self) -> WeightsAnswer | None:
+        """The answer to what this step asks about the weights, if it asks."""
+        meta = self._connector_metadata
+        question = meta.question if isinstance(meta, OffloadMetadata) else 0
+        return self._weights.answer(question) if self._weights is not None else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         meta, self._drained_meta = self._drained_meta, None
@@ -225,7 +263,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._scheduler is not None:
+        # vLLM hands over the same again whenever it wakes up.
+        if self._scheduler is not None and self._scheduler.planner is None:
             ranks = [_state_of(meta) for _, meta in sorted(metadata.items())]
             config, layout = self._setup.config, self._setup.layout
             self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
@@ -236,7 +275,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()
             self._scheduler.adapters.ranks = len(ranks)
-            self._epochs = PendingEpochs(len(self._setup.config.lower), epochs.begin)
+            self._epochs = PendingEpochs(
+                len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
+            )
             self._scheduler.unit_bytes = unit_bytes(ranks)
             self._scheduler.copy_gauges = copy_gauges(ranks)
             self._scheduler.attach(planner, self._setup.foreign(planner.lower))
@@ -274,12 +315,14 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = self._build_plan(scheduler_output)
         assert self._scheduler is not None
-        return OffloadMetadata(plan, self._scheduler.adapters.assumed)
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        question = self._hold.question if self._hold is not None and computes else 0
+        return OffloadMetadata(plan, self._scheduler.adapters.assumed, question)
 
     @guarded(StepPlan)
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         assert self._scheduler is not None
-        if self._epochs is not None and (epochs := self._epochs.take()):
+        if not self._is_held and self._epochs is not None and (epochs := self._epochs.take()):
             self._scheduler.begin_epochs(epochs)
         return self._scheduler.build_plan(scheduler_output)
 
@@ -291,6 +334,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         known = isinstance(meta, OffloadWorkerMetadata)
         if known and meta.adapters:  # before anything stored in the meantime is committed
             self._scheduler.adapters_loaded(meta.adapters)
+        if known and meta.weights is not None:
+            self._weights_answered(meta.weights)
         self._scheduler.update(
             meta.report if known else None,
             connector_output.finished_recving or (),
@@ -352,12 +397,39 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """
         if self._scheduler is None:
             return None
+        if self._hold is not None:
+            self._hold.reset()
+            self._scheduler.hold()
+            return self._epochs.reset() if self._epochs is not None else True
         self._scheduler.forget()
         if self._epochs is None:  # nothing was stored yet
             return True
         is_noted = self._epochs.reset()
         self._scheduler.begin_epochs(self._epochs.take())
         return is_noted
+
+    @property
+    def _is_held(self) -> bool:
+        return self._hold is not None and self._hold.is_holding
+
+    def _weights_answered(self, answer: WeightsAnswer) -> None:
+        """The workers say what the resets since their last answer meant."""
+        assert self._scheduler is not None
+        if self._hold is None:
+            return
+        may_go_on = self._hold.answered(answer, self._scheduler.adapters.ranks)
+        if may_go_on is None:
+            return
+        if may_go_on:
+            logger.info("kvtiers: the weights are those from before the sleep: the tiers go on")
+            self._scheduler.release()
+            if self._epochs is not None:
+                self._epochs.withdraw()
+        else:
+            logger.info("kvtiers: the caches were reset: the tiers begin a new epoch")
+            self._scheduler.forget()
+            if self._epochs is not None:
+                self._scheduler.begin_epochs(self._epochs.take())
 
     # -- both ----------------------------------------------------------------------------------
 

@@ -23,6 +23,29 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is unt
 
     plan: StepPlan
     adapters: Mapping[AdapterName, bytes] = field(default_factory=dict)
+    question: int = 0
+    """About the weights (`offload.connector.scheduler.sleep_hold`); 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAnswer:
+    """Of so many ``ranks``: how often each slept since the last answer, and whether the weights of
+    all are those of then."""
+
+    question: int
+    ranks: int
+    sleeps: int
+    is_same: bool
+
+    def merge(self, other: WeightsAnswer | None) -> WeightsAnswer:
+        """The answer of both. Ranks that disagree have not the same weights."""
+        if other is None:
+            return self
+        is_same = self.is_same and other.is_same
+        if (self.question, self.sleeps) != (other.question, other.sleeps):
+            is_same = False
+        ranks = self.ranks + other.ranks
+        return WeightsAnswer(max(self.question, other.question), ranks, self.sleeps, is_same)
 
 
 @dataclass
@@ -33,6 +56,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
     report: StepReport
     counters: dict[str, float] = field(default_factory=dict)
     adapters: Loaded = field(default_factory=dict)
+    weights: WeightsAnswer | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadWorkerMetadata:
         assert isinstance(other, OffloadWorkerMetadata)
@@ -40,7 +64,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
         for name, value in other.counters.items():
             counters[name] = counters.get(name, 0) + value
         adapters = joined(self.adapters, other.adapters)
-        return OffloadWorkerMetadata(self.report.merge(other.report), counters, adapters)
+        weights = other.weights if self.weights is None else self.weights.merge(other.weights)
+        return OffloadWorkerMetadata(self.report.merge(other.report), counters, adapters, weights)
 
 
 @dataclass

@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from offload.errors import TierUnavailableError
-from offload.namespaces.folders import bump_epoch, open_namespace, replica_folder
+from offload.namespaces.folders import (
+    bump_epoch,
+    open_namespace,
+    read_epoch,
+    replica_folder,
+    restore_epoch,
+)
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import mount_point_of
 
@@ -48,6 +54,7 @@ class TierEpochs:
             for tier, path in enumerate(paths)
             if tier not in self._shared
         }
+        self._before: dict[int, int] = {}
         self._namespace = namespace
         self._replica = replica
 
@@ -69,4 +76,15 @@ class TierEpochs:
             if not self._mount_points[tier].is_same_disk(mount_point_of(path)):
                 raise TierUnavailableError(f"{path} lies on another file system than before")
             open_namespace(path, self._namespace)
-        return bump_epoch(replica_dir, noted=noted)
+        before = read_epoch(replica_dir)
+        epoch = bump_epoch(replica_dir, noted=noted)
+        self._before[tier] = before
+        return epoch
+
+    def take_back(self, tier: int, epoch: int) -> None:
+        """Restore the epoch before this one of ``begin``, under which nothing was stored. Raises
+        and blocks as ``begin`` does."""
+        before = self._before.get(tier)
+        if before is not None:  # else the epoch is kept nowhere
+            path = self._paths[tier]
+            restore_epoch(replica_folder(path, self._namespace, self._replica), epoch, before)

@@ -226,6 +226,16 @@ def bump_epoch(
         return epoch
 
 
+def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
+    """Go back from an epoch that ``bump_epoch`` has given out to the one before, durably. Only for
+    an epoch under which nothing was stored. Does nothing if yet another epoch was begun since.
+    Raises as ``bump_epoch`` does."""
+    replica_dir = Path(folder)
+    with locked(replica_dir):
+        if read_epoch(replica_dir) == begun:
+            _write_epoch(replica_dir, before)
+
+
 def raise_epoch(folder: str | Path, at_least: int) -> int:
     """Raise the epoch of a replica's folder to ``at_least``; returns its epoch then, durably.
 

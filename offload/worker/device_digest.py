@@ -21,6 +21,8 @@ from tiers.copy.base import GroupRegions
 
 BLOCKS_MAX = 256
 """Number of blocks gathered at a time. Their pages are copied once, layer by layer."""
+PIECE_WORDS = 1 << 22
+"""64-bit words that ``digest_of_bytes`` mixes at a time."""
 _LOW = 0xFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -124,3 +126,17 @@ def _salts(count: int) -> torch.Tensor:
 def _signed(number: int) -> int:
     """The same 64 bits as the signed number that torch takes."""
     return number - (1 << 64) if number >> 63 else number
+
+
+def digest_of_bytes(content: torch.Tensor) -> int:
+    """A digest of a flat ``uint8`` tensor, by the same mix, a piece at a time. Waits for the
+    device."""
+    whole = content.numel() // 8 * 8
+    words = content[:whole].view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    for at in range(0, words.numel(), PIECE_WORDS):
+        piece = words[at : at + PIECE_WORDS].clone()
+        places = torch.arange(at + 1, at + 1 + piece.numel(), device=content.device)
+        total += _mixed(piece.bitwise_xor_(_mixed(places.mul_(_signed(_GAMMA))))).sum()
+    rest = content[whole:].cpu().numpy().tobytes()
+    return int(total.item()) ^ int.from_bytes(rest, "big")

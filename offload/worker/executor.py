@@ -25,6 +25,7 @@ import numpy as np
 from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
 from offload.messages.report import JobResult, Observed, PresenceReply
 from offload.telemetry.counters import WorkerStats
+from offload.worker.cache_sleep import CacheSleep
 from offload.worker.fences import Fences, Reading
 from offload.worker.health import Health
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
@@ -111,6 +112,7 @@ class Executor:
         self._ended: deque[tuple[int, bool]] = deque()
         self._fences = Fences()
         self._open = OpenLoads()
+        self.sleep = CacheSleep(self._open, self._fences, verifier)
         self._health = Health()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +134,7 @@ class Executor:
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), questions=())
-        elif refused:
+        elif refused := refused or self.sleep.reason:
             self._refuse_unposted(plan, plan.stores, refused)
             plan = replace(plan, loads=(), stores=())
         elif plan.loads and self._open.are_stuck:

@@ -71,6 +71,17 @@ class Fences:
         reading = self._reading.get(job)
         return reading is not None and not reading.done()
 
+    @property
+    def any_reading(self) -> bool:
+        """True if any store may still read its blocks."""
+        return any(not reading.done() for reading in self._reading.values())
+
+    def fail_unstarted(self) -> None:
+        """Fail the stores that have not begun to copy; they never will."""
+        for job, reading in self._reading.items():
+            if reading.cancel():
+                self._poisoned.add(job)
+
     def wait(self, jobs: Sequence[int], timeout_s: float, hold: Callable[[object], None]) -> int:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 

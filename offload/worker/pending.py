@@ -125,6 +125,17 @@ class OpenLoads:
         if load is not None and load.is_ok is None:
             load.is_ok = is_ok
 
+    def fail_all(self) -> None:
+        """Fail every load that has not been seen to end: no copy of it begins from now on."""
+        for load in self._open.values():
+            if load.is_ok is None:
+                load.is_ok = False
+
+    @property
+    def is_copying(self) -> bool:
+        """True if a copy may still write into blocks of any request."""
+        return any(load.is_copying for load in self._open.values())
+
     def give_up_overdue(self, now: float) -> int:
         """Fail the loads that are past their deadline; returns how many."""
         late = 0

@@ -20,6 +20,7 @@ import errno
 import logging
 import os
 import struct
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -231,6 +232,8 @@ class Verifier:
         self._post: Callable[..., object] = lambda *_: None
         self.broken = False
         self._logged = 0
+        self._reading = threading.Lock()
+        self._asleep = False
 
     # -- the driver's thread -----------------------------------------------------------------
 
@@ -245,12 +248,25 @@ class Verifier:
             self._post(self._forget)
         self._digest([job for job in plan.digests if not job.early])
 
+    def suspend(self, timeout_s: float) -> bool:
+        """Read the KV cache no more until `resume`. Returns False if a read has not ended in
+        time."""
+        self._asleep = True
+        if not self._reading.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        self._reading.release()
+        return True
+
+    def resume(self) -> None:
+        """The KV cache may be read again."""
+        self._asleep = False
+
     def _digest(self, jobs: Sequence[DigestJob]) -> None:
         """Digest these blocks as they are at this point of the current stream.
 
         Never raises: a fault ends the verification, not the server.
         """
-        if not jobs or self.broken:
+        if not jobs or self.broken or self._asleep:
             return
         try:
             found = [(job, self._device.of(job.group, job.blocks)) for job in jobs]
@@ -343,11 +359,14 @@ class Verifier:
         by_group: dict[int, list[LoadItem]] = {}
         for item in items:
             by_group.setdefault(item.group, []).append(item)
-        verdicts = []
+        verdicts: list[tuple[bytes, bool | None]] = []
         for group, mine in by_group.items():
             blocks = [block for item in mine for block in item.blocks if block >= 0]
-            with self._own_stream():
-                found = self._device.of(group, blocks).cpu().numpy()
+            with self._reading:
+                if self._asleep:  # the blocks are gone, and their load has failed
+                    return verdicts
+                with self._own_stream():
+                    found = self._device.of(group, blocks).cpu().numpy()
             for item in mine:
                 here = [at for at, block in enumerate(item.blocks) if block >= 0]
                 verdicts.append((item.key, self._agrees(item, here, found[: len(here)])))

@@ -9,7 +9,9 @@ placement, not by this project's.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 NULL_BYTE = 0xEE
 """Fills the null block, which nobody may write."""
+
+LOST_BYTE = 0xDB
+"""Fills memory that was mapped again."""
+PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 Tables = Sequence[Sequence[int]]
 
@@ -118,6 +125,26 @@ class KvMemory:
         for layer in self._layers:
             start = layer.start
             self._bytes[start : start + layer.page] = NULL_BYTE
+
+    def unmap(self) -> None:
+        """Take all access rights from the pages of the cache: any access from now on ends the
+        process. Bytes that share a page with other memory stay."""
+        self._protect(PROT_NONE)
+
+    def map(self) -> None:
+        """The cache is there again, without its content."""
+        self._protect(PROT_READ | PROT_WRITE)
+        self._bytes[:] = LOST_BYTE
+        for layer in self._layers:
+            self._bytes[layer.start : layer.start + layer.page] = NULL_BYTE
+
+    def _protect(self, rights: int) -> None:
+        address, page = self._bytes.ctypes.data, mmap.PAGESIZE
+        first = -(-address // page) * page
+        whole = (address + self._bytes.nbytes - first) // page * page
+        assert whole > 0.5 * self._bytes.nbytes, "the cache is too small to be unmapped"
+        if LIBC.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(whole), rights):
+            raise OSError(ctypes.get_errno(), "mprotect")
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Zero fresh blocks as vLLM does: every layer's page of these ids."""

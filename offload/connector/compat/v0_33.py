@@ -28,3 +28,7 @@ def cache_dtype_handler(dtype: str) -> object | None:
     dtypes of vLLM itself."""
     handler: object | None = get_kv_cache_dtype_handler(dtype)
     return handler
+
+
+def follow_sleep() -> None:
+    """See ``v0_32``. Workers of this version call the hooks themselves."""

@@ -33,13 +33,15 @@ class _Attempt:
     except for ``was_waited_for``.
     """
 
-    __slots__ = ("epoch", "error", "is_noted", "was_waited_for")
+    __slots__ = ("epoch", "error", "is_noted", "is_withdrawn", "was_waited_for")
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.error = ""
         self.is_noted = False
         self.was_waited_for = False
+        self.is_withdrawn = False
+        """The weights have not changed after all. Written by the scheduler's thread."""
 
     @property
     def is_over(self) -> bool:
@@ -52,10 +54,18 @@ class PendingEpochs:
 
     ``begin_one(tier, noted)`` begins a new epoch of a tier durably and returns it, or raises; it
     calls ``noted`` as soon as a server that starts would see the epoch.
+    ``take_back_one(tier, epoch)`` restores the epoch before one that nobody has used.
     """
 
-    def __init__(self, tiers: int, begin_one: BeginOne, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        tiers: int,
+        begin_one: BeginOne,
+        retry_s: float = RETRY_S,
+        take_back_one: Callable[[int, int], None] = lambda tier, epoch: None,
+    ) -> None:
         self._begin_one = begin_one
+        self._take_back_one = take_back_one
         self._retry_s = retry_s
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -104,6 +114,15 @@ class PendingEpochs:
             del self._owed[tier]
         return found
 
+    def withdraw(self) -> None:
+        """The weights have not changed: the epochs that ``take`` has not given out are not begun,
+        and the tiers keep theirs. Does not wait. If the process ends before the disk has the
+        old epoch again, or its disk fails, the next server begins with an empty tier."""
+        for tier, attempt in self._owed.items():
+            attempt.is_withdrawn = True
+            self._asked[tier].put(attempt)
+        self._owed.clear()
+
     def close(self) -> None:
         """Stop trying."""
         self._closed.set()
@@ -114,10 +133,22 @@ class PendingEpochs:
 
     def _run(self, tier: int) -> None:
         while (attempt := self._asked[tier].get()) is not None:
-            self._try(tier, attempt)
+            if attempt.is_withdrawn:
+                self._take_back(tier, attempt)
+            else:
+                self._try(tier, attempt)
+
+    def _take_back(self, tier: int, attempt: _Attempt) -> None:
+        if attempt.epoch is None:  # it was not begun
+            return
+        try:
+            self._take_back_one(tier, attempt.epoch)
+        except Exception as error:  # whatever it is, the tier's content is lost to a restart only
+            text = "kvtiers: tier %d will be empty after a restart: its epoch was not restored: %s"
+            logger.warning(text, tier, error)
 
     def _try(self, tier: int, attempt: _Attempt) -> None:
-        while not self._closed.is_set():
+        while not (self._closed.is_set() or attempt.is_withdrawn):
             try:
                 epoch = self._begin_one(tier, partial(self._log, attempt, is_noted=True))
             except Exception as error:  # whatever the error, the disk is not back yet

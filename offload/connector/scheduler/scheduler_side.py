@@ -83,6 +83,7 @@ class SchedulerSide:
         self._unseen = UnfinishedLoads()
         self._moved_at = time.monotonic()
         self._clock = PrefillRate(self._computed)
+        self._is_held = False
 
     def attach(self, planner: Planner, foreign: Sequence[str] = ()) -> None:
         """Start to plan, because the workers are ready.
@@ -134,7 +135,7 @@ class SchedulerSide:
         self._unseen.seen(request.request_id)
         if state.outcome.failures:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
-        if self.lookups is None:
+        if self.lookups is None or self._is_held:
             return 0
         return self.lookups.ask(state, request, computed_tokens)
 
@@ -197,7 +198,7 @@ class SchedulerSide:
         if state.outcome.loading:
             self.planner.loads.cancel(request.request_id)
         pinned_tokens = 0
-        if not state.outcome.loading and block_ids:
+        if not state.outcome.loading and block_ids and not self._is_held:
             limit = min(request.num_computed_tokens, request.num_tokens)
             if state.lookup.is_promised:  # vLLM counts the hit, and its load has not begun
                 limit = min(limit, state.lookup.start)
@@ -258,6 +259,8 @@ class SchedulerSide:
         self.planner.stores.fence(self._tables.rewritten(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
+        if self._is_held:
+            return
         self._store_boundary_states(self._stores, output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
@@ -355,9 +358,24 @@ class SchedulerSide:
         if self.planner is not None:
             self.planner.begin_epochs(epochs)
 
+    def hold(self) -> None:
+        """The weights may have changed, which will be known soon. Until ``release`` or ``forget``
+        nothing is looked up or stored. What was planned and not sent would read blocks that have
+        lost their content."""
+        self._is_held = True
+        if self.planner is not None:
+            self.planner.stores.cancel_planned()
+        if self._digests is not None:
+            self._digests.clear()
+
+    def release(self) -> None:
+        """The weights are the same."""
+        self._is_held = False
+
     def forget(self) -> None:
         """The weights changed: nothing stored so far may be hit again, and nothing is written to
         lower tiers before ``begin_epochs``."""
+        self._is_held = False
         self.adapters.forget()
         if self.planner is not None:
             self.planner.forget_all()

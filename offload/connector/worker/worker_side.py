@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 3.0
+SLEEP_TIMEOUT_S = 30.0
+"""The longest that falling asleep waits for copies under way. One takes milliseconds."""
 HOOKS_PERIOD_S = 1.0
 IDLE_WAIT_S = 0.001
 """While an idle engine has work in flight, it steps without pause. Waiting a millisecond for a
@@ -194,6 +196,19 @@ class WorkerSide:
         """
         if self._executor is not None:
             self._executor.post(plan, refused=refused)
+
+    def fall_asleep(self) -> bool:
+        """Keep every copy away from the KV cache from now on, because vLLM is about to unmap it.
+        Returns whether it was awake. Raises ``TransferError`` if a copy cannot be ended."""
+        if self._executor is None or self._executor.sleep.reason:
+            return False
+        self._executor.sleep.begin(SLEEP_TIMEOUT_S)
+        return True
+
+    def wake_up(self) -> None:
+        """The KV cache is mapped again, at its old addresses."""
+        if self._executor is not None:
+            self._executor.sleep.end()
 
     def drain(self, idle: bool) -> Drained:
         """Everything that ended since the last step."""

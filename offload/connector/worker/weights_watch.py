@@ -1,0 +1,47 @@
+"""Answers whether a worker still has the weights that it had before it slept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from offload.connector.handshake import WeightsAnswer
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsWatch:
+    """Belongs to the model runner's thread. ``digest`` is of the weights at the time of the call;
+    ``None``: they cannot be digested, and count as changed."""
+
+    def __init__(self, digest: Callable[[], bytes | None]) -> None:
+        self._digest = digest
+        self._known: bytes | None = None
+        self._sleeps = 0
+        self._answered = 0
+
+    def begin(self) -> None:
+        """The weights are loaded."""
+        self._known = self._ask()
+
+    def fell_asleep(self) -> None:
+        """This worker's memory is about to be unmapped."""
+        self._sleeps += 1
+
+    def answer(self, question: int) -> WeightsAnswer | None:
+        """Answer a question of the scheduler's, once. Call it while the step runs that asks: its
+        forward pass uses the weights that are digested here."""
+        if not question or question == self._answered:
+            return None
+        now = self._ask()
+        is_same = now is not None and now == self._known
+        answer = WeightsAnswer(question, 1, self._sleeps, is_same)
+        self._known, self._sleeps, self._answered = now, 0, question
+        return answer
+
+    def _ask(self) -> bytes | None:
+        try:
+            return self._digest()
+        except Exception as error:  # unknown weights are other weights
+            logger.warning("kvtiers: the weights in memory cannot be digested: %r", error)
+            return None

@@ -1,0 +1,67 @@
+"""Keeps every copy away from the KV cache while vLLM sleeps and has unmapped it.
+
+Part of the executor. ``begin`` and ``end`` belong to the thread that drives vLLM's model runner,
+which posts no plan in between. The states of loads and stores cross to the loop and are made for
+that (`offload.worker.pending`, `offload.worker.fences`): the thread that comes second sees what the
+first one did, so no copy begins after ``begin`` has looked.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from offload.worker.fences import Fences
+from offload.worker.pending import OpenLoads
+from tiers.copy.base import TransferError
+
+if TYPE_CHECKING:
+    from offload.worker.verify import Verifier
+
+POLL_S = 0.001
+ASLEEP = "the KV cache is unmapped (sleep mode)"
+
+
+class CacheSleep:
+    """Ends all access to the KV cache, and allows it again."""
+
+    def __init__(self, loads: OpenLoads, fences: Fences, verifier: Verifier | None) -> None:
+        self._loads = loads
+        self._fences = fences
+        self._verifier = verifier
+        self.reason = ""
+        """Why plans must be refused at present; empty if they need not."""
+
+    def begin(self, timeout_s: float) -> None:
+        """Return when nothing touches the KV cache any more. Copies under way end. Stores and loads
+        that have not begun to copy fail, and so do loads whose end the driver has not seen, because
+        their blocks lose their content. Idempotent.
+
+        Raises ``TransferError`` if a copy has not ended within ``timeout_s``; the KV cache must not
+        be unmapped then, and may be used as before.
+        """
+        self.reason = ASLEEP
+        self._loads.fail_all()
+        self._fences.fail_unstarted()
+        deadline = time.monotonic() + timeout_s
+        while self.is_copying and time.monotonic() < deadline:
+            self._let_copies_go_on()
+        is_unread = self._verifier is None or self._verifier.suspend(deadline - time.monotonic())
+        if self.is_copying or not is_unread:
+            self.end()
+            raise TransferError(f"copies of the KV cache have not ended within {timeout_s:g} s")
+
+    def end(self) -> None:
+        """The KV cache is mapped again, where it was. Idempotent."""
+        self.reason = ""
+        if self._verifier is not None:
+            self._verifier.resume()
+
+    @property
+    def is_copying(self) -> bool:
+        """True if a copy may be reading or writing the KV cache."""
+        return self._fences.any_reading or self._loads.is_copying
+
+    @staticmethod
+    def _let_copies_go_on() -> None:
+        time.sleep(POLL_S)

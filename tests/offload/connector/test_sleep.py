@@ -1,0 +1,256 @@
+"""The parts of sleep mode: the question about the weights, their digest, and epochs taken back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.connector.compat import v0_32
+from offload.connector.handshake import OffloadWorkerMetadata, WeightsAnswer
+from offload.connector.model.loaded_weights import LoadedWeights
+from offload.connector.scheduler.pending_epochs import PendingEpochs
+from offload.connector.scheduler.sleep_hold import SleepHold
+from offload.connector.worker.weights_watch import WeightsWatch
+from offload.messages.plan import StoreJob
+from offload.messages.report import JobResult, StepReport
+from offload.namespaces.epochs import TierEpochs
+from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
+from offload.worker.cache_sleep import CacheSleep
+from offload.worker.fences import Fences
+from offload.worker.pending import OpenLoads
+from tests.offload.namespaces.test_epochs import NAMESPACE
+from tests.patience import PATIENCE_S
+from tiers.copy.base import TransferError
+
+
+def asked(hold: SleepHold, *, sleeps: int, same: bool, ranks: int = 2) -> bool | None:
+    return hold.answered(WeightsAnswer(hold.question, ranks, sleeps, same), 2)
+
+
+def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> None:
+    hold = SleepHold()
+    assert not hold.is_holding
+    assert asked(hold, sleeps=0, same=False) is None  # the first one only notes the weights
+    hold.reset()
+    assert hold.is_holding
+    assert asked(hold, sleeps=1, same=True) is True
+    assert not hold.is_holding
+    assert hold.question == 0
+
+
+@pytest.mark.parametrize(
+    ("resets", "answer"),
+    [
+        (1, {"sleeps": 1, "same": False}),  # other weights
+        (1, {"sleeps": 0, "same": True}),  # a reset that somebody asked for
+        (2, {"sleeps": 1, "same": True}),  # the same, and then a sleep
+        (1, {"sleeps": 1, "same": True, "ranks": 1}),  # a rank that has not answered
+    ],
+)
+def test_any_other_reset_means_what_it_says(resets: int, answer: dict[str, Any]) -> None:
+    hold = SleepHold()
+    for _ in range(resets):
+        hold.reset()
+    assert asked(hold, **answer) is False
+
+
+def test_an_answer_to_an_older_question_decides_nothing() -> None:
+    hold = SleepHold()
+    old = WeightsAnswer(hold.question, 2, 1, is_same=True)
+    hold.reset()
+    assert hold.answered(old, 2) is None
+    assert hold.is_holding
+
+
+def test_ranks_agree_only_if_all_of_them_do() -> None:
+    def meta(same: bool, sleeps: int = 1) -> OffloadWorkerMetadata:
+        return OffloadWorkerMetadata(StepReport(), weights=WeightsAnswer(3, 1, sleeps, same))
+
+    assert meta(True).aggregate(meta(True)).weights == WeightsAnswer(3, 2, 1, is_same=True)
+    for one, other in ((True, False), (False, True)):
+        merged = meta(one).aggregate(meta(other)).weights
+        assert merged is not None
+        assert not merged.is_same
+    merged = meta(True).aggregate(meta(True, sleeps=2)).weights
+    assert merged is not None
+    assert not merged.is_same
+    silent = OffloadWorkerMetadata(StepReport())
+    assert silent.aggregate(meta(True)).weights == meta(True).aggregate(silent).weights
+
+
+def test_a_worker_answers_each_question_once_and_by_its_weights() -> None:
+    weights = [b"one"]
+    watch = WeightsWatch(lambda: weights[0])
+    watch.begin()
+    watch.fell_asleep()
+    assert watch.answer(0) is None
+    assert watch.answer(1) == WeightsAnswer(1, 1, 1, is_same=True)
+    assert watch.answer(1) is None
+    weights[0] = b"two"
+    assert watch.answer(2) == WeightsAnswer(2, 1, 0, is_same=False)
+    assert watch.answer(3) == WeightsAnswer(3, 1, 0, is_same=True)
+
+
+def test_weights_that_cannot_be_digested_count_as_changed() -> None:
+    def fail() -> bytes:
+        raise RuntimeError("the device is away")
+
+    for digest in (fail, lambda: None):
+        watch = WeightsWatch(digest)
+        watch.begin()
+        answer = watch.answer(1)
+        assert answer is not None
+        assert not answer.is_same
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1, 1000, dtype=torch.bfloat16))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(), Inner()])
+        self.register_buffer("odd", torch.zeros(13, dtype=torch.uint8))
+        self.head = nn.Linear(7, 3)
+
+
+def test_the_digest_sees_every_weight_of_the_model_and_of_no_other() -> None:
+    model, other = Outer(), Outer()
+    loaded = LoadedWeights({"layer": model.layers[1]})
+    first = loaded.digest()
+    assert first is not None
+    assert loaded.digest() == first
+    with torch.no_grad():
+        for tensor in (model.head.weight, model.head.bias, model.layers[0].weight, model.odd):
+            before = tensor.clone()
+            tensor.view(-1)[-1] = 7
+            assert loaded.digest() != first, tensor.shape
+            tensor.copy_(before)
+            assert loaded.digest() == first
+        other.head.weight += 1
+        swapped = model.layers[0].weight[:2].clone()
+        model.layers[0].weight[:2] = swapped.flip(0)
+    assert loaded.digest() != first, "two weights have changed places"
+    assert LoadedWeights({"layer": nn.Linear(1, 1).weight}).digest() is None
+
+
+# -- copies ----------------------------------------------------------------------------------
+
+
+def test_stores_that_have_not_begun_fail_and_others_end_first() -> None:
+    fences = Fences()
+    futures = fences.add([StoreJob(job, 0, (1,), (1,)) for job in (1, 2)])
+    futures[1].set_running_or_notify_cancel()
+    sleep = CacheSleep(OpenLoads(), fences, None)
+    ended = threading.Timer(0.05, futures[1].set_result, [None])
+    ended.start()
+    sleep.begin(PATIENCE_S)
+    assert futures[1].done()
+    assert futures[2].cancelled()
+    assert sleep.reason
+    assert not fences.answered(1, JobResult()).failed
+    assert fences.answered(2, JobResult()).failed
+    sleep.end()
+    assert not sleep.reason
+
+
+def test_a_copy_that_hangs_refuses_the_sleep() -> None:
+    fences = Fences()
+    hanging: Future[None] = fences.add([StoreJob(1, 0, (1,), (1,))])[1]
+    hanging.set_running_or_notify_cancel()
+    sleep = CacheSleep(OpenLoads(), fences, None)
+    with pytest.raises(TransferError, match="have not ended within"):
+        sleep.begin(0.0)
+    assert not sleep.reason, "the server stays awake"
+
+
+# -- epochs ----------------------------------------------------------------------------------
+
+
+def test_an_epoch_that_nobody_has_used_is_taken_back(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    claim_rank_folder(path, NAMESPACE, replica=0, rank=0, engine="test", starts=True).close()
+    epochs = TierEpochs([path], NAMESPACE, 0)
+    owed = PendingEpochs(1, epochs.begin, take_back_one=epochs.take_back)
+    folder = replica_folder(path, NAMESPACE)
+    assert owed.reset()
+    assert read_epoch(folder) == 1  # until the meaning of the reset is known
+    owed.withdraw()
+    end = time.monotonic() + PATIENCE_S
+    while read_epoch(folder) and time.monotonic() < end:
+        time.sleep(0.005)
+    assert read_epoch(folder) == 0
+    assert owed.take() == {}
+    assert owed.reset()
+    while not (taken := owed.take()) and time.monotonic() < end:
+        time.sleep(0.005)
+    assert taken == {0: 1}
+    epochs.take_back(0, 5)  # another one has been begun since
+    assert read_epoch(folder) == 1
+    owed.close()
+
+
+# -- vLLM 0.32 -------------------------------------------------------------------------------
+
+
+def test_the_worker_of_032_calls_the_hooks_in_the_order_of_033(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    connector = SimpleNamespace(
+        unregister_kv_caches=lambda: said.append("unregister"),
+        restore_kv_caches=lambda: said.append("restore"),
+    )
+    monkeypatch.setattr(v0_32, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(v0_32, "get_kv_transfer_group", lambda: connector)
+
+    def sleep(worker: Any, level: int = 1) -> None:
+        said.append(f"sleep {level}")
+
+    def wake_up(worker: Any, tags: list[str] | None = None) -> None:
+        said.append(f"wake {tags}")
+
+    def discard(worker: Any, tags: tuple[str, ...]) -> None:
+        said.append(f"discard {tags}")
+
+    v0_32._with_hook(sleep, "unregister_kv_caches", is_before=True)(None, level=2)
+    wake = v0_32._with_hook(wake_up, "restore_kv_caches", is_before=False)
+    wake(None, ["weights"])
+    wake(None, tags=["kv_cache"])
+    wake(None)
+    wake(None, None)
+    drop = v0_32._with_hook(discard, "unregister_kv_caches", is_before=True)
+    drop(None, ("kv_cache",))
+    drop(None, ("weights",))
+    assert said == [
+        *("unregister", "sleep 2", "wake ['weights']", "wake ['kv_cache']", "restore"),
+        *("wake None", "restore", "wake None", "restore"),
+        *("unregister", "discard ('kv_cache',)", "discard ('weights',)"),
+    ]
+
+
+def test_the_worker_of_032_is_followed_once() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if "unregister_kv_caches" in Path(str(Worker.sleep.__code__.co_filename)).read_text():
+        pytest.skip("this vLLM calls the hooks itself")
+    before = vars(Worker)["sleep"], vars(Worker)["wake_up"]
+    try:
+        v0_32.follow_sleep()
+        followed = vars(Worker)["sleep"], vars(Worker)["wake_up"]
+        assert followed[0] is not before[0]
+        v0_32.follow_sleep()
+        assert (vars(Worker)["sleep"], vars(Worker)["wake_up"]) == followed
+    finally:
+        Worker.sleep, Worker.wake_up = before

@@ -1,0 +1,45 @@
+"""Sleep mode over a KV cache that is really unmapped: see `tests.oracle.sleeping`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.sleeping import CYCLES
+
+SEEDS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """One process for all seeds; a page that is touched while it is unmapped ends it."""
+    folder = tmp_path_factory.mktemp("sleeping")
+    command = [sys.executable, "-m", "tests.oracle.sleeping", str(folder), *map(str, SEEDS)]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert ran.returncode != -signal.SIGSEGV, f"the unmapped KV cache was touched\n{ran.stderr}"
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert [each["seed"] for each in found] == [*SEEDS]
+    return found
+
+
+def test_nothing_touches_an_unmapped_cache_in_20_cycles(lives: list[dict[str, float]]) -> None:
+    """And every byte that is read after a sleep is right, which the world checks."""
+    for each in lives:
+        assert each["kept"] + each["lost"] >= CYCLES - 2  # there may be nothing to keep at first
+
+
+def test_what_the_tiers_hold_stays_unless_the_weights_change(
+    lives: list[dict[str, float]],
+) -> None:
+    for each in lives:
+        assert each["lost"] == CYCLES // 4
+        assert each["kept"] > CYCLES // 2
+        assert each["cpu"] + each["file"] > 0, "nothing was loaded"
