@@ -18,7 +18,8 @@ from offload.errors import ConfigError, Problem
 
 app = make_app()
 
-VLLM = [sys.executable, "-m", "offload.connector.vllm_cli", "serve"]
+VLLM = [sys.executable, "-P", "-m", "offload.connector.vllm_cli", "serve"]
+"""As the script ``vllm`` does, without the current folder among the modules."""
 TRANSFER, HASH, FILE = "--kv-transfer-config", "--prefix-caching-hash-algo", "--config"
 STABLE_HASH = "sha256_cbor"
 CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
@@ -65,7 +66,7 @@ def serve(
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]
     if added:
-        print(f"kvtiers serve: added {shlex.join(added)}", file=sys.stderr, flush=True)
+        _say(f"added {shlex.join(added)}")
     if dry_run:
         print(shlex.join(["vllm", *command[len(VLLM) - 1 :]]))
         return
@@ -82,6 +83,7 @@ def flags_to_add(
     """The flags of ``vllm serve`` that the user has not given. The first come first, so that the
     user's win."""
     from offload.config.transfer import check_transfer, transfer_config
+    from offload.namespaces.patience import Patience
 
     has_own = has_flag(flags, TRANSFER) or has_flag(flags, FILE)
     if has_flag(flags, TRANSFER) and (cpu or disks):
@@ -95,7 +97,7 @@ def flags_to_add(
         return []
     try:
         transfer = transfer_config(wanted.extra)
-        check_transfer(transfer)
+        check_transfer(transfer, Patience(_say))
     except ConfigError as error:
         problems += [_named(problem, wanted.sources) for problem in error.problems]
         return []
@@ -106,8 +108,11 @@ def flags_to_add(
 def _say_unused(environment: Mapping[str, str]) -> None:
     for name in (CPU_VARIABLE, DISK_VARIABLE):
         if environment.get(name):
-            text = f"kvtiers serve: {name} is not used beside {TRANSFER} or {FILE}"
-            print(text, file=sys.stderr)
+            _say(f"{name} is not used beside {TRANSFER} or {FILE}")
+
+
+def _say(line: str) -> None:
+    print(f"kvtiers serve: {line}", file=sys.stderr, flush=True)
 
 
 def has_flag(flags: list[str], name: str) -> bool:

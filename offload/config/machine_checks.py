@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
 from offload.config.options import ADMIT_ALL, TIER_TYPES
@@ -29,7 +29,8 @@ from offload.config.schema import (
 )
 from offload.config.tier_capacity import least_share
 from offload.errors import ConfigError, Problem
-from offload.namespaces.claims import live_owners
+from offload.namespaces.claims import Owner, live_owners
+from offload.namespaces.patience import Patience
 from offload.sizes import GIB, MIB, format_size
 from policies.registry import (
     PolicyOptionError,
@@ -41,6 +42,8 @@ from tiers.base import ALIGNMENT
 from tiers.folders.folder import NETWORK_FILE_SYSTEMS, file_system_of
 from tiers.io.codec import KeyFileError, read_key_file
 from tiers.mooncake.client import why_not
+
+T = TypeVar("T")
 
 RESERVE_SHARE = 0.05
 RESERVE_MIN = 2 * GIB
@@ -65,21 +68,54 @@ class LoadedConfig:
     warnings: tuple[Problem, ...]
 
 
-def load_config(extra: Mapping[str, Any] | None) -> LoadedConfig:
+@dataclass(frozen=True, slots=True)
+class InUse(Problem):
+    """Another server holds the folder now. It may be about to end."""
+
+
+IsOurs = Callable[[Owner], bool]
+"""Returns True if a process that holds a folder belongs to the server that makes the check."""
+
+
+def nobody(_: Owner) -> bool:
+    """For checks before a server has claimed anything."""
+    return False
+
+
+def same_server(owner: Owner) -> bool:
+    """For ranks, which may claim their folders before the first of them checks the machine."""
+    return owner.is_here and is_relative(owner.pid)
+
+
+def patiently(check: Callable[[], T], patience: Patience) -> T:
+    """The result of ``check``, repeated while nothing is wrong but that other servers hold folders.
+
+    Raises its ``ConfigError``.
+    """
+    while True:
+        try:
+            return check()
+        except ConfigError as error:
+            held = [problem for problem in error.problems if isinstance(problem, InUse)]
+            if len(held) < len(error.problems) or not patience.wait(held[0].what):
+                raise
+
+
+def load_config(extra: Mapping[str, Any] | None, is_ours: IsOurs = nobody) -> LoadedConfig:
     """Read ``extra`` and check it against this machine.
 
     Raises ``ConfigError`` with every problem of both kinds, in the order of the configuration.
     """
     config, problems = draft_config(extra)
     faulty = {problem.where for problem in problems}
-    found = check_machine(config)
+    found = check_machine(config, is_ours)
     problems += [problem for problem in found.problems if problem.where not in faulty]
     if problems:
         raise ConfigError(problems)
     return LoadedConfig(config, tuple(_notes(extra or {}, config)), found.warnings)
 
 
-def check_machine(config: OffloadConfig) -> Findings:
+def check_machine(config: OffloadConfig, is_ours: IsOurs = nobody) -> Findings:
     """Check a configuration against this machine. Raises nothing."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
@@ -88,7 +124,7 @@ def check_machine(config: OffloadConfig) -> Findings:
     taken: dict[int, int] = {}
     for index, tier in enumerate(config.tiers):
         where = f"$.tiers[{index}]"
-        if tier.path and not _check_folder(tier, f"{where}.path", problems, warnings):
+        if tier.path and not _check_folder(tier, f"{where}.path", is_ours, problems, warnings):
             _check_space(tier, where, taken, problems)
         _check_extras(tier, where, problems)
     problems.extend(_recordings(config))
@@ -155,11 +191,15 @@ def _policy_problem(where: str, error: PolicySpecError) -> Problem:
 
 
 def _check_folder(
-    tier: TierConfig, where: str, problems: list[Problem], warnings: list[Problem]
+    tier: TierConfig,
+    where: str,
+    is_ours: IsOurs,
+    problems: list[Problem],
+    warnings: list[Problem],
 ) -> bool:
     """Check a tier's folder; return True if it cannot be used, so that its space does not
     matter."""
-    trouble = _folder_problem(tier, where)
+    trouble = _folder_problem(tier, where) or _holder_problem(tier, where, is_ours)
     if trouble:
         problems.append(trouble)
         return True
@@ -212,11 +252,16 @@ def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | No
     if tier_type and tier_type.needs_local_disk and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:
         what = f'{tier.path} lies on {kind}, where a tier of type "{tier.type}" must not be'
         return Problem(where, what, 'Use a local disk, or "type": "file".')
+    return None
+
+
+def _holder_problem(tier: TierConfig, where: str, is_ours: IsOurs) -> Problem | None:
     for owner in live_owners(tier.path):
-        if not is_relative(owner.pid) and not (owner.shares and tier.shared):
+        if not is_ours(owner) and not (owner.shares and tier.shared):
             what = f"{tier.path} is in use by pid {owner.pid}"
+            what += "" if owner.is_here else " of another container or machine"
             what += f" ({owner.engine})" if owner.engine else ""
-            return Problem(where, what, "Stop that server or choose another folder.")
+            return InUse(where, what, "Stop that server or choose another folder.")
     return None
 
 

@@ -9,6 +9,7 @@ from offload.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from offload.config.machine_checks import LoadedConfig
+    from offload.namespaces.patience import Patience
 
 NAME = "KvTiersConnector"
 ALIASES = ("OffloadConnector",)
@@ -30,12 +31,23 @@ def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_transfer(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
+def check_transfer(
+    transfer: Mapping[str, Any], patience: Patience | None = None
+) -> list[LoadedConfig]:
     """Check every configuration of ours in a transfer configuration against this machine.
 
-    Raises ``ConfigError`` with all problems. Returns nothing for other connectors.
+    With ``patience``, wait for servers that hold the folders and may be about to end. Raises
+    ``ConfigError`` with all problems. Returns nothing for other connectors.
     """
-    from offload.config.machine_checks import load_config  # vLLM needs only the names at first
+    from offload.config.machine_checks import patiently  # vLLM needs only the names at first
+
+    if patience is None:
+        return _check_now(transfer)
+    return patiently(lambda: _check_now(transfer), patience)
+
+
+def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
+    from offload.config.machine_checks import load_config
 
     loaded: list[LoadedConfig] = []
     problems: list[Problem] = []

@@ -17,6 +17,7 @@ from typing import Any
 
 from offload.config.transfer import NAMES, check_transfer
 from offload.errors import ConfigError
+from offload.namespaces.patience import Patience
 
 WRONG = 2
 """Exit code for a wrong configuration, as argparse has it for wrong flags."""
@@ -59,9 +60,14 @@ def check_when_read() -> None:
 
 
 def end_if_wrong(transfer: dict[str, Any]) -> None:
-    """End the process with one message if the configuration is wrong."""
+    """End the process with one message if the configuration is wrong. Wait for a server that holds
+    a folder and may be about to end."""
+
+    def say(line: str) -> None:
+        print(f"kvtiers: {line}", file=sys.stderr, flush=True)
+
     try:
-        check_transfer(transfer)
+        check_transfer(transfer, Patience(say))
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(WRONG) from None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.config.machine_checks import load_config
+from offload.config.machine_checks import load_config, patiently, same_server
 from offload.config.schema import OffloadConfig, parse_config
 from offload.connector.contract.at_start import check_installed
 from offload.connector.model.geometry import describe, kernel_of
@@ -31,6 +31,7 @@ from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
+from offload.namespaces.patience import Patience
 from offload.requests.miss_reasons import RequestLog
 from offload.requests.request_log import RequestFile
 from offload.requests.trace_recorder import TraceRecorder
@@ -133,9 +134,13 @@ class ServerSetup:
     def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
         """Read the configuration and check it against this machine; log what was chosen.
 
-        Raises ``ConfigError`` with every problem.
+        Other ranks of this server may have claimed their folders before. Raises ``ConfigError``
+        with every problem.
         """
-        loaded = load_config(extra_config)
+        loaded = patiently(
+            lambda: load_config(extra_config, same_server),
+            Patience(lambda line: logger.warning("kvtiers: %s", line)),
+        )
         for line in loaded.notes:
             logger.info("kvtiers: %s", line)
         for warning in loaded.warnings:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from offload.errors import NamespaceError, TierUnavailableError
 from tiers.files.members import FOLDER as ENGINES
-from tiers.files.members import engine_files, seen_alive
+from tiers.files.members import engine_files, machine, seen_alive
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
 from tiers.folders.folder import try_flock
 
@@ -50,6 +50,17 @@ class Owner:
     pid: int
     engine: str
     shares: bool = False
+    is_here: bool = True
+    """False if ``pid`` is a number in another container or on another machine."""
+
+
+class InUseError(TierUnavailableError):
+    """Another process holds the folder. It may be about to end. ``what`` is the message without the
+    advice to stop it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}. {fix}")
+        self.what = what
 
 
 def live_owners(root: str | Path) -> list[Owner]:
@@ -108,14 +119,15 @@ def claim_shared(path: Path, engine: str) -> int:
     """Claim a folder that others share, under a number of this process.
 
     ``path`` is the claim of a process that does not share. Returns the descriptor to close when
-    done. Raises ``TierUnavailableError`` if a process that does not share has the folder, or if too
-    many do.
+    done. Raises ``InUseError`` if a process that does not share has the folder, and
+    ``TierUnavailableError`` if too many do.
     """
     owner = holder(path)
     if owner is not None:
-        raise TierUnavailableError(
+        raise InUseError(
             f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}), which does not "
-            'share it. Stop that server, or give all of them "shared": true'
+            "share it",
+            'Stop that server, or give all of them "shared": true',
         )
     for number in range(SHARERS_MAX):
         fd = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
@@ -135,20 +147,21 @@ def sharers(path: Path) -> list[Owner]:
 def claim(path: Path, engine: str) -> int:
     """Claim ``path`` for this process; returns the descriptor to close when done.
 
-    Raises ``TierUnavailableError`` that names the owner if another process has it.
+    Raises ``InUseError`` that names the owner if another process has it.
     """
     for owner in sharers(path):
-        raise TierUnavailableError(
+        raise InUseError(
             f"{path.parent} is shared by pid {owner.pid} (engine {owner.engine}) and perhaps "
-            'others. Give this server "shared": true as well, or another path.'
+            "others",
+            'Give this server "shared": true as well, or another path.',
         )
     fd = _open_lock(path)
     if not _lock(fd, CLAIM_WAIT_S):
         owner = _read_owner(fd, path)
         os.close(fd)
-        raise TierUnavailableError(
-            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}). "
-            "Stop that server or give this one another path."
+        raise InUseError(
+            f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine})",
+            "Stop that server or give this one another path.",
         )
     _write_owner(fd, engine)
     return fd
@@ -156,7 +169,16 @@ def claim(path: Path, engine: str) -> int:
 
 def _write_owner(fd: int, engine: str) -> None:
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"pid": os.getpid(), "engine": engine[:200]}).encode(), 0)
+    owner = {"pid": os.getpid(), "engine": engine[:200], "machine": _machine()}
+    os.pwrite(fd, json.dumps(owner).encode(), 0)
+
+
+def _machine() -> str:
+    """Empty where ``/proc`` does not tell."""
+    try:
+        return machine()
+    except OSError:
+        return ""
 
 
 def holder(claim: Path) -> Owner | None:
@@ -190,7 +212,7 @@ def _engine(file: Path) -> Owner | None:
     if seen is None:
         return None
     place = "" if seen.is_here else "on another machine"
-    return Owner(str(file.parent.parent), seen.pid, place, shares=True)
+    return Owner(str(file.parent.parent), seen.pid, place, shares=True, is_here=seen.is_here)
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:
@@ -216,7 +238,8 @@ def _read_owner(fd: int, path: Path) -> Owner:
         shares = ".sharer-" in path.name
         if isinstance(found, int):
             return Owner(str(path.parent), found, "")
-        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), shares)
+        is_here = found["machine"] == _machine() if "machine" in found else True
+        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), shares, is_here)
     except (ValueError, TypeError, KeyError, RecursionError):
         return Owner(str(path.parent), 0, "")
 

@@ -8,7 +8,7 @@ blocks on the disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from offload.config.tier_capacity import SMALL_FILES_BYTES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.geometry.folder_source import ForeignStore, find_foreign, open_sources, write_geometry
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_store_source
+from offload.namespaces.claims import InUseError
 from offload.namespaces.cleanup import other_namespaces
 from offload.namespaces.folders import (
     ClaimedFolder,
@@ -33,6 +34,7 @@ from offload.namespaces.folders import (
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint, mount_point_of
+from offload.namespaces.patience import Patience
 from offload.sizes import MIB, format_size
 from offload.worker.tier_factory import TierSpec, mooncake_settings
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
@@ -126,7 +128,7 @@ class TierFolders:
             return self._shared_spec(number, name, wanted)
         _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         damage: list[str] = []
-        place = self._claim(config, known=wanted, damage=damage)
+        place = _patiently(lambda: self._claim(config, known=wanted, damage=damage))
         try:
             capacity = make_room(
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
@@ -168,7 +170,7 @@ class TierFolders:
         """
         config = self.config.tiers[number]
         damage: list[str] = []
-        place = self._claim_shared(config, damage)
+        place = _patiently(lambda: self._claim_shared(config, damage))
         try:
             capacity = config.capacity
             if TIER_TYPES[config.type].needs_local_disk:
@@ -286,6 +288,17 @@ def _check_room(
         least = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
         fix = f'Give at least {least}, or use "geometry": "own" to allow their removal.'
         raise ConfigError([Problem(where, what, fix)])
+
+
+def _patiently(claim: Callable[[], ClaimedFolder]) -> ClaimedFolder:
+    """Claim a folder that a server which is about to end may still hold."""
+    patience = Patience(lambda line: logger.warning("kvtiers: %s", line))
+    while True:
+        try:
+            return claim()
+        except InUseError as error:
+            if not patience.wait(error.what):
+                raise
 
 
 def _note(line: str) -> None:

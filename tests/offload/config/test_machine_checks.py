@@ -17,8 +17,6 @@ from offload.config.machine_checks import check_machine, load_config, reserve_by
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
 from offload.config.schema import parse_config
 from offload.errors import ConfigError
-from offload.namespaces.folders import claim_rank_folder
-from offload.namespaces.manifest import Namespace
 from offload.sizes import GIB, MIB, TIB
 from tests.offload.config.test_schema import compare
 from tests.patience import PATIENCE_S
@@ -253,47 +251,29 @@ def test_tmpfs_is_a_warning() -> None:
 
 HOLD = """
 import sys
-from offload.namespaces.manifest import Namespace
 from offload.namespaces.folders import claim_rank_folder
+from offload.namespaces.manifest import Namespace
 namespace = Namespace.of({"m": 1})
 place = claim_rank_folder(sys.argv[1], namespace, replica=0, rank=0, engine="Qwen/Qwen3")
 print("ready", flush=True)
 sys.stdin.read()
 """
-BETWEEN = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=sys.stdin)
-print(child.pid, flush=True)
-"""
 
 
 def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
-    """The other server is nobody's child: the process between it and this one has ended."""
-    reading, writing = os.pipe()
-    between = subprocess.Popen(
-        [sys.executable, "-c", BETWEEN, HOLD, str(tmp_path)],
-        stdin=reading,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert between.stdout is not None
-    try:
-        pid = next(int(line) for line in between.stdout if line.strip().isdigit())
-        between.wait()
-        assert between.stdout.readline() == "ready\n"
+    """It does not matter who started it: here it is a child of the process that checks."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, **pipes, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
         text = problems_of(tier(tmp_path))["$.tiers[0].path"]
-        compare("config-machine-in-use", stable(text, path=tmp_path, pid=pid))
-    finally:
-        os.close(writing)
-        os.close(reading)
-        between.stdout.read()
-        between.stdout.close()
+        compare("config-machine-in-use", stable(text, path=tmp_path, pid=other.pid))
+        other.communicate("")
     assert problems_of(tier(tmp_path)) == {}
 
 
-def test_workers_of_this_server_are_no_strangers(tmp_path: Path) -> None:
-    with claim_rank_folder(tmp_path, Namespace.of({}), replica=0, rank=0, engine="own"):
-        assert problems_of(tier(tmp_path)) == {}
+def test_workers_of_this_server_are_no_strangers() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert is_relative(child.pid)
