@@ -11,6 +11,8 @@ and may change at any time.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import (
@@ -58,6 +60,23 @@ _LAZY = {
     "SimpleSpec": "offload.layout.kv_cache_config",
     "parse_config": "offload.config.schema",
 }
+
+
+def _check_neighbours() -> None:
+    """The packages ``policies`` and ``tiers`` have common names: say so if others come first."""
+    here = Path(__file__).resolve().parents[1]
+    for name in ("policies", "tiers"):
+        spec = importlib.util.find_spec(name)
+        found = list((spec and spec.submodule_search_locations) or ())
+        if here / name not in [Path(folder).resolve() for folder in found]:
+            where = ", ".join(found) or (spec and spec.origin) or "nowhere"
+            raise ImportError(
+                f"kvtiers: its package {name} is in {here / name}, but Python finds another one in "
+                f"{where}. Rename that, take its folder off PYTHONPATH, or start Python elsewhere"
+            )
+
+
+_check_neighbours()
 
 
 def __getattr__(name: str) -> Any:

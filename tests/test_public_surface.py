@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import offload
+from offload.cli.serve import VLLM
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +92,36 @@ def test_importing_the_packages_imports_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("name", ["policies", "tiers"])
+@pytest.mark.parametrize("kind", ["package", "module", "folder"])
+def test_another_package_of_that_name_is_named(name: str, kind: str, tmp_path: Path) -> None:
+    other = tmp_path / name
+    if kind == "module":
+        other = other.with_suffix(".py")
+        other.write_text("")
+    else:
+        other.mkdir()
+        (other / ("__init__.py" if kind == "package" else "data.txt")).write_text("")
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import offload"
+    done = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True)
+    if kind == "folder":  # without __init__.py a package further on wins
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: kvtiers: its package {name} is in {ROOT / name}, but ")
+    assert f"finds another one in {other}. Rename that" in last
+
+
+def test_the_served_process_takes_no_modules_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "tiers").mkdir()
+    (tmp_path / "tiers" / "__init__.py").write_text("raise SystemExit('not ours')")
+    command = [*VLLM[: VLLM.index("-m")], "-c", "import tiers; print(tiers.__file__)"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == str(ROOT / "tiers/__init__.py"), done.stderr
 
 
 def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
