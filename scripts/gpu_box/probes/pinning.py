@@ -13,6 +13,7 @@ from tiers.slab.cuda_registrar import CudaRegistrar
 from tiers.slab.slab import HostSlab
 
 MIB = 2**20
+BEATS_ALONE = 200
 
 
 def beats(stop: threading.Event, waits: list[float]) -> None:
@@ -33,6 +34,11 @@ def beats(stop: threading.Event, waits: list[float]) -> None:
         driver.free(memory)
 
 
+def milliseconds(waits: list[float], number: int) -> float | None:
+    """The wait of this number; None if no copy ended in that time."""
+    return round(1e3 * waits[number], 3) if waits else None
+
+
 def main(total_mib: int = 8192) -> None:
     found = {}
     for piece_mib in (4, 8, 16, 64, 256):
@@ -41,7 +47,8 @@ def main(total_mib: int = 8192) -> None:
             stop = threading.Event()
             thread = threading.Thread(target=beats, args=(stop, waits))
             thread.start()
-            time.sleep(0.2)
+            while len(waits) < BEATS_ALONE:
+                time.sleep(0.001)
             before = sorted(waits)
             waits.clear()
             began = time.perf_counter()
@@ -61,9 +68,9 @@ def main(total_mib: int = 8192) -> None:
             after = sorted(waits)
             found[f"{piece_mib} MiB, {'with' if background else 'without'} pauses"] = {
                 "GB/s": round(total_mib * MIB / seconds / 1e9, 2),
-                "beat alone, median ms": round(1e3 * before[len(before) // 2], 3),
-                "beat, median ms": round(1e3 * after[len(after) // 2], 3),
-                "beat, worst ms": round(1e3 * after[-1], 3),
+                "beat alone, median ms": milliseconds(before, len(before) // 2),
+                "beat, median ms": milliseconds(after, len(after) // 2),
+                "beat, worst ms": milliseconds(after, -1),
             }
             result(found)
 
