@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -31,6 +33,19 @@ from tests.vllm.interpreted import interpret_state_kernels
 from tests.vllm.protocol import Answer, Call, Generation, Prompt, StartEngine
 
 MAX_ORDER_BYTES = 1 << 20
+PRELOADED = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "offload.connector.connector",
+    "offload.worker.verify",
+)
+"""Modules that most engines need."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; an engine that spins never reads that its test is gone
 
 
@@ -277,15 +292,21 @@ def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
     return 0
 
 
+def _nothing() -> None:
+    pass
+
+
 def nursery(control: socket.socket) -> None:
     """Import vLLM, then fork an engine for each order until the control socket closes."""
     processor.pretend()
     model_runner.pretend()
-    import vllm.entrypoints.llm
-    import vllm.model_executor.models.llama
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker  # noqa: F401  # all four only to have them in memory
-
+    for module in ("vllm", *PRELOADED):
+        importlib.import_module(module)
+    # vLLM collects garbage six times while an engine starts and ends. Each collection would walk
+    # everything that was imported here and copy the pages.
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = _nothing  # vLLM calls it at the end of an engine
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries ended engines
     control.sendall(b"ready")
     while True:
