@@ -16,6 +16,7 @@ def test_the_docs_show_what_runs() -> None:
     assert combinations.table() in DOCS.read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_quick_tests_that_import_vllm_are_found_however_far_away() -> None:
     found = combinations.quick_files("v1")
     assert "tests/oracle/test_late_loads.py" in found, "by the world that it plays in"

@@ -134,6 +134,7 @@ def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").exists()] == []
 
 
+@pytest.mark.thorough
 def test_code_that_follows_the_guides_passes_mypy_strict(tmp_path: Path) -> None:
     """The examples, and the guides' policy, tier and tests as they are printed."""
     for guide in ("write-a-policy", "write-a-tier"):

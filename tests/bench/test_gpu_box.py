@@ -21,6 +21,8 @@ import pytest
 from tests.libcuda import ROOT, build
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.thorough
+
 BOX = ROOT / "scripts/gpu_box"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
 CRASHES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"

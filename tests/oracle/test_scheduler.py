@@ -242,6 +242,8 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and what the first failure must say."""
+QUICK = (_no_fence, _no_reset, _short_window, _states_by_position)
+"""The faults of the quick level."""
 SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_full": 2,
             "a_failed_load_tries_again-two_block_sizes": 20}  # fmt: skip
 """The seed that shows a fault, to begin with it; most are shown by the first."""
@@ -260,8 +262,14 @@ def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
 
 @pytest.mark.parametrize(
     ("mutant", "model", "seen"),
-    MUTANTS,
-    ids=[f"{mutant.__name__.strip('_')}-{model}" for mutant, model, _ in MUTANTS],
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0].__name__.strip('_')}-{each[1]}",
+            marks=() if each[0] in QUICK else pytest.mark.thorough,
+        )
+        for each in MUTANTS
+    ],
 )
 def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
     """As themselves; and the same world without the fault is right."""

@@ -281,6 +281,9 @@ SHOWN_BY = {
 """The world that shows a fault, to begin with it. When it does not any more, all are tried: put the
 seed that the test then prints here."""
 
+QUICK = ("fences are skipped", "failed reads fill slots", "loads go on over a reset", "no deadline")
+"""The faults of the quick level: one each of a record, a slot, a reset and a wait."""
+
 
 def first_failure(setup: Setup | None, first: int = 0) -> tuple[int, BaseException] | None:
     for seed in (first, *range(SEEDS)):
@@ -291,7 +294,10 @@ def first_failure(setup: Setup | None, first: int = 0) -> tuple[int, BaseExcepti
     return None
 
 
-@pytest.mark.parametrize("fault", MUTANTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in MUTANTS],
+)
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, setup, expected = MUTANTS[fault]
     plant(monkeypatch)

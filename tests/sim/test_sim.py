@@ -1,6 +1,6 @@
 """Many simulated worlds, each from its seed, and proof that the worlds see faults.
 
-    python -m pytest tests/sim                          200 worlds
+    python -m pytest tests/sim                          120 worlds
     KVTIERS_SIM_SEEDS=5000 python -m pytest tests/sim   as many as you like
     KVTIERS_SIM_SEED=123 python -m pytest tests/sim -k replay     one again, as a failure says
 
@@ -20,7 +20,7 @@ from tests.sim.real_disk import DiskWorld
 from tests.sim.weather import Sky
 from tests.sim.world import World, live
 
-SEEDS = int(os.environ.get("KVTIERS_SIM_SEEDS", "200"))
+SEEDS = int(os.environ.get("KVTIERS_SIM_SEEDS", "120"))
 FIRST = int(os.environ.get("KVTIERS_SIM_FIRST", "0"))
 SEED = os.environ.get("KVTIERS_SIM_SEED")
 STEPS = int(os.environ.get("KVTIERS_SIM_STEPS", "100"))
@@ -85,8 +85,8 @@ def test_no_world_goes_wrong(part: int, totals: Totals) -> None:
 
 def test_the_worlds_have_seen_everything(totals: Totals) -> None:
     """A quiet world proves nothing: everything that can happen did happen in some of them."""
-    if totals.worlds < 200:
-        pytest.fail("says something only after 200 worlds: run the whole file in one process")
+    if totals.worlds < 120:
+        pytest.fail("says something only after 120 worlds: run the whole file in one process")
     print(totals)
     events = (
         "loaded",

@@ -86,6 +86,7 @@ def test_a_failed_start_shows_the_log(tmp_path: Path) -> None:
         Engine(tmp_path / "no-such-model", log=tmp_path / "log")
 
 
+@pytest.mark.thorough
 def test_two_ranks_give_their_own_bytes(llama: Path, tmp_path: Path) -> None:
     with Engine(llama, log=tmp_path / "log", tensor_parallel_size=2) as engine:
         engine.generate_one(prompt(1))

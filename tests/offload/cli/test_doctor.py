@@ -299,6 +299,7 @@ sys.exit(code)
 there takes 15 s."""
 
 
+@pytest.mark.thorough
 def test_as_a_program(tmp_path, monkeypatch):
     """Exit code 0, and stdout is the report alone. A process comes to the same namespace as this
     one: the scheduler and each worker compute it for themselves, with separate hash seeds."""

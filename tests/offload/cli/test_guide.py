@@ -109,6 +109,7 @@ def test_links_lead_somewhere() -> None:
             assert (folder / link).exists(), f"{name}: {link}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_of_a_guide(
     line: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch

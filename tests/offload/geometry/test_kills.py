@@ -53,7 +53,7 @@ async def _live(
                 await tier.write(keys, [payload(geometry_of(2, rank), key) for key in keys])
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.thorough)])
 async def test_what_is_translated_is_right_while_its_owners_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:

@@ -27,7 +27,7 @@ from tiers.lmdb.index import Changes, LmdbIndex
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put
 
-NTH = range(1, 201, int(os.environ.get("KVTIERS_NTH", "29")))
+NTH = range(1, 201, int(os.environ.get("KVTIERS_NTH", "57")))
 SIZE = 20_000
 KEYS = [key_of(n) for n in range(12)]
 CHILD = Path(__file__).with_name("strace_child.py")
@@ -110,7 +110,7 @@ async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
     await tier.aclose()
 
 
-@pytest.mark.parametrize("number", range(1, 201, int(os.environ.get("KVTIERS_NTH", "67"))))
+@pytest.mark.parametrize("number", range(1, 201, int(os.environ.get("KVTIERS_NTH", "150"))))
 @pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
 def test_eio_on_the_nth_system_call_of_the_index_too(
     tmp_path: Path, call: str, number: int
