@@ -100,6 +100,8 @@ class Bed:
         from offload.index.recovery import recover
         from offload.index.tier_index import TierIndex
         from offload.layout.groups import FULL, GroupLayout, ModelLayout
+        from offload.messages.report import RankState, RankTier
+        from offload.namespaces.manifest import Namespace
         from offload.planner.planner import Planner
         from policies.base import EntryInfo
         from policies.registry import make_policy
@@ -110,7 +112,9 @@ class Bed:
         cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
         self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
-        self.side.attach(self.planner)
+        tier = RankTier("lmdb", 1 << 62, {0: 4096}, ())
+        rank = RankState(0, Namespace.of({}), 0, 2 * chunks_max, 4096, (tier,))
+        self.side.attach(self.planner, [rank])
         before = _resident_bytes()
         found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)
         found = np.concatenate([found, np.zeros((keys, 4), np.uint8)], axis=1)

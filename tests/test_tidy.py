@@ -241,6 +241,84 @@ def test_libraries_stay_where_they_belong(library: str, places: tuple[str, ...])
     assert wrong == []
 
 
+NOT_OURS = {
+    "offload.cli: found.name": "a command of click",
+    "policies.simulation.jobs: _counter.value": "a number that processes share (multiprocessing)",
+}
+"""Assignments to attributes of other libraries' objects, which share a name with one of ours."""
+
+
+def attributes_of(cls: ast.ClassDef) -> set[str]:
+    """Names of the attributes that a class has by its body and by assignments to ``self``."""
+    names = {
+        node.id
+        for stmt in cls.body
+        if isinstance(stmt, ast.Assign | ast.AnnAssign)
+        for target in (stmt.targets if isinstance(stmt, ast.Assign) else [stmt.target])
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name)
+    }
+    for stmt in cls.body:
+        if isinstance(stmt, ast.Assign) and ast.unparse(stmt.targets[0]) == "__slots__":
+            names |= set(ast.literal_eval(stmt.value))
+    return names | {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    }
+
+
+def written_from_outside(trees: dict[str, ast.Module]) -> list[str]:
+    """The assignments to attributes of objects whose class is in another of these modules.
+
+    A module may write to its own records (nodes of a list, for example), and a class to itself.
+    Classes are known by the names of their attributes, types are not inferred.
+    """
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for name in attributes_of(cls):
+                owners.setdefault(name, set()).add(module)
+    found = []
+    for module, tree in trees.items():
+        imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load):
+                continue
+            whose = ast.unparse(node.value)
+            is_own = whose in ("self", "cls") or module in owners.get(node.attr, set())
+            is_module = whose.partition(".")[0] in imported
+            if node.attr in owners and not is_own and not is_module:
+                found.append(f"{module}: {whose}.{node.attr}")
+    return found
+
+
+def test_no_attribute_is_set_from_outside_the_object() -> None:
+    trees = {module_of(path): tree_of(path) for path in python_files(*PRODUCT)}
+    assert sorted(set(written_from_outside(trees))) == sorted(NOT_OURS)
+
+
+def test_attributes_set_from_outside_are_found() -> None:
+    owner = ast.parse(
+        "@dataclass\nclass Job:\n    done: bool = False\n    def end(self) -> None:\n"
+        "        self.done = True\n\ndef all_end(job: Job) -> None:\n    job.done = True\n"
+    )
+    user = ast.parse(
+        "def f(job, self):\n    job.done = True\n    self.job.done |= job.done\n"
+        "    a, job.done = 1, 2\n    del self.jobs[0].done\n    job.unknown = 1\n"
+        "    self.done = True\n"
+    )
+    found = ["job.done", "job.done", "self.job.done", "self.jobs[0].done"]
+    assert sorted(written_from_outside({"a": owner, "b": user})) == [f"b: {n}" for n in found]
+
+
 def test_functions_fit_on_a_screen() -> None:
     long = []
     for path in python_files(*PRODUCT, "bench", "demo"):

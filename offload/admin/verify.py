@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.admin.offline_edits import InUseError, remove_damaged
-from offload.namespaces.inventory import RankFolder, Standing
+from offload.namespaces.inventory import RankFolder, Standing, Verdict
 from tiers.offline.inspect import Checker, Found, Health, OfflineStore
 
 
@@ -61,6 +61,20 @@ class Scrubbed:
     standing: str = Standing.WHOLE.value
     problem: str = ""
     remark: str = ""
+
+    def judge(self, verdict: Verdict) -> None:
+        """Set what a server that starts would do with the folder."""
+        self.standing = verdict.standing.value
+        self.problem, self.remark = verdict.problem, verdict.remark
+
+    def fail(self, problem: str) -> None:
+        """Set the reason why the folder could not be read to its end, unless one is known."""
+        self.problem = self.problem or problem
+
+    def see_owner(self) -> None:
+        """Note the process that uses the folder, if there is one."""
+        owner = self.store.owner()
+        self.owner_pid = owner.pid if owner else None
 
     @property
     def is_ok(self) -> bool:

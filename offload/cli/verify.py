@@ -90,14 +90,13 @@ def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Pro
     try:
         _scrub(result, rate, key_file, bar)
     except StoreChangedError as error:
-        result.problem = result.problem or f"{error} while it was read: run this again"
+        result.fail(f"{error} while it was read: run this again")
     except (OSError, TierError) as error:
-        result.problem = result.problem or str(error)
+        result.fail(str(error))
     if not check_only:
         repair(result, key_file)
     else:
-        owner = store.owner()
-        result.owner_pid = owner.pid if owner else None
+        result.see_owner()
     return result
 
 
@@ -109,8 +108,7 @@ def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
     if rate < 0:
         rate = parse_size(LIVE_RATE) if store.owner() else 0
     verdict, outside = store.look(key_file)
-    result.standing = verdict.standing.value
-    result.problem, result.remark = verdict.problem, verdict.remark
+    result.judge(verdict)
     if outside is None:
         return
     try:

@@ -45,7 +45,7 @@ from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import agreed_namespace, copy_gauges, make_planner, unit_bytes
+from offload.planner.build import agreed_namespace, make_planner
 from offload.planner.context import WorkLimits
 
 if TYPE_CHECKING:
@@ -274,13 +274,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()
-            self._scheduler.adapters.ranks = len(ranks)
-            self._epochs = PendingEpochs(
+self._epochs = PendingEpochs(
                 len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
             )
-            self._scheduler.unit_bytes = unit_bytes(ranks)
-            self._scheduler.copy_gauges = copy_gauges(ranks)
-            self._scheduler.attach(planner, self._setup.foreign(planner.lower))
+            self._scheduler.attach(planner, ranks, self._setup.foreign(planner.lower))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

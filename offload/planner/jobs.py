@@ -30,10 +30,13 @@ class JobKind(enum.Enum):
 @dataclass(slots=True, eq=False)
 class LoadTokens:
     """The tokens of a load by source tier (``CPU`` or the lower tier's number): an estimate until
-    all its parts are planned. Written by the load planner, which replaces the mapping and never
-    changes it."""
+    all its parts are planned. The load planner sets the mapping, which itself never changes."""
 
     by_tier: Mapping[int, int] = field(default_factory=dict)
+
+    def set(self, by_tier: Mapping[int, int]) -> None:
+        """Replace the mapping."""
+        self.by_tier = by_tier
 
 
 Pins = tuple[int, Sequence[bytes]]

@@ -67,15 +67,14 @@ class LoadPlanner:
 
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
     that they fill; both are bounded, but one load is always allowed. ``held`` are the chunks of
-    loads that are planned in part. ``failed`` keeps the last failed loads with their requests, for
-    the request records.
+    loads that are planned in part.
     """
 
     def __init__(
         self, context: PlannerContext, sources: LoadSources, presence: PresenceCache
     ) -> None:
         self.loading = self.holding = 0
-        self.failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MAX)
+        self._failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MAX)
         self.held = LoadHolds()
         self._sources = sources
         self._presence = presence
@@ -99,6 +98,12 @@ class LoadPlanner:
         planned, self._planned = tuple(self._planned), []
         return planned
 
+    def take_failed(self) -> dict[str, JobResult]:
+        """The results of the loads that have failed since the last call, by request."""
+        failed = dict(self._failed)
+        self._failed.clear()
+        return failed
+
     def tick(self, now: float) -> None:
         """Time passes: plan the probes that are due."""
         for tier, health in enumerate(self._health):
@@ -115,7 +120,7 @@ class LoadPlanner:
         tokens = job.tokens_by_tier
         self._stats.loaded(tokens, failed=failed)
         if failed:
-            self.failed.append((job.request, job.answer))
+            self._failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
         # The time is that of the whole load: it measures the tier that gave most of it.
         if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
@@ -170,7 +175,7 @@ class LoadPlanner:
         if at_once:
             self._plan_part(load, load.chunks)
         else:
-            load.tokens.by_tier = self._sources.expected(runs, load.read)
+            load.tokens.set(self._sources.expected(runs, load.read))
             self.held.hold(load.job, chain.from_iterable(run.keys for run in runs))
             self._allowance.take(int(load.chunks * ACCEPTED_COST))
             self._queue.append(load)
@@ -211,7 +216,7 @@ class LoadPlanner:
         load.pins += taken.pins
         load.counts.update(taken.counts)
         if not load.rest:
-            load.tokens.by_tier = self._sources.tokens(load.counts)
+            load.tokens.set(self._sources.tokens(load.counts))
             self._stats.planned(load.tokens.by_tier)
         self._send(load, taken.columns)
 
@@ -224,7 +229,7 @@ class LoadPlanner:
         """Plan no more of this load than these items. Its tokens are those planned so far."""
         self.held.release(load.job)
         load.rest = []
-        load.tokens.by_tier = self._sources.tokens(load.counts)
+        load.tokens.set(self._sources.tokens(load.counts))
         if load in self._queue:
             self._queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
@@ -273,5 +278,5 @@ class LoadPlanner:
             and share * (self.holding + blocks) <= limits.load_blocks
         ):
             return True
-        self._stats.load_refusals += 1
+        self._stats.load_refused()
         return False

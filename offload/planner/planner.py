@@ -36,7 +36,7 @@ from offload.planner.tier_health import TierHealths
 from offload.planner.write_pressure import WritePressure
 from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
 from offload.telemetry.counters import PlannerStats
-from offload.telemetry.removed_chunks import RemovalLog
+from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog
 from policies.base import AdmissionPolicy
 
 FORGOTTEN_MAX = 16_384
@@ -50,7 +50,8 @@ class Planner:
     ``sources`` finds chunks, ``loads`` and ``stores`` plan jobs, ``write_through`` copies chunks to
     lower tiers, ``deletes`` collects records to be deleted, ``presence`` asks shared tiers,
     ``uses`` and ``recency`` inform the eviction policies, ``health`` says which tiers may be used,
-    ``jobs`` holds the open jobs, ``budget`` bounds a step and ``deferred`` holds what did not fit.
+    ``jobs`` holds the open jobs, ``budget`` bounds a step and ``deferred`` holds what did not fit,
+    ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
 
     ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
     decides what may enter the CPU tier (``None``: everything); ``shared`` are the numbers of the
@@ -78,7 +79,8 @@ class Planner:
         self.cpu = cpu
         self.lower = tuple(lower)
         self._slots = slots
-        self.stats = PlannerStats(names)
+        self.causes = RemovalCauses()
+        self.stats = PlannerStats(names, causes=self.causes)
         self.health = TierHealths(names) if health is None else health
         self.jobs = JobTable(ranks)
         self.budget = StepBudget(limits.step_chunks)

@@ -130,8 +130,7 @@ class StorePlanner:
             self._waits = True
         else:
             self._is_full = evict
-        self._stats.store_refusals += len(refused)
-        self._stats.refused(CPU, refused[:1], Cause.NO_SPACE)
+        self._stats.no_space(len(refused), refused[:1])
 
     def available(self, *, ended: bool = False) -> int:
         """The number of a request's chunks that may be stored in this step without evicting any."""
@@ -161,8 +160,7 @@ class StorePlanner:
         if wanted.count(True) > limit:
             seen = next(islice(compress(count(), wanted), limit, None))
             if limit == allowed:
-                self._stats.store_refusals += 1
-                self._stats.refused(CPU, [run.keys[seen]], Cause.NO_SPACE)
+                self._stats.no_space(1, [run.keys[seen]])
             run, wanted = run.part(0, seen), wanted[:seen]
         return run.chosen(wanted), len(wanted)
 
@@ -221,8 +219,7 @@ class StorePlanner:
         self._cpu.abort(job.fills)
         self.storing -= len(job.fills)
         self._planned = [store for store in self._planned if store.job != job_id]
-        self._stats.stores_cancelled += 1
-        self._stats.refused(CPU, job.fills, Cause.CANCELLED)
+        self._stats.store_cancelled(job.fills)
         self._uses.filled(job.fills)
 
 

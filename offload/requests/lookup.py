@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.prefix_match import PrefixMatcher, present_in
-from offload.messages.report import JobResult
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
@@ -132,9 +131,7 @@ class Lookups:
         """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
-        lookup.start = lookup.hit_end_tokens = lookup.load_end_tokens = computed_tokens
-        lookup.load = ()
-        lookup.refused = False
+        lookup.begin(computed_tokens)
         is_waiting = False
         if not identity.no_load:
             identity.extend(request.block_hashes)
@@ -142,7 +139,7 @@ class Lookups:
             if not is_waiting:
                 hit = self._hit(state, request, computed_tokens)
                 is_waiting = hit is None
-                lookup.hit_end_tokens = computed_tokens if hit is None else hit
+                lookup.end(computed_tokens if hit is None else hit)
                 self._asked.add(identity.request)
                 if hit is None:
                     self._unfinished[identity.request] = (state, request)
@@ -150,8 +147,7 @@ class Lookups:
                     self.given_up(state)
         self.seconds += time.perf_counter() - started
         self.count += 1
-        tokens = 0 if lookup.refused else lookup.hit_end_tokens - computed_tokens
-        lookup.is_promised = tokens > 0
+        tokens = lookup.hit_end_tokens - computed_tokens if lookup.is_promised else 0
         return None if is_waiting else tokens
 
     def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
@@ -169,19 +165,20 @@ class Lookups:
             wanted = self._matcher.wanted(keys, start, _limits(state, request).start)
             held = present_in(*self._planner.sources.holders(read))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
-            wait = state.lookup.wait = shared.ask(missing, read, now)
+            wait = shared.ask(missing, read, now)
+            state.lookup.ask(wait)
         return shared.is_waiting(wait, now)
 
     def _hit(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
         hit = self._find(state, request, computed_tokens)
         end = hit.end_tokens
-        state.lookup.shortened = hit.is_shortened
+        state.lookup.find(is_shortened=hit.is_shortened)
         if end is not None and end > computed_tokens:
             chunks = [len(part) for part in self.load_ranges(state, end)]
             sizes = [group.chunk_blocks for group in self._matcher.layout.groups]
             blocks = sum(map(operator.mul, chunks, sizes))
             if not self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin):
-                state.lookup.refused = True
+                state.lookup.refuse()
         return end
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
@@ -191,8 +188,7 @@ class Lookups:
         """
         lookup = state.lookup
         if lookup.load_end_tokens != end_tokens:
-            lookup.load = self._matcher.load_ranges(lookup.start, end_tokens)
-            lookup.load_end_tokens = end_tokens
+            lookup.choose(self._matcher.load_ranges(lookup.start, end_tokens), end_tokens)
         return lookup.load
 
     def _find(self, state: RequestState, request: Request, computed_tokens: int) -> Hit:
@@ -211,57 +207,64 @@ class Lookups:
 
     def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
         """Make the request's record, once: vLLM goes on with the hit of the last lookup."""
-        lookup, identity = state.lookup, state.identity
-        lookup.is_promised = False
-        lookup.known.clear()
+        lookup = state.lookup
+        lookup.accept()
         if lookup.record is not None:
             return
-        start, end = lookup.start, lookup.hit_end_tokens
-        name = request.request_id[:NAME_MAX]  # the request's name may come from a client
-        record = RequestRecord(name, time.time(), request.num_prompt_tokens, start)
         limits = _limits(state, request)
         alignment = self._matcher.layout.alignment_tokens
-        record.wanted_tokens = max(0, limits.stop // alignment * alignment - start)
-        if identity.no_load:
-            if record.wanted_tokens:
-                record.miss = Miss(Reason.FILTERED, note=identity.filtered_by)
-        elif lookup.refused:
-            record.miss = Miss(Reason.BUDGET)
-        else:
-            record.hit_tokens = min(end - start, external_tokens)
-            if record.hit_tokens < end - start:
-                record.miss = Miss(Reason.FILTERED, note="vLLM took fewer tokens than were found")
-            elif lookup.shortened:
-                record.miss = Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
-            else:
-                record.miss = self._explainer.why(self._planner, identity, start, end, limits)
-        self._planner.stats.missed(record.wanted_tokens - record.hit_tokens)
-        lookup.record = record
+        wanted = max(0, limits.stop // alignment * alignment - lookup.start)
+        is_used = not (state.identity.no_load or lookup.refused)
+        hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
+        name = request.request_id[:NAME_MAX]  # the request's name may come from a client
+        record = RequestRecord(
+            name,
+            time.time(),
+            request.num_prompt_tokens,
+            lookup.start,
+            wanted,
+            hit,
+            miss=self._miss(state, wanted, hit, limits),
+        )
+        self._planner.stats.missed(wanted - hit)
+        lookup.keep(record)
         self.log.add(record)
-        if not record.hit_tokens:
+        if not hit:
             self._known(record)
+
+    def _miss(self, state: RequestState, wanted: int, hit: int, limits: range) -> Miss:
+        """Explain why no more than ``hit`` tokens are loaded, of those ``wanted``."""
+        lookup, identity = state.lookup, state.identity
+        start, end = lookup.start, lookup.hit_end_tokens
+        if identity.no_load:
+            if not wanted:
+                return Miss(Reason.COMPLETE)
+            return Miss(Reason.FILTERED, note=identity.filtered_by)
+        if lookup.refused:
+            return Miss(Reason.BUDGET)
+        if hit < end - start:
+            return Miss(Reason.FILTERED, note="vLLM took fewer tokens than were found")
+        if lookup.shortened:
+            return Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
+        return self._explainer.why(self._planner, identity, start, end, limits)
 
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:
         """Record the end of these requests' loads; those in ``failures`` have failed."""
-        results: dict[str, JobResult] = {}
-        while self._planner.loads.failed:
-            request, result = self._planner.loads.failed.popleft()
-            results[request] = result
+        results = self._planner.loads.take_failed()
         for state in failures:
             if state.lookup.record is not None and not state.lookup.record.final:
                 self.log.failed(state.lookup.record, failed(results.get(state.identity.request)))
         for state in ended:
             if state.lookup.record is not None and not state.lookup.record.final:
-                if not state.outcome.failures:
-                    state.lookup.record.loaded = self._loaded(state)
-                self._known(state.lookup.record)
+                loaded = None if state.outcome.failures else self._loaded(state)
+                self._known(state.lookup.record, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
         tokens_by_tier = state.outcome.tokens.by_tier
         return {self._names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
-    def _known(self, record: RequestRecord) -> None:
-        self.log.known(record)
+    def _known(self, record: RequestRecord, loaded: Mapping[str, int] | None = None) -> None:
+        self.log.known(record, loaded)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvtiers: lookup of request %s: %s", record.request, record.as_json())
 

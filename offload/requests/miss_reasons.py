@@ -199,7 +199,7 @@ class Explainer:
         unanswered = self._unanswered(planner, identity.origin.controls.read, key)
         if unanswered is not None:
             return unanswered
-        departure = planner.stats.departures.find(key)
+        departure = planner.causes.find(key)
         if departure is not None:
             return _departed(planner, departure, now)
         if kind != FULL:
@@ -297,8 +297,11 @@ class RequestLog:
         record.miss = Miss(reason)
         self._count(record, record.hit_tokens)
 
-    def known(self, record: RequestRecord) -> None:
-        """The record is final: pass it on."""
+    def known(self, record: RequestRecord, loaded: Mapping[str, int] | None = None) -> None:
+        """The record is final: pass it on. ``loaded`` are the tokens by tier of a load that has
+        succeeded."""
+        if loaded is not None:
+            record.loaded = loaded
         record.final = True
         if self._sink is not None:
             self._sink(record)

@@ -1,4 +1,4 @@
-"""The state of a live request on the scheduler side, in four parts that have one writer each.
+"""The state of a live request on the scheduler side, in four parts that have one user each.
 
 Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 """
@@ -18,12 +18,12 @@ from offload.requests.lookup_cache import PartialLookup
 class RequestIdentity:
     """Identifies a request and says what it may do.
 
-    Written when the request arrives, by `offload.connector.scheduler.new_requests`.
+    Made by `offload.connector.scheduler.new_requests` when the request arrives.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``. They grow with the request's block
     hashes and are made on first use. ``origin`` is the part of the request that policies may know.
     ``client_asked`` is set if the client sent an object for kvtiers, and ``rejected_options`` says
-    what was wrong with it. ``filtered_by`` is the reason why ``no_load`` is set.
+    what was wrong with it. ``filtered_by`` is the reason if ``no_load`` is set.
     """
 
     __slots__ = (
@@ -48,7 +48,22 @@ class RequestIdentity:
         self.rejected_options: Sequence[str] = ()
         self.no_load = False
         self.no_store = False
-        self.filtered_by = ""
+        self.filtered_by = "no_load"
+
+    def exclude(self, why: str) -> None:
+        """Exclude the request: it may neither load nor store any more."""
+        self.no_load = self.no_store = True
+        self.filtered_by = why
+
+    def take_options(
+        self, origin: RequestOrigin, rejected: Sequence[str], *, client_asked: bool
+    ) -> None:
+        """Take in what the client has requested, without its ``rejected`` options."""
+        self.origin = origin
+        self.rejected_options = rejected
+        self.client_asked = client_asked
+        self.no_load = self.no_load or origin.controls.no_load
+        self.no_store = self.no_store or origin.controls.no_store
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
         """Take in the request's current block hashes: chunks that are now complete get keys."""
@@ -57,7 +72,7 @@ class RequestIdentity:
 
 
 class LookupState:
-    """The last lookup of a request. Written by `offload.requests.lookup`.
+    """The last lookup of a request. Used by `offload.requests.lookup`.
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that
@@ -92,6 +107,43 @@ class LookupState:
         self.wait: Any = None  # offload.planner.presence.PendingLookup
         self.record: Any = None  # offload.requests.miss_reasons.RequestRecord, made from this
 
+    def begin(self, start: int) -> None:
+        """Begin a lookup, which has found nothing yet."""
+        self.start = self.hit_end_tokens = self.load_end_tokens = start
+        self.load = ()
+        self.refused = self.is_promised = False
+
+    def ask(self, wait: Any) -> None:
+        """Note the query to shared tiers that the request may wait for."""
+        self.wait = wait
+
+    def find(self, *, is_shortened: bool) -> None:
+        """Note whether an end of the hit was cut off."""
+        self.shortened = is_shortened
+
+    def refuse(self) -> None:
+        """Note that too many loads are under way for this one."""
+        self.refused = True
+
+    def end(self, hit_end_tokens: int) -> None:
+        """End the lookup with this hit, which is promised to vLLM unless it was refused."""
+        self.hit_end_tokens = hit_end_tokens
+        self.is_promised = not self.refused and hit_end_tokens > self.start
+
+    def choose(self, load: tuple[range, ...], end_tokens: int) -> None:
+        """Set the chunks to load for a hit that ends there."""
+        self.load = load
+        self.load_end_tokens = end_tokens
+
+    def accept(self) -> None:
+        """Note that vLLM has allocated blocks for the hit."""
+        self.is_promised = False
+        self.known.clear()
+
+    def keep(self, record: Any) -> None:
+        """Set the request's record."""
+        self.record = record
+
     def restart(self) -> None:
         """Forget the results after a preemption."""
         self.wait = None
@@ -99,7 +151,7 @@ class LookupState:
 
 
 class StoreState:
-    """The progress of storing a request. Written by `offload.connector.scheduler.store_progress`.
+    """The progress of storing a request. Used by `offload.connector.scheduler.store_progress`.
 
     Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and the next one is not
     complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
@@ -117,6 +169,26 @@ class StoreState:
         self.stale = False
         self.removal_mark = 0
 
+    def begin(self, removal_mark: int) -> None:
+        """Note the state of the tiers when the request arrived."""
+        self.removal_mark = removal_mark
+
+    def wait_until(self, tokens: int) -> None:
+        """Set the number of computed tokens that completes the next chunk."""
+        self.ready_at = tokens
+
+    def go_on_at(self, index: int, chunk: int) -> None:
+        """Go on with this chunk of ``layout.groups[index]``."""
+        self.next_chunk[index] = chunk
+
+    def load(self, chunks: Sequence[range]) -> None:
+        """Set the chunks of the last load; empty if they must be stored after all."""
+        self.loaded = chunks
+
+    def distrust(self, *, is_stale: bool) -> None:
+        """Set whether the blocks computed so far must not be stored."""
+        self.stale = is_stale
+
     def restart(self) -> None:
         """Start again after a preemption, which has freed all blocks."""
         self.next_chunk = [0] * len(self.next_chunk)
@@ -126,7 +198,7 @@ class StoreState:
 
 
 class RequestOutcome:
-    """The results of the request's loads. Written by `offload.connector.scheduler.scheduler_side`.
+    """The results of the request's loads. Used by `offload.connector.scheduler.scheduler_side`.
 
     ``loading`` means that a load is under way, ``failures`` counts the failed ones, ``tokens`` are
     those of the last load by tier. ``has_answered`` means that the first output token was
@@ -140,6 +212,23 @@ class RequestOutcome:
         self.failures = 0
         self.tokens = LoadTokens()
         self.has_answered = False
+
+    def begin_load(self, tokens: LoadTokens) -> None:
+        """Note that a load of these tokens was planned."""
+        self.tokens = tokens
+        self.loading = True
+
+    def end_load(self) -> None:
+        """Note that the load under way has ended."""
+        self.loading = False
+
+    def fail_load(self) -> None:
+        """Count a load that has failed."""
+        self.failures += 1
+
+    def answer(self) -> None:
+        """Note that the first output token was seen."""
+        self.has_answered = True
 
 
 class RequestState:

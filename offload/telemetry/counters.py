@@ -43,8 +43,8 @@ class TierCounters:
 class PlannerStats:
     """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier.
 
-    Owned by the planner; used on its thread. ``now`` is the planner's clock; ``departures``
-    remembers the chunks removed last, with the cause.
+    Owned by the planner; used on its thread. ``now`` is the planner's clock; ``causes`` remembers
+    why the chunks removed last are gone.
     """
 
     lower_names: Sequence[str]
@@ -58,7 +58,7 @@ class PlannerStats:
     resets: int = 0
     removed: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
-    departures: RemovalCauses = field(default_factory=RemovalCauses)
+    causes: RemovalCauses = field(default_factory=RemovalCauses)
     _listener: ChunkListener | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +76,20 @@ class PlannerStats:
     def shortened(self) -> None:
         """A hit was cut because too few of its tokens lie in a slow tier."""
         self.short_loads += 1
+
+    def load_refused(self) -> None:
+        """Count a load that the bounds on loads in flight did not allow."""
+        self.load_refusals += 1
+
+    def no_space(self, chunks: int, examples: Sequence[bytes]) -> None:
+        """Count chunks that found no slot in the CPU tier, and remember the cause of these."""
+        self.store_refusals += chunks
+        self.refused(CPU, examples, Cause.NO_SPACE)
+
+    def store_cancelled(self, keys: Sequence[bytes]) -> None:
+        """Count a store of these chunks whose GPU blocks were reused before it was sent."""
+        self.stores_cancelled += 1
+        self.refused(CPU, keys, Cause.CANCELLED)
 
     def tier(self, number: int) -> TierCounters:
         """The counters of a tier by its number."""
@@ -129,7 +143,7 @@ class PlannerStats:
         self.resets += 1
         for tier, count in counts.items():
             self._count_removed(tier, Cause.RESET, count)
-        self.departures.clear()
+        self.causes.clear()
         self._gone(CPU, keys, Cause.RESET)
         if self._listener is not None:
             self._listener.cleared()
@@ -146,7 +160,7 @@ class PlannerStats:
         self.removed[name] = self.removed.get(name, 0) + count
 
     def _gone(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
-        self.departures.note(keys, Removed(cause, tier, self.now))
+        self.causes.note(keys, Removed(cause, tier, self.now))
 
     def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:
         """One load that ended."""
@@ -200,6 +214,34 @@ class WorkerStats:
     write_bytes: dict[int, int] = field(default_factory=dict)
     write_seconds: dict[int, float] = field(default_factory=dict)
 
+    def copied(self, *, stored_bytes: int = 0, store_s: float = 0.0, loaded_bytes: int = 0) -> None:
+        """Count bytes that were copied between the KV cache and the CPU tier."""
+        self.store_bytes += stored_bytes
+        self.store_seconds += store_s
+        self.load_bytes += loaded_bytes
+
+    def load_ended(self, seconds: float) -> None:
+        """Count the time of one load, whether it has succeeded or not."""
+        self.load_seconds += seconds
+
+    def load_timed_out(self) -> None:
+        """Count a load whose request stopped waiting for it."""
+        self.load_timeouts += 1
+
+    def fences_timed_out(self, count: int) -> None:
+        """Count fences that were not waited for to the end."""
+        self.fence_timeouts += count
+
+    def tier_failed(self) -> None:
+        """Count an operation of a lower tier that has raised an error."""
+        self.tier_errors += 1
+
+    def verified(self, *, good: int = 0, differing: int = 0, unknown: int = 0) -> None:
+        """Count loaded chunks that were compared with those computed; ``unknown`` ones were not."""
+        self.verified_chunks += good
+        self.differing_chunks += differing
+        self.unverified_chunks += unknown
+
     def corrupt(self, tier: int) -> None:
         """A record that failed verification."""
         self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
@@ -232,8 +274,9 @@ class WorkerStats:
         self.read_bytes[tier] = self.read_bytes.get(tier, 0) + nbytes
         self.read_seconds[tier] = self.read_seconds.get(tier, 0.0) + seconds
 
-    def wrote(self, tier: int, nbytes: int, seconds: float) -> None:
-        """One batch written to a lower tier."""
+    def wrote(self, tier: int, nbytes: int, seconds: float, *, failures: int = 0) -> None:
+        """One batch written to a lower tier; ``failures`` of its chunks could not be written."""
+        self.write_failures += failures
         self.write_bytes[tier] = self.write_bytes.get(tier, 0) + nbytes
         self.write_seconds[tier] = self.write_seconds.get(tier, 0.0) + seconds
 

@@ -177,7 +177,8 @@ class Executor:
         whatever it copies. In both cases its slot is never committed.
         """
         timeout_s = self.limits.fence_timeout_s
-        self.stats.fence_timeouts += self._fences.wait(jobs, timeout_s, self._engine.hold_compute)
+        late = self._fences.wait(jobs, timeout_s, self._engine.hold_compute)
+        self.stats.fences_timed_out(late)
 
     def poison(self, jobs: Sequence[int]) -> None:
         """Fail these stores, whatever they still copy."""
@@ -341,8 +342,7 @@ class Executor:
                 logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
             end()
             return
-        self.stats.store_bytes += nbytes
-        self.stats.store_seconds += time.perf_counter() - started
+        self.stats.copied(stored_bytes=nbytes, store_s=time.perf_counter() - started)
         if self._verifier is None:
             end()
         else:  # the digest is there before the chunk can be loaded
@@ -396,7 +396,7 @@ class Executor:
         if not body.done():
             if not task.left.done():
                 task.give_up(late=True)
-                self.stats.load_timeouts += 1
+                self.stats.load_timed_out()
             await task.copies_ended()
             self._end_load(task.job, is_ok=False)
             self._answer(task.job, await body)

@@ -245,7 +245,7 @@ class LoadTask:
             self._lane.fail(self._items)
             self._lane.ended(self)
         seconds = time.perf_counter() - started
-        self._lane.stats.load_seconds += seconds
+        self._lane.stats.load_ended(seconds)
         return JobResult(
             bad=frozenset(self._bad),
             lost=frozenset(self._lost),
@@ -400,6 +400,5 @@ class LoadTask:
             self._copying -= 1
             if not self._copying:
                 self._no_copies.set()
-        self._lane.stats.load_bytes += sum(
-            self._lane.groups[item.group].chunk_bytes for item in items
-        )
+        loaded_bytes = sum(self._lane.groups[item.group].chunk_bytes for item in items)
+        self._lane.stats.copied(loaded_bytes=loaded_bytes)

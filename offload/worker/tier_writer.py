@@ -176,10 +176,9 @@ class TierWriter:
                 if outcome is not WriteOutcome.OK
             )
             result = JobResult(bad=bad)
-            self._stats.wrote(
-                job.tier, nbytes * (len(job.keys) - len(bad)), time.perf_counter() - started
-            )
-            self._stats.write_failures += len(bad)
+            written_bytes = nbytes * (len(job.keys) - len(bad))
+            seconds = time.perf_counter() - started
+            self._stats.wrote(job.tier, written_bytes, seconds, failures=len(bad))
         except Exception as error:  # the job must be answered, whatever the tier does
             self._report(error)
         finally:
@@ -188,7 +187,7 @@ class TierWriter:
 
     def _report(self, error: Exception) -> None:
         """Log once that the tier fails; every failure is counted."""
-        self._stats.tier_errors += 1
+        self._stats.tier_failed()
         if not self._reported:
             self._reported = True
             logger.error("kvtiers: a tier failed; its writes are skipped: %r", error)

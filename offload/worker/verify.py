@@ -346,12 +346,14 @@ class Verifier:
             except Exception as error:  # serving goes on, whatever the error
                 self._give_up(error)
             else:
-                self.stats.verified_chunks += sum(verdict is True for _, verdict in verdicts)
-                self.stats.unverified_chunks += sum(verdict is None for _, verdict in verdicts)
                 wrong = [key for key, verdict in verdicts if verdict is False]
-                self.stats.differing_chunks += len(wrong)
+                self.stats.verified(
+                    good=sum(verdict is True for _, verdict in verdicts),
+                    differing=len(wrong),
+                    unknown=sum(verdict is None for _, verdict in verdicts),
+                )
                 return frozenset(wrong)
-        self.stats.unverified_chunks += len(items)
+        self.stats.verified(unknown=len(items))
         return frozenset()
 
     def _verdicts(self, items: Sequence[LoadItem]) -> list[tuple[bytes, bool | None]]:

@@ -93,27 +93,22 @@ class AdaptivePolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         if key in self._ghosts:
             self._recall(key)
-        fresh, segment = self._fresh, self._opened()
         if info.hints:
-            fresh.label = label_of(info.hints)
-        segment.keys.append(key)
-        segment.live += 1
-        fresh.live += 1
-        self._segment_of[key] = segment
+            self._fresh.name(label_of(info.hints))
+        self._tree.append(self._fresh, self._opened(), (key,))
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         if not self._ghosts.keys().isdisjoint(keys):
             for key in filter(self._ghosts.__contains__, keys):
                 self._recall(key)
         for hints in hints_among(infos):
-            self._fresh.label = label_of(hints)
+            self._fresh.name(label_of(hints))
         keys = keys if isinstance(keys, list) else list(keys)
         if len(keys) >= SMALL:
             self._open = None
             self._tree.add(self._fresh, keys)
         elif keys:
-            self._tree.segments.append(self._opened(), keys)
-            self._fresh.live += len(keys)
+            self._tree.append(self._fresh, self._opened(), keys)
 
     def _opened(self) -> Segment[Span]:
         """Return the segment that takes single insertions."""
@@ -202,7 +197,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._tree.segments.left(segment, keys)
         span = segment.span
         assert span is not None  # only during a touch
-        span.live -= len(keys)
+        span.lose(len(keys))
         if span.live:
             return
         span.segments.clear()
@@ -247,13 +242,12 @@ class AdaptivePolicy(EvictionPolicy):
         self._drop(span)
         evicted = span.size
         self._tree.enter(span, [part])
-        span.time = self._now
-        span.turn += 1
-        span.kind = shared_kind(table, span)
+        span.use(self._now)
+        span.classify(shared_kind(table, span))
         sort = table.known(span.kind)
         if evicted or sort != span.sort or not shadows.renew(span):
             shadows.use(span, count + evicted)
-            span.sort = sort
+            span.sort_as(sort)
             shadows.add(span)
         self._line_up(span)
 
@@ -279,19 +273,16 @@ class AdaptivePolicy(EvictionPolicy):
         above = [part for part in taken if part[2] <= split]
         if above:
             head = Span(self._now)
-            head.shared = True
-            head.turn = uses + 1
-            head.kind = shared_kind(self._table, head)
+            head.share(uses + 1)
+            head.classify(shared_kind(self._table, head))
             self._tree.enter(head, above)
             self._queue(head)
         if split < count:
             tail = Span(self._now)
             self._tree.enter(tail, taken[len(above) :], above[-1] if above else renewed)
-            before = before or self._returned_in(tail)
-            tail.turn = before.turn + 1 if before else 1
-            tail.gap = self._now - before.time if before else 0
-            tail.label = label
-            tail.kind = self._table.row(kind_of(tail))
+            tail.follow(before or self._returned_in(tail))
+            tail.name(label)
+            tail.classify(self._table.row(kind_of(tail)))
             self._queue(tail)
 
     def _waits(self, key: Key) -> bool:
@@ -313,7 +304,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._line_up(span)
 
     def _queue(self, span: Span) -> None:
-        span.sort = self._table.known(span.kind)
+        span.sort_as(self._table.known(span.kind))
         self._line_up(span)
         self._shadows.add(span)
 
@@ -335,9 +326,9 @@ class AdaptivePolicy(EvictionPolicy):
         scores.discard(span)
         if queues is not None:
             queues.discard(span)
-        span.label = label
-        span.kind = self._table.row(kind_of(span))
-        span.sort = self._table.known(span.kind)
+        span.name(label)
+        span.classify(self._table.row(kind_of(span)))
+        span.sort_as(self._table.known(span.kind))
         if queues is not None:
             queues.add(span)
         if span.by_score:

@@ -51,6 +51,10 @@ class Segment(Generic[SpanT]):
         self.live = len(keys)
         self.span = span
 
+    def give_to(self, span: SpanT) -> None:
+        """Set its owner."""
+        self.span = span
+
 
 class Segments(Generic[SpanT]):
     """Maps keys to segments."""

@@ -151,18 +151,19 @@ class Shadows:
         """Remove the given numbers of a span's keys from the two caches."""
         if by_age:
             self._aged -= by_age
-            span.by_age -= by_age
+            span.set_aged(span.by_age - by_age)
             if not span.by_age:
                 del self._ages[span]
         if by_score:
             self._scored -= by_score
-            span.by_score -= by_score
+            span.set_scored(span.by_score - by_score)
             if not span.by_score:
                 self.scores.discard(span)
 
     def add(self, span: Span) -> None:
         """Add a new span; cut others from their tails until everything fits."""
-        span.by_age = span.by_score = span.size
+        span.set_aged(span.size)
+        span.set_scored(span.size)
         self._aged += span.size
         self._scored += span.size
         self._ages[span] = None

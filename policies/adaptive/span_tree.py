@@ -55,6 +55,45 @@ class Span:
         self.fresh = fresh  # inserted, in this order, and not touched yet
         self.hangs_on: Key | None = None
 
+    def lose(self, keys: int) -> None:
+        """Count keys that have left."""
+        self.live -= keys
+
+    def name(self, label: str) -> None:
+        """Set the label that the client's hints give to its kind."""
+        self.label = label
+
+    def classify(self, kind: int) -> None:
+        """Set its kind."""
+        self.kind = kind
+
+    def sort_as(self, sort: int) -> None:
+        """Set the part of its kind that matters when the policy chooses victims."""
+        self.sort = sort
+
+    def use(self, now: int) -> None:
+        """Count a request that used all of it."""
+        self.time = now
+        self.turn += 1
+
+    def share(self, turn: int) -> None:
+        """Make it a prefix that several conversations use, ``turn`` times so far."""
+        self.shared = True
+        self.turn = turn
+
+    def follow(self, before: Span | None) -> None:
+        """Make it the next turn of this span's conversation, or the first of a new one."""
+        self.turn = before.turn + 1 if before else 1
+        self.gap = self.time - before.time if before else 0
+
+    def set_aged(self, keys: int) -> None:
+        """Set how many of its keys the shadow cache in LRU order holds."""
+        self.by_age = keys
+
+    def set_scored(self, keys: int) -> None:
+        """Set how many of its keys the shadow cache in density order holds."""
+        self.by_score = keys
+
 
 Taken = tuple[Span, int, int, bool, list[Segment[Span]]]
 """A span that a touch took keys from, how many, where they end in the request, whether some
@@ -81,6 +120,11 @@ class SpanTree:
             span.segments[segment] = None
         span.live += len(keys)
         return segment
+
+    def append(self, span: Span, segment: Segment[Span], keys: Sequence[Key]) -> None:
+        """Enter keys that are no members in one of a span's segments."""
+        self.segments.append(segment, keys)
+        span.live += len(keys)
 
     def take(self, keys: Sequence[Key]) -> list[Taken]:
         """Take the members among these keys, given in prefix order, out of their spans. The
@@ -117,7 +161,7 @@ class SpanTree:
         """Give a span all keys that were taken. It hangs on the end of the span before them."""
         found = [segment for _, _, _, _, segments in taken for segment in segments]
         for segment in reversed(self.segments.joined(found)):
-            segment.span = span
+            segment.give_to(span)
             span.segments[segment] = None
             span.live += segment.live
         span.size = span.live

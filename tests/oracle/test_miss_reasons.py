@@ -390,9 +390,9 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
-        self._state(request).lookup.record = None
+        self._state(request).lookup.keep(None)
         self._explain(request, 0)
-        self._state(request).lookup.record = None
+        self._state(request).lookup.keep(None)
         return found
 
     patch.setattr(SchedulerSide, "lookup", twice)

@@ -35,6 +35,12 @@ class Together:
         self._ended = 0
         self._lock = threading.Lock()
 
+    def take(self) -> list[Any]:
+        """Return the jobs once, after all have finished. Without this cycle of references the views
+        of the slab that they hold are freed at once, not by garbage collection."""
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
     def one_ended(self) -> None:
         """Count one finished job. Each job calls it once, from any thread, after ``jobs`` is
         complete."""

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.base import Key, WriteOutcome
-from tiers.io.extents import Extents
+from tiers.io.direct_io import pages_for
+from tiers.io.extents import Extents, clip
 
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A record whose payload is written but not yet flushed. The commit sets ``outcome``."""
+    """A record on its way to the disk. It belongs to one thread at a time: the event loop's, an
+    I/O thread, the commit thread, the event loop's again."""
 
     key: Key
     value: bytes
@@ -28,6 +30,28 @@ class Put:
     """True if a committed transaction names its allocation."""
     waiters: list[Any] = field(default_factory=list)
     """The calls that wait for this record; only the event loop uses them."""
+
+    def allocate(self, extents: Extents, epoch: int) -> None:
+        """Set where its payload goes, and the epoch to seal it with."""
+        self.extents, self.epoch = extents, epoch
+
+    def encode(self, stored_bytes: int) -> Extents:
+        """Set the length of the payload as it is stored. Returns the extents that it needs."""
+        self.stored_pages = pages_for(stored_bytes)
+        return clip(self.extents, self.stored_pages)[0]
+
+    def seal(self, value: bytes) -> None:
+        """Set its entry in the index."""
+        self.value = value
+
+    def commit(self) -> None:
+        """Note that a committed transaction contains it."""
+        self.is_named = True
+        self.outcome = WriteOutcome.OK
+
+    def end(self, outcome: WriteOutcome) -> None:
+        """Set its outcome."""
+        self.outcome = outcome
 
 
 @dataclass(slots=True, eq=False)

@@ -162,11 +162,11 @@ class CommitThread:
                 self._apply(batch[half:])
                 return
             for put in named:
-                put.outcome = WriteOutcome.FULL
+                put.end(WriteOutcome.FULL)
             self._apply([change for change in batch if not isinstance(change, Put)])
             return
         for put in named:
-            put.outcome, put.is_named = WriteOutcome.OK, True
+            put.commit()
 
 
 def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
@@ -178,8 +178,8 @@ def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
     named: list[Put] = []
     for change in batch:
         if isinstance(change, Clear):
-            epoch = changes.clear_to_epoch = change.epoch
-            changes.edits.clear()
+            epoch = change.epoch
+            changes.clear(epoch)
             named.clear()
         elif isinstance(change, Remove):
             changes.edits.update(dict.fromkeys(change.keys))

@@ -28,17 +28,16 @@ TOUCHES_MAX = 4096
 
 class LmdbContents:
     """``counts`` are the tier's counters, ``filling`` the records being written, and ``epoch`` is
-    the current epoch. ``committer`` must be set before use."""
+    the current epoch. ``committer`` takes the changes."""
 
-    committer: CommitThread
-
-    def __init__(self, files: LmdbFiles, counts: dict[str, int]) -> None:
+    def __init__(self, files: LmdbFiles, counts: dict[str, int], committer: CommitThread) -> None:
         found = files.recovered
         self.epoch = files.index.epoch
         self.records = found.records
         self.allocations = Allocations(files.file_pages, found.free)
         self.uses = UseClock(found.next_use)
         self.filling: dict[Key, Put] = {}
+        self.committer = committer
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._leaving: dict[Remove | Clear, asyncio.Future[None]] = {}
@@ -64,7 +63,7 @@ class LmdbContents:
             self.records.add(put.key, put.value)
             self.allocations.adopt(put.extents, put.stored_pages)
         elif put.is_named:  # a reset came first: the allocation is free once that is durable
-            put.outcome = WriteOutcome.FAILED
+            put.end(WriteOutcome.FAILED)
             self._leave(Remove([], [put.extents]))
         else:
             self.allocations.freed(put.extents)

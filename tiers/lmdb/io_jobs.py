@@ -13,8 +13,8 @@ from typing import Any
 
 from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
 from tiers.io.codec import Codec
-from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
-from tiers.io.extents import Extents, clip
+from tiers.io.direct_io import Mover, PayloadFile, Scratch
+from tiers.io.extents import Extents
 from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.index import header_of, pack_value
 from tiers.record import flags_of, stored_bytes_of
@@ -43,7 +43,7 @@ class WriteJob:
             # Any exception must reach the waiting call and must not end the thread.
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             for put in self.puts:
-                put.outcome = WriteOutcome.FULL if is_full else WriteOutcome.FAILED
+                put.end(WriteOutcome.FULL if is_full else WriteOutcome.FAILED)
         else:
             self.is_written = True
 
@@ -57,9 +57,8 @@ class WriteJob:
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
             encoded = buffers.take(data.nbytes)
             header, stored = self.codec.encode(put.key, put.epoch, data, encoded)
-            put.stored_pages = pages_for(stored.nbytes)
-            extents, _ = clip(put.extents, put.stored_pages)
-            put.value = pack_value(use, header, extents)
+            extents = put.encode(stored.nbytes)
+            put.seal(pack_value(use, header, extents))
             mover.add(extents, stored)
         mover.flush()
 
@@ -77,6 +76,10 @@ class ReadItem:
     waiters: list[Any] = field(default_factory=list)
     """The calls that wait for this record; only the event loop uses them."""
     outcome: ReadOutcome = ReadOutcome.CORRUPT
+
+    def end(self, outcome: ReadOutcome) -> None:
+        """Set its outcome."""
+        self.outcome = outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +129,7 @@ class ReadJob:
         mover.flush()
         for item, header, encoded in found:
             if self.codec.decode(header, item.key, self.epoch, encoded, item.into):
-                item.outcome = ReadOutcome.OK
+                item.end(ReadOutcome.OK)
 
 
 class CodecScratch:

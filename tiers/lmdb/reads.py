@@ -80,9 +80,8 @@ class LmdbReads:
         return items
 
     def _end(self, whole: Together) -> None:
-        for job in whole.jobs:
+        for job in whole.take():
             self._end_job(job)
-        whole.jobs = []  # break the cycle: else only garbage collection frees views of the slab
         self._contents.notify_waiting()
 
     def _end_job(self, job: ReadJob) -> None:
@@ -93,7 +92,7 @@ class LmdbReads:
         for item in job.items:
             contents.allocations.unpin(item.extents)
             if job.epoch != contents.epoch:
-                item.outcome = ReadOutcome.MISS
+                item.end(ReadOutcome.MISS)
             elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):
                 damaged.append(item.key)
             self._counts[f"read_{item.outcome.value}"] += 1

@@ -170,7 +170,7 @@ class LmdbScrub:
         if not items:
             return []
         for item in items:
-            item.outcome = ReadOutcome.CORRUPT
+            item.end(ReadOutcome.CORRUPT)
         job = ReadJob(list(items), epoch, self._files.codec, self._files.file, _do_nothing)
         await self._in_thread(job.run)
         return [item for item in items if item.outcome is not ReadOutcome.OK]

@@ -101,14 +101,14 @@ class LmdbTier(FolderTier[LmdbFiles]):
         undo.callback(self._read_threads.stop)
         self._write_threads = IoThreads("tier-write", threads)
         undo.callback(self._write_threads.stop)
-        contents = self._contents = LmdbContents(files, counts)
+        ended = from_threads(self._on_commit)
+        self._committer = CommitThread(files.index, files.file, self._write_threads.busy, ended)
+        undo.callback(self._committer.stop)
+        contents = self._contents = LmdbContents(files, counts, self._committer)
         common = (files, contents, self._options, counts)
         self._reads = LmdbReads(*common, self._read_threads)
-        ended = from_threads(self._on_commit)
         self._writes = LmdbWrites(*common, self._write_threads, ended)
         self._scrub = LmdbScrub(self._folder, files, contents, counts, self._read_threads)
-        self._committer = CommitThread(files.index, files.file, self._write_threads.busy, ended)
-        contents.committer = self._committer
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
         """Handle a batch that was committed, that failed as a whole, or (puts only) that failed

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewRequests:
-    """Makes the `RequestState` of each request; the only writer of `RequestIdentity`.
+    """Makes the `RequestState` of each request.
 
     Owned by the scheduler side. With ``require_salt``, requests without a salt are excluded;
     ``tiers`` are the names of the lower tiers. ``wrong_values`` counts invalid values that clients
@@ -58,23 +58,16 @@ class NewRequests:
             return None
         identity = RequestIdentity(request.request_id, self._layout, adapter or b"")
         self._adapters.begin(request, adapter or b"")
-        identity.filtered_by = "no_load"
         if adapter is None:
-            self.exclude(identity, "adapter")
+            identity.exclude("adapter")
         elif self._require_salt and not request.cache_salt:
-            self.exclude(identity, "require_salt")
+            identity.exclude("require_salt")
         self._read_options(identity, request)
         if not (identity.no_load and identity.no_store):
             identity.extend(request.block_hashes)
         if self._recorder is not None:
             self._record(self._recorder, identity, request)
         return RequestState(identity)
-
-    @staticmethod
-    def exclude(identity: RequestIdentity, why: str) -> None:
-        """Exclude the request: it may neither load nor store any more."""
-        identity.no_load = identity.no_store = True
-        identity.filtered_by = why
 
     def close(self) -> None:
         """Finish the recording, if there is one, because the server stops."""
@@ -90,23 +83,21 @@ class NewRequests:
         params = getattr(request, "kv_transfer_params", None)
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
-        identity.rejected_options = [*wrong, *wrong_hints][:WRONG_MAX]
+        rejected = [*wrong, *wrong_hints][:WRONG_MAX]
         has_ours = isinstance(params, Mapping) and params.get(FIELD) is not None
-        identity.client_asked = has_ours or bool(identity.rejected_options)
-        identity.no_load = identity.no_load or controls.no_load
-        identity.no_store = identity.no_store or controls.no_store
-        self.wrong_values += len(identity.rejected_options)
-        if identity.rejected_options and not self._warned:
+        salt = request.cache_salt
+        digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
+        origin = RequestOrigin(digest, hints, controls)
+        identity.take_options(origin, rejected, client_asked=has_ours or bool(rejected))
+        self.wrong_values += len(rejected)
+        if rejected and not self._warned:
             self._warned = True
             logger.warning(
                 "kvtiers: in kv_transfer_params of request %s: %s. Further invalid values are "
                 "reported to the client and counted, not logged",
                 request.request_id,
-                "; ".join(identity.rejected_options[:4]),
+                "; ".join(rejected[:4]),
             )
-        salt = request.cache_salt
-        digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
-        identity.origin = RequestOrigin(digest, hints, controls)
 
     def _record(self, recorder: TraceRecorder, identity: RequestIdentity, request: Request) -> None:
         identity.extend(request.block_hashes)

@@ -25,7 +25,8 @@ from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
-from offload.messages.report import StepReport
+from offload.messages.report import RankState, StepReport
+from offload.planner.build import copy_gauges, unit_bytes
 from offload.planner.planner import Planner
 from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
@@ -85,12 +86,17 @@ class SchedulerSide:
         self._clock = PrefillRate(self._computed)
         self._is_held = False
 
-    def attach(self, planner: Planner, foreign: Sequence[str] = ()) -> None:
-        """Start to plan, because the workers are ready.
+    def attach(
+        self, planner: Planner, ranks: Sequence[RankState], foreign: Sequence[str] = ()
+    ) -> None:
+        """Start to plan, because the workers are ready. ``ranks`` is what each of them has opened.
 
         ``foreign``: see ``offload.requests.miss_reasons.Explainer``.
         """
         self.planner = planner
+        self.adapters.expect(len(ranks))
+        self.unit_bytes = unit_bytes(ranks)
+        self.copy_gauges = copy_gauges(ranks)
         self._endings = FinishedRequests(self.layout, planner, self._max_pinned_share)
         self._stores = StoreProgress(
             self.layout, self._matcher, self._wanted, planner, self._digests
@@ -177,8 +183,7 @@ class SchedulerSide:
         self.planner.stores.fence(self._tables.beyond(block_ids, start))
         chunks = self.lookups.load_ranges(state, end)
         wanted = self._wanted.of_load(state.identity, block_ids, chunks, range(start, end))
-        state.outcome.tokens = self.planner.loads.plan(state.identity.request, wanted)
-        state.outcome.loading = True
+        state.outcome.begin_load(self.planner.loads.plan(state.identity.request, wanted))
         self._stores.load_planned(state, chunks)
         self._moved_at = time.monotonic()
 
@@ -268,8 +273,8 @@ class SchedulerSide:
                 continue
             # Most requests of most steps decode inside a chunk, so there is nothing to do for them.
             request = self._requests[request_id]
-            if not state.outcome.has_answered:
-                state.outcome.has_answered = self._clock.scheduled(request, now)
+            if not state.outcome.has_answered and self._clock.scheduled(request, now):
+                state.outcome.answer()
             if request.num_computed_tokens + scheduled >= state.stores.ready_at:
                 self._stores.scheduled(output, state, request, scheduled)
 
@@ -309,7 +314,7 @@ class SchedulerSide:
         if users and self.planner is not None:
             self.planner.stores.distrust()
         for state in filter(None, map(self._states.get, users)):
-            self.intake.exclude(state.identity, "adapter")
+            state.identity.exclude("adapter")
 
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
@@ -319,7 +324,7 @@ class SchedulerSide:
             return
         ended = [self._states[name] for name in finished if name in self._states]
         for state in ended:
-            state.outcome.loading = False
+            state.outcome.end_load()
         for request_id in finished:
             self.planner.loads.request_ended(request_id)
         failures = []
@@ -327,7 +332,7 @@ class SchedulerSide:
             logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)
             if request_id in self._states:
                 state = self._states[request_id]
-                state.outcome.failures += 1
+                state.outcome.fail_load()
                 self._stores.load_failed(state)
                 failures.append(state)
         if report is not None and not report.empty:

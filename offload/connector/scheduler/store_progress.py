@@ -50,21 +50,21 @@ class StoreProgress:
 
     def begin(self, state: RequestState) -> None:
         """Begin to follow a request."""
-        state.stores.ready_at = self._ready_at(state)
-        state.stores.removal_mark = self._planner.removals.count
+        state.stores.wait_until(self._ready_at(state))
+        state.stores.begin(self._planner.removals.count)
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
         """Note that these chunks of each group are being loaded and need no store."""
-        state.stores.loaded = chunks
+        state.stores.load(chunks)
 
     def load_failed(self, state: RequestState) -> None:
         """Note that the load has failed, so that vLLM computes its chunks."""
-        state.stores.loaded = ()
+        state.stores.load(())
 
     def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
         """Mark the tokens computed so far as belonging to the old weights, until the request
         restarts."""
-        state.stores.stale = computed_tokens > 0
+        state.stores.distrust(is_stale=computed_tokens > 0)
 
     def scheduled(
         self, output: SchedulerOutput, state: RequestState, request: Request, scheduled: int
@@ -78,7 +78,7 @@ class StoreProgress:
             table = blocks.get_block_ids(request.request_id) if blocks is not None else None
             if table is not None:
                 self._store_ready(state, request, limit, table)
-        state.stores.ready_at = self._ready_at(state)
+        state.stores.wait_until(self._ready_at(state))
 
     def ended(
         self,
@@ -133,8 +133,8 @@ class StoreProgress:
             done = state.identity.keys[index][: stores.next_chunk[index]]
             gap = find_gap(present, done, LOOK_AGAIN_MAX) if group.kind == FULL else None
             if gap is not None:
-                stores.next_chunk[index] = gap
-                stores.loaded = ()
+                stores.go_on_at(index, gap)
+                stores.load(())
 
     def _store_ready(
         self,
@@ -170,17 +170,17 @@ class StoreProgress:
         loaded = stores.loaded[index] if stores.loaded else range(0)
         if ended and end - stores.next_chunk[index] > most:  # computed chunks come first
             cached = min(end, state.lookup.start // size)
-            stores.next_chunk[index] = max(stores.next_chunk[index], cached)
+            stores.go_on_at(index, max(stores.next_chunk[index], cached))
         seen = 0
         while (first := stores.next_chunk[index]) < end and seen < most:
             if first in loaded:
-                stores.next_chunk[index] = loaded.stop
+                stores.go_on_at(index, loaded.stop)
                 continue
             last = min(end, first + (STEP_CHUNKS // 2 if ended else self._planner.stores.piece))
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
             batch = self._wanted.final(state.identity, index, first, last, table)
-            stores.next_chunk[index] = last
+            stores.go_on_at(index, last)
             if not batch:
                 continue
             self.planned_at = time.monotonic()
@@ -188,5 +188,5 @@ class StoreProgress:
             settled = self._planner.stores.plan(batch, ended=ended, may_wait=may_wait)
             refused = batch.depths[settled:]
             if refused:
-                stores.next_chunk[index] = max(first, refused[0] // size - 1)
+                stores.go_on_at(index, max(first, refused[0] // size - 1))
                 return

@@ -67,7 +67,7 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
     stats.refused(-1, [b"f"], Cause.NO_SPACE)
     stats.stored(0, [b"g"], [b"h"])
     assert stats.removed == {"cpu:evicted": 2, "lmdb:corrupt": 1, "lmdb:lost": 2}
-    found = {key: stats.departures.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
+    found = {key: stats.causes.find(key) for key in (b"a", b"c", b"d", b"f", b"h")}
     assert found == {
         b"a": Removed(Cause.EVICTED, -1, 7.0),
         b"c": Removed(Cause.LOST, 0, 7.0),
@@ -75,11 +75,11 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
         b"f": Removed(Cause.NO_SPACE, -1, 7.0),
         b"h": Removed(Cause.FAILED, 0, 7.0),
     }
-    assert stats.departures.find(b"g") is None
+    assert stats.causes.find(b"g") is None
     stats.reset([b"a"], {-1: 3, 0: 0})
     assert stats.removed["cpu:reset"] == 3
-    assert stats.departures.find(b"c") is None, "a reset forgets everything"
-    assert stats.departures.find(b"a") == Removed(Cause.RESET, -1, 7.0)
+    assert stats.causes.find(b"c") is None, "a reset forgets everything"
+    assert stats.causes.find(b"a") == Removed(Cause.RESET, -1, 7.0)
 
 
 def test_hits_and_misses_of_tiers_add_up_to_what_was_wanted() -> None:

@@ -133,7 +133,7 @@ class SharedLmdbFiles:
             found = keep_good(index, expected, strict=is_strict)
             self.dropped = len(found.bad)
             index.note_limits(self._limits)
-            old.file_pages, old.common = max(pages, 1), index.epoch
+            old.open(pages, index.epoch)
             self._checked: tuple[Recovered, State] = found, old
 
     def _old_state(self, index: LmdbIndex) -> State:
@@ -146,10 +146,9 @@ class SharedLmdbFiles:
                 state = State.load(raw)
         was_shared = raw is not None and state.common == index.epoch
         is_stale = not was_shared and (index.epoch != self._options.epoch or index.epoch % 2 == 1)
-        state.highest = max(state.highest, index.epoch)
+        state.see_epoch(index.epoch)
         if self._options.recovery is Recovery.OFF or is_stale:
-            state.highest += 1
-            index.apply(Changes(clear_to_epoch=state.highest))
+            index.apply(Changes(clear_to_epoch=state.begin_epoch()))
         return state
 
     def _rebuild(self, found: Recovered, state: State) -> None:
@@ -169,10 +168,8 @@ class SharedLmdbFiles:
                     txn.put(key, with_use(value, use), db=tables.records)
                 txn.put(packed, key, db=tables.order, append=True)
                 last = use
-            state.rolled_back += state.reserved
-            state.free_pages = put_free_extents(txn, tables.free, found.free)
-            state.records, state.reserved = len(found.records), 0
-            state.next_use = max(found.next_use, last + 1)
+            free_pages = put_free_extents(txn, tables.free, found.free)
+            state.rebuild(len(found.records), free_pages, max(found.next_use, last + 1))
             txn.put(b"state", state.dump(), db=tables.meta)
 
     # -- all others ------------------------------------------------------------------------

@@ -79,6 +79,71 @@ class State:
     evicted: int = 0
     rolled_back: int = 0
 
+    # -- when the first sharer opens the folder --
+
+    def open(self, file_pages: int, epoch: int) -> None:
+        """Set the length of the payload file and the common epoch."""
+        self.file_pages = max(file_pages, 1)
+        self.common = epoch
+
+    def rebuild(self, records: int, free_pages: int, next_use: int) -> None:
+        """Set the sums over tables that were just built. Nothing is reserved any more."""
+        self.rolled_back += self.reserved
+        self.records, self.reserved = records, 0
+        self.free_pages, self.next_use = free_pages, next_use
+
+    # -- in a transaction --
+
+    def store_free(self, cursor: int, free_pages: int) -> None:
+        """Set where the last allocation ended, and the number of free pages."""
+        self.cursor, self.free_pages = cursor, free_pages
+
+    def grow(self, pages: int) -> None:
+        """Note that the payload file has grown."""
+        self.file_pages += pages
+
+    def reserve(self) -> None:
+        """Count a new intent."""
+        self.reserved += 1
+
+    def end_intent(self) -> None:
+        """Count an intent that has ended."""
+        self.reserved -= 1
+
+    def roll_back(self, count: int) -> None:
+        """Count intents of ended processes that were rolled back."""
+        self.reserved -= count
+        self.rolled_back += count
+
+    def add_record(self) -> None:
+        """Count a new record."""
+        self.records += 1
+
+    def remove_record(self) -> None:
+        """Count a record that was removed."""
+        self.records -= 1
+
+    def evict(self, count: int) -> None:
+        """Count evicted records, which were also removed."""
+        self.evicted += count
+
+    def take_use(self, time_ns: int) -> int:
+        """Return a time of use, this one or the next that no record has."""
+        use = max(self.next_use, time_ns)
+        self.next_use = use + 1
+        return use
+
+    def see_epoch(self, epoch: int) -> None:
+        """Note an epoch that was begun elsewhere."""
+        self.highest = max(self.highest, epoch)
+
+    def begin_epoch(self, *, is_common: bool = False) -> int:
+        """Begin an epoch that no process has ever used, perhaps the common one."""
+        self.highest += 1
+        if is_common:
+            self.common = self.highest
+        return self.highest
+
     def dump(self) -> bytes:
         return _STATE.pack(*astuple(self))
 

@@ -36,12 +36,16 @@ class SharedReadJob:
     index: SharedIndex
     codec: Codec
     file: PayloadFile
-    done: Callable[[], None]
+    done: Callable[[], None] = lambda: None
     outcomes: list[ReadOutcome] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
     damaged: list[tuple[Key, bytes]] = field(default_factory=list)
     io_errors: int = 0
     failure: Exception | None = None
+
+    def when_done(self, done: Callable[[], None]) -> None:
+        """Call ``done``, from any thread, when the job has run."""
+        self.done = done
 
     def run(self, scratch: Scratch) -> None:
         """Read and verify all records."""

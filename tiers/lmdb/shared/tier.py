@@ -217,7 +217,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
             if size >= most:
                 rest = (self._own_epoch, files.index, files.codec, files.file)
-                jobs.append(SharedReadJob([], [], [], *rest, done=lambda: None))
+                jobs.append(SharedReadJob([], [], [], *rest))
                 size = 0
             jobs[-1].keys.append(key)
             jobs[-1].into.append(data)
@@ -227,7 +227,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
 
     def _run(self, job: SharedReadJob) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
-        job.done = lambda: self._asking.post(done.set_result, None)
+        job.when_done(lambda: self._asking.post(done.set_result, None))
         self._read_threads.submit(job)
         return done
 

@@ -67,7 +67,7 @@ class WriteTransaction:
         self._free = FreeExtents(txn, self._tables.free, self.state.cursor, self.state.free_pages)
 
     def store_state(self) -> None:
-        self.state.cursor, self.state.free_pages = self._free.cursor, self._free.pages
+        self.state.store_free(self._free.cursor, self._free.pages)
         self._txn.put(b"state", self.state.dump(), db=self._tables.meta)
 
     @property
@@ -98,7 +98,7 @@ class WriteTransaction:
             if extents is not None:
                 packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
                 self._txn.put(self._intent(extents), packed, db=self._tables.intents)
-                state.reserved += 1
+                state.reserve()
             found.allocations.append(extents)
             found.present.append(is_present)
             found.uses.append(self._next_use())
@@ -110,7 +110,7 @@ class WriteTransaction:
             gain = grow(self.state.file_pages, pages)
             if gain:
                 self._free.give((Extent(self.state.file_pages, gain),))
-                self.state.file_pages += gain
+                self.state.grow(gain)
                 extents = self._free.take(pages)
         return extents
 
@@ -121,7 +121,7 @@ class WriteTransaction:
         """Name records whose payloads are flushed, and set their outcomes."""
         epoch = self._epoch(own_epoch)
         for put in puts:
-            put.outcome = self._publish(put, epoch)
+            put.end(self._publish(put, epoch))
 
     def _publish(self, put: Put, epoch: int) -> WriteOutcome:
         if not self._end_intent(put.extents):
@@ -136,7 +136,7 @@ class WriteTransaction:
         _, rest = clip(put.extents, put.stored_pages)
         self._free.give(rest)
         self._store(put.key, put.value)
-        self.state.records += 1
+        self.state.add_record()
         return WriteOutcome.OK
 
     def abandon(self, allocations: Sequence[Extents]) -> None:
@@ -147,7 +147,8 @@ class WriteTransaction:
 
     def _end_intent(self, extents: Extents) -> bool:
         was_there = bool(self._txn.delete(self._intent(extents), db=self._tables.intents))
-        self.state.reserved -= was_there
+        if was_there:
+            self.state.end_intent()
         return was_there
 
     def _store(self, key: Key, value: bytes) -> None:
@@ -155,9 +156,7 @@ class WriteTransaction:
         self._txn.put(value[:USE_BYTES], key, db=self._tables.order)
 
     def _next_use(self) -> int:
-        use = max(self.state.next_use, time.time_ns())
-        self.state.next_use = use + 1
-        return use
+        return self.state.take_use(time.time_ns())
 
     # -- and out of it ---------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ class WriteTransaction:
         self._free.give(extents_of(value))
         self._txn.delete(value[:USE_BYTES], db=self._tables.order)
         self._txn.delete(key, db=self._tables.records)
-        self.state.records -= 1
+        self.state.remove_record()
 
     def remove(self, keys: Sequence[Key], own_epoch: int | None) -> int:
         """Delete the caller's records and return their number."""
@@ -205,7 +204,7 @@ class WriteTransaction:
                 key = oldest.value()
             self._forget(key, self._txn.get(key, db=self._tables.records))
             count += 1
-        self.state.evicted += count
+        self.state.evict(count)
         return count
 
     # -- others ----------------------------------------------------------------------------
@@ -235,20 +234,16 @@ class WriteTransaction:
                 extents = [Extent(*extent) for extent in _EXTENT.iter_unpack(packed)]
                 self._free.give(extents)
                 count += 1
-        self.state.reserved -= count
-        self.state.rolled_back += count
+        self.state.roll_back(count)
         return count
 
     def begin_epoch(self, own_epoch: int | None) -> int:
         """Begin an epoch that no process has ever used, for the caller alone. Records of the epoch
         that it leaves exist for no process any more; if that was the common one, a new common epoch
         begins."""
-        self.state.highest += 1
-        epoch = self.state.highest
+        epoch = self.state.begin_epoch()
         if own_epoch is None:
-            self.state.highest += 1
-            self.state.common = self.state.highest
-            common = self.state.common.to_bytes(8, "little")
+            common = self.state.begin_epoch(is_common=True).to_bytes(8, "little")
             self._txn.put(b"epoch", common, db=self._tables.meta)
         return epoch
 

@@ -162,7 +162,7 @@ class SharedWrites:
             elif extents is None:
                 left.append(record)
             else:
-                put.extents, put.epoch = extents, found.epoch
+                put.allocate(extents, found.epoch)
                 if size >= most:
                     jobs.append([])
                     size = 0
@@ -206,7 +206,7 @@ class SharedWrites:
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:
             if not is_done:
-                put.outcome = WriteOutcome.FAILED
+                put.end(WriteOutcome.FAILED)
             self._settle([(put, None)], put.outcome)
 
     def _settle(self, records: Sequence[tuple[Put, Buffer | None]], outcome: WriteOutcome) -> None:

@@ -107,7 +107,7 @@ def asker(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
 
 def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
     book = AdapterBook()
-    book.ranks = 2
+    book.expect(2)
     assert book.identity_of(asker(lora=None)) == b""
     assert book.identity_of(asker()) is None
     book.take({NAME: (ONE,)})
@@ -119,7 +119,7 @@ def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
 
 def test_reports_of_ranks_are_put_together() -> None:
     book = AdapterBook()
-    book.ranks = 2
+    book.expect(2)
     book.take(joined({NAME: (ONE,)}, {NAME: (ONE,), ("b", "/b"): (TWO,)}))
     assert book.identity_of(asker()) == ONE
     assert book.identity_of(asker(lora=("b", "/b"))) is None
@@ -127,7 +127,7 @@ def test_reports_of_ranks_are_put_together() -> None:
 
 def test_ranks_that_have_loaded_different_files_are_not_believed() -> None:
     book = AdapterBook()
-    book.ranks = 2
+    book.expect(2)
     book.take({NAME: (ONE, TWO)})
     assert book.identity_of(asker()) is None
     assert not book.may_come(asker())
