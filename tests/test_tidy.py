@@ -60,6 +60,7 @@ ORDER = (
     "offload.worker",
     "offload.manager",
     "offload.admin",
+    "offload.connector.compat offload.connector.contract",
     "offload.connector",
     "offload.cli",
     "demo",
