@@ -6,6 +6,10 @@ are public, and so is every module that ``docs/reference/api.md`` names; everyth
 and may change at any time.
 
 ``import offload`` imports neither torch nor vllm: names that need them are imported on first use.
+
+Owns the public names, and nothing that they stand for.
+
+Must not know torch or vLLM until a name needs them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 The names in ``__all__`` are public, and so are the modules ``policies.hints`` and
 ``policies.testing``; everything else is private and may change at any time. The simulator is
 imported on first use, because it needs numpy.
+
+Owns the order in which a tier evicts its keys, and what may enter it.
+
+Must not know tiers, memory, or what a key stands for.
 """
 
 from __future__ import annotations

@@ -127,6 +127,31 @@ def test_every_module_has_its_place_in_the_order() -> None:
     assert sorted(LEVELS.keys() - rooms) == [], "in the order, but not in the tree"
 
 
+def missing_in(docstring: str) -> list[str]:
+    """Which of the two sentences about a package are not there, each in a line by itself."""
+    lines = docstring.splitlines()
+    return [
+        start
+        for start in ("Owns ", "Must not know ")
+        if sum(line.startswith(start) and line.endswith(".") for line in lines) != 1
+    ]
+
+
+def test_every_package_says_what_it_owns_and_what_it_must_not_know() -> None:
+    wrong = []
+    for path in python_files(*PRODUCT):
+        if path.name == "__init__.py":
+            docstring = ast.get_docstring(tree_of(path)) or ""
+            wrong += [f"{module_of(path)}: no line {start!r}" for start in missing_in(docstring)]
+    assert wrong == []
+
+
+def test_a_package_that_does_not_say_it_is_found() -> None:
+    assert missing_in("Owns a.\n\nMust not know b.") == []
+    assert missing_in("Owns a.\n\nDoes not know b.") == ["Must not know "]
+    assert missing_in("Owns a\nand b.\nMust not know c.") == ["Owns "]
+
+
 def test_imports_follow_the_order() -> None:
     wrong = []
     for path in python_files(*PRODUCT, "bench", "demo"):

@@ -1,1 +1,4 @@
-"""Offline operations behind the command line. Does not know vLLM or the worker."""
+"""Owns the offline operations behind the command line.
+
+Must not know vLLM, the worker, or how results are printed.
+"""

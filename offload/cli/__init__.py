@@ -1,4 +1,6 @@
-"""The command line ``kvtiers`` (also ``python -m offload.cli``).
+"""Owns the command line ``kvtiers`` (also ``python -m offload.cli``): it parses and prints.
+
+Must not know how records are stored, or vLLM before a command needs it.
 
 One module per command, imported when it is run: ``kvtiers --help`` and shell completion of names
 import none of them. A module has ``app``, a ``typer.Typer`` with that one command.

@@ -1,2 +1,4 @@
-"""The configuration: schema, options and checks against this machine. Does not know a running
-server."""
+"""Owns the configuration: schema, options and checks against this machine.
+
+Must not know a running server.
+"""

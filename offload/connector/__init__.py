@@ -4,6 +4,10 @@ vLLM finds ``KvTiersConnector`` here by ``kv_connector_module_path``; its earlie
 ``OffloadConnector`` stays valid. It is imported on first use, because vLLM loads the plugin
 (`offload.connector.plugin`) while it is still importing itself.
 `offload.connector.contract.at_start` looks at an untested vLLM first.
+
+Owns everything that knows vLLM.
+
+Must not know how bytes move, or how a tier keeps its records.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Reads chunks that engines of another geometry have stored. Does not know vLLM."""
+"""Owns the reading of chunks that engines of another geometry have stored.
+
+Must not know vLLM or the planner.
+"""

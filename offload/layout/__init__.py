@@ -1,1 +1,4 @@
-"""Groups, keys and prefix matching; the addresses of tensors. Only registration imports torch."""
+"""Owns groups, keys and prefix matching, and the addresses of tensors.
+
+Must not know what a tier holds; only registration knows torch.
+"""

@@ -3,6 +3,10 @@
 It drives the planner, executor and tiers of the connector with ``await`` instead of a scheduler's
 steps. One manager serves one rank. It belongs to the loop on which it was opened; call all methods
 on that loop.
+
+Owns the API for one process without vLLM.
+
+Must not know vLLM, or a second rank.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Plans and reports, which travel between processes. Plain values."""
+"""Owns plans and reports: plain values that travel between processes.
+
+Must not know who makes them and who carries them out.
+"""

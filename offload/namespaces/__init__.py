@@ -1,2 +1,4 @@
-"""Namespaces on disk: owners of folders, manifests, epochs, inventory. Does not know a running
-server."""
+"""Owns namespaces on disk: owners of folders, manifests, epochs, inventory.
+
+Must not know a running server.
+"""

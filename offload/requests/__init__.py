@@ -1,1 +1,4 @@
-"""The state of one request: its lookup, progress, miss reason and record."""
+"""Owns the state of one request: its lookup, progress, miss reason and record.
+
+Must not know workers, tensors, or how bytes move.
+"""

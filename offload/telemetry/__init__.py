@@ -1,1 +1,4 @@
-"""Counters, metrics, and a log of the chunks that left the tiers. Imports nothing that decides."""
+"""Owns counters, metrics, and a log of the chunks that left the tiers.
+
+Must not know anything that decides.
+"""

@@ -10,6 +10,10 @@ Eviction starts at the tail and never takes a key that another member's prefix n
 Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU order and density order, and the
 tier evicts in the order that had more hits lately (choosing policies by shadow caches: I. Ari et
 al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
+
+Owns the default policy of the CPU tier.
+
+Must not know tiers, or any policy but itself.
 """
 
 from __future__ import annotations

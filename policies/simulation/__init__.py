@@ -1,1 +1,4 @@
-"""Traces and the simulator behind `kvtiers simulate`."""
+"""Owns traces and the simulator behind `kvtiers simulate`.
+
+Must not know tiers or a running server.
+"""

@@ -9,6 +9,10 @@
 Needs pytest and hypothesis. The kit checks membership against a naive model under random
 operations, adversarial patterns, bounded memory, repeatability, closed prefixes if the policy
 promises them, and that the cost of an operation hardly grows with the number of keys.
+
+Owns the conformance kit for eviction policies.
+
+Must not know the policies that it tests.
 """
 
 from __future__ import annotations

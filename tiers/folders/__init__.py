@@ -1,1 +1,4 @@
-"""A tier's folder: ownership, epochs, opening and closing."""
+"""Owns a tier's folder: ownership, epochs, opening and closing.
+
+Must not know records and their format.
+"""

@@ -1,1 +1,4 @@
-"""Threads, direct I/O and codecs that all disk tiers share."""
+"""Owns threads, direct I/O and codecs that all disk tiers share.
+
+Must not know where a tier keeps a record.
+"""

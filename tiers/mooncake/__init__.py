@@ -1,1 +1,4 @@
-"""The tier over a Mooncake store."""
+"""Owns the tier over a Mooncake store.
+
+Must not know folders and the local disk.
+"""

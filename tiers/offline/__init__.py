@@ -1,1 +1,4 @@
-"""The folders of tiers without a server: reading, exporting, importing and removing records."""
+"""Owns the folders of tiers without a server: reading, exporting, importing and removing records.
+
+Must not know namespaces, or a tier that is open.
+"""

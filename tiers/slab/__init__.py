@@ -1,1 +1,4 @@
-"""Pinned host memory for slots."""
+"""Owns pinned host memory for slots.
+
+Must not know what a slot contains.
+"""

@@ -6,6 +6,10 @@
 
 It needs pytest and pytest-asyncio in ``auto`` mode. Every test opens a tier in a fresh folder. A
 tier is persistent if ``open`` says so; the tests then reopen it by calling ``make_tier`` again.
+
+Owns the conformance kit for tiers, and faults to plant in them.
+
+Must not know the tiers that it tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Differences between the supported versions of vLLM. All other modules import them from here.
+"""Owns the differences between the supported versions of vLLM.
 
-One module per range of versions, each with the same names; the installed vLLM decides which one is
-used. Makes no decision about blocks.
+Must not know requests, blocks or tiers.
+
+All other modules import them from here. There is one module per range of versions, each with the
+same names; the installed vLLM decides which one is used.
 """
 
 from __future__ import annotations

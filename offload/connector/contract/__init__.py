@@ -1,4 +1,6 @@
-"""Compares what this package uses of vLLM with what a version of vLLM has.
+"""Owns the comparison of what this package uses of vLLM with what a version of vLLM has.
+
+Must not know requests, blocks or tiers; it reads source text and does not import vLLM.
 
     python -m offload.connector.contract WHEEL
 

@@ -1,1 +1,4 @@
-"""Describes vLLM's model: layout, identity, geometry. Does not know requests."""
+"""Owns the description of vLLM's model: layout, identity and geometry.
+
+Must not know requests.
+"""

@@ -1,1 +1,4 @@
-"""The connector on vLLM's scheduler thread. Touches neither files nor tensors."""
+"""Owns the connector on vLLM's scheduler thread.
+
+Must not know files or tensors.
+"""

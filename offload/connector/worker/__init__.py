@@ -1,1 +1,4 @@
-"""The connector in a worker process of vLLM."""
+"""Owns the connector in a worker process of vLLM.
+
+Must not know requests, or why something was planned.
+"""

@@ -1,1 +1,4 @@
-"""Reading a whole index at open, without LMDB, in one pass."""
+"""Owns the reading of a whole index at open, without LMDB, in one pass.
+
+Must not know the open tier, or payloads.
+"""

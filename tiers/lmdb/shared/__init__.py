@@ -1,1 +1,4 @@
-"""The LMDB tier that several engines of one host share."""
+"""Owns the LMDB tier that several engines of one host share.
+
+Must not know the state of the index from one transaction to the next.
+"""
