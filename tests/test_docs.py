@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.scripts import load_script
 from tests.test_tidy import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,25 +172,15 @@ def test_code_names_decisions_that_exist() -> None:
     assert wrong == []
 
 
-def load_drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("drawing", ROOT / "scripts/draw_architecture.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["drawing"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_picture_is_what_its_source_draws() -> None:
-    drawing = load_drawing()
+    drawing = load_script("draw_architecture")
     drawn = drawing.draw(tomllib.loads(drawing.SOURCE.read_text(encoding="utf-8")))
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "run scripts/draw_architecture.py"
 
 
 def test_every_package_is_in_the_picture_and_in_the_text() -> None:
     rooms = {name for line in ORDER for name in line.split()}
-    drawing = load_drawing()
+    drawing = load_script("draw_architecture")
     source = tomllib.loads(drawing.SOURCE.read_text(encoding="utf-8"))
     placed = [box for frame in source["frames"] for row in frame["rows"] for box in row]
     boxes = [name for names, _ in placed for name in names.split()]

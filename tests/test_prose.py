@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tomllib
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.scripts import load_script
 
-
-def load_linter() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prose", ROOT / "scripts/prose.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prose"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-prose = load_linter()
+prose = load_script("prose")
 RULES = tomllib.loads(prose.RULES.read_text(encoding="utf-8"))
 
 

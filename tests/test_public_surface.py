@@ -5,35 +5,24 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import offload
 from offload.cli.serve import VLLM
 from tests.patience import PATIENCE_S
+from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("offload", "policies", "tiers")
 
 
-def reference() -> ModuleType:
-    """The generator of the page, which is a script."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/api_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = reference()
+REFERENCE = load_script("api_reference")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -11,17 +10,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def layer() -> Any:
-    spec = importlib.util.spec_from_file_location("layer", ROOT / "scripts/version_layer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("version_layer")
 
 
 def wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
