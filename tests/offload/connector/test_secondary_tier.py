@@ -72,7 +72,7 @@ class Region:
         pass
 
 
-class World:
+class VllmTiering:
     """vLLM's tiering manager over four chunks of memory and our tier."""
 
     def __init__(self, path: Path, model: str = "some/model", **options: Any) -> None:
@@ -144,8 +144,8 @@ class World:
 
 
 @contextmanager
-def world_at(path: Path, model: str = "some/model", **options: Any) -> Iterator[World]:
-    world = World(path, model, **options)
+def world_at(path: Path, model: str = "some/model", **options: Any) -> Iterator[VllmTiering]:
+    world = VllmTiering(path, model, **options)
     try:
         yield world
     finally:
@@ -153,7 +153,7 @@ def world_at(path: Path, model: str = "some/model", **options: Any) -> Iterator[
         assert not [t for t in threading.enumerate() if t.name.startswith("kvtiers-secondary")]
 
 
-def holds(world: World, numbers: range) -> None:
+def holds(world: VllmTiering, numbers: range) -> None:
     for number in numbers:
         data = world.load(KEYS[number])
         assert data is not None, f"chunk {number} is a miss"
@@ -307,7 +307,7 @@ def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
     with monkeypatch.context() as patch:
         patch.setattr(LmdbTier, "reset", fail)
         with no_thread_is_left(), pytest.raises(TierUnavailableError, match="no space left"):
-            World(tmp_path / "kv")
+            VllmTiering(tmp_path / "kv")
     with world_at(tmp_path / "kv") as world:
         assert world.load(KEYS[0]) is None
 
@@ -334,5 +334,5 @@ def test_the_cap_holds_and_what_is_used_stays(tmp_path: Path) -> None:
 def test_a_second_server_is_told_why_it_cannot_start(tmp_path: Path) -> None:
     refused = pytest.raises(TierUnavailableError, match="kvtiers: LmdbSecondaryTier at ")
     with world_at(tmp_path / "kv"), refused as error:
-        World(tmp_path / "kv")
+        VllmTiering(tmp_path / "kv")
     assert str(tmp_path) in str(error.value)

@@ -58,7 +58,7 @@ class Trouble:
         return self.now
 
 
-class World:
+class ManagerOverFaults:
     """A manager over CountingTier(fault(LmdbTier)), with content in all four corners."""
 
     def __init__(self, folder: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
@@ -71,7 +71,7 @@ class World:
         self.manager: OffloadManager
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[World]:
+    async def opened(self) -> AsyncIterator[ManagerOverFaults]:
         self.manager = await open_manager(
             self.caches,
             [self.tier],
@@ -168,7 +168,7 @@ class BusyTier(TierWrapper):
 KINDS = [failing, slow, hanging, BusyTier]
 
 
-def fair_again(world: World) -> None:
+def fair_again(world: ManagerOverFaults) -> None:
     world.trouble.now = False
     if isinstance(world.fault, ReleasedTier):
         world.fault.over()
@@ -177,7 +177,7 @@ def fair_again(world: World) -> None:
 @pytest.mark.parametrize("fault", KINDS)
 def test_reads_of_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
     async def life() -> None:
-        async with World(tmp_path, fault).opened() as world:
+        async with ManagerOverFaults(tmp_path, fault).opened() as world:
             await world.store(CHUNKS)
             assert await world.restore(CHUNKS) == CHUNKS
             world.trouble.now = True
@@ -206,7 +206,7 @@ def test_reads_of_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Troub
 @pytest.mark.parametrize("fault", [failing, slow_writes, hanging, FullTier])
 def test_writes_to_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
     async def life() -> None:
-        async with World(tmp_path, fault).opened() as world:
+        async with ManagerOverFaults(tmp_path, fault).opened() as world:
             world.trouble.now = True
             first = 0
             while world.gate.writes.state is not BreakerState.OPEN:
@@ -237,7 +237,7 @@ def test_writes_to_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trou
     run(life())
 
 
-async def until(reached: Callable[[], bool], world: World) -> None:
+async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
     """Requests come in now and then; a breaker waits a minute at most between two tries."""
     loop = asyncio.get_running_loop()
     end = loop.time() + 200.0
@@ -250,7 +250,7 @@ async def until(reached: Callable[[], bool], world: World) -> None:
 def test_a_disk_that_hangs_for_ever_stays_out_and_the_end_is_bounded(tmp_path: Path) -> None:
     async def life() -> None:
         loop = asyncio.get_running_loop()
-        async with World(tmp_path, hanging).opened() as world:
+        async with ManagerOverFaults(tmp_path, hanging).opened() as world:
             await world.store(CHUNKS)
             world.trouble.now = True
             waited = 0
@@ -288,7 +288,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
     async def life() -> None:
         mount.mkdir()
         disk = OnThreads(ReopeningTier(make(), make))
-        async with World(mount, lambda *_: disk).opened() as world:
+        async with ManagerOverFaults(mount, lambda *_: disk).opened() as world:
             planner = world.manager.planner
             await world.store(CHUNKS)
             mount.rename(elsewhere)
@@ -340,9 +340,9 @@ def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
             return await super().read(names, into)
 
     async def life() -> None:
-        async with World(tmp_path, lambda tier, _: Bytes(tier)).opened() as world:
+        async with ManagerOverFaults(tmp_path, lambda tier, _: Bytes(tier)).opened() as world:
             await world.store(CHUNKS)
-        again = World(tmp_path, lambda tier, _: Bytes(tier))
+        again = ManagerOverFaults(tmp_path, lambda tier, _: Bytes(tier))
         async with again.opened():
             assert len(again.manager.planner.cpu) == 0
             assert 4 * again.manager.planner.cpu.space.capacity == CHUNKS

@@ -6,9 +6,9 @@ and hanging tiers, resets and an end at any moment. Whatever happens:
   nothing is written there any more, and the new owner's bytes are never taken for the chunk;
 * every call ends, and so does closing.
 
-    python -m pytest tests/offload/test_manager_random.py
-    KVTIERS_MANAGER_SEEDS=5000 python -m pytest tests/offload/test_manager_random.py
-    KVTIERS_MANAGER_SEED=123 python -m pytest tests/offload/test_manager_random.py -k replay
+    python -m pytest tests/offload/manager/test_random.py
+    KVTIERS_MANAGER_SEEDS=5000 python -m pytest tests/offload/manager/test_random.py
+    KVTIERS_MANAGER_SEED=123 python -m pytest tests/offload/manager/test_random.py -k replay
 """
 
 from __future__ import annotations

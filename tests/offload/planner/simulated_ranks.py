@@ -43,7 +43,7 @@ class Rank:
     promises: dict[int, bool] = field(default_factory=dict)  # slot -> the last read into it
 
 
-class World:
+class PlannerWithRanks:
     """Planner, ranks and GPU blocks under one seed."""
 
     def __init__(self, seed: int, ranks: int = 2, slots: int = 6, disk_chunks: int = 10) -> None:

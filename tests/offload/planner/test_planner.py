@@ -16,13 +16,13 @@ from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.stores import StorePlanner
 from policies.eviction.lru import LruPolicy
-from tests.offload.planner.simulated_ranks import GROUP, World, key_of
+from tests.offload.planner.simulated_ranks import GROUP, PlannerWithRanks, key_of
 
 SEEDS = 150
 STEPS = 250
 
 
-def live(world: World) -> None:
+def live(world: PlannerWithRanks) -> None:
     """Random life: stores and loads of overlapping prefixes, resets, work and reports."""
     choose = world.random
     for _ in range(STEPS):
@@ -49,7 +49,7 @@ def test_no_load_ever_brings_other_content(
     monkeypatch.setattr(index, "MANY", many)
     loaded = 0
     for seed in range(SEEDS // 3):
-        world = World(seed, ranks=ranks)
+        world = PlannerWithRanks(seed, ranks=ranks)
         live(world)
         world.drain()
         world.planner.check()
@@ -84,7 +84,7 @@ def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPat
         )
     seen = False
     for seed in range(SEEDS):
-        world = World(seed)
+        world = PlannerWithRanks(seed)
         try:
             live(world)
             world.drain()

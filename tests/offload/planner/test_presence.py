@@ -22,7 +22,7 @@ KEYS = [bytes([n]) * 32 + group_suffix(0) for n in range(20)]
 LIMITS = SharedLimits(lookup_timeout_s=0.05, remember_s=5.0, asked_max=12)
 
 
-class World:
+class PlannerOverSharedTier:
     """A planner with a private disk (0) and a shared store (1) below the CPU tier."""
 
     def __init__(
@@ -75,7 +75,7 @@ class World:
 
 
 def test_an_answer_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:8])
     assert world.presence.is_waiting(wait, 0.0)
     plan = world.step()
@@ -89,13 +89,13 @@ def test_an_answer_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> No
     assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
 
 
-def _questions(world: World, keys: list[bytes]) -> list[object]:
+def _questions(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
     world.ask(keys)
     return list(world.step().questions)
 
 
 def test_what_is_being_asked_is_not_asked_twice_but_waited_for() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     first = world.ask(KEYS[:4])
     second = world.ask(KEYS[2:6])
     plan = world.step()
@@ -105,7 +105,7 @@ def test_what_is_being_asked_is_not_asked_twice_but_waited_for() -> None:
 
 
 def test_knowledge_of_both_kinds_expires() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.at(4.9)
     assert not world.ask(KEYS[:8]).numbers
@@ -116,7 +116,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
 
 
 def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.planner.loads.plan("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
     world.at(6.0)
@@ -131,7 +131,7 @@ def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
 
 
 def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:2])
     for _ in range(STEPS_MIN - 1):
         world.step()
@@ -145,7 +145,7 @@ def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() 
 
 
 def test_a_late_answer_is_remembered() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.ask(KEYS[:2])
     plan = world.step()
     world.at(ANSWER_MAX_S - 1)
@@ -154,7 +154,7 @@ def test_a_late_answer_is_remembered() -> None:
 
 
 def test_a_question_without_an_answer_ends() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.ask(KEYS[:2])
     plan = world.step()
     assert world.planner.busy
@@ -166,7 +166,7 @@ def test_a_question_without_an_answer_ends() -> None:
 
 
 def test_one_rank_without_its_part_is_a_miss() -> None:
-    world = World(ranks=2)
+    world = PlannerOverSharedTier(ranks=2)
     wait = world.ask(KEYS[:3])
     [question] = world.step().questions
     world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\1\0")}))
@@ -187,7 +187,7 @@ def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
 
 
 def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:2])
     world.answer(world.step(), None)
     assert not world.presence.is_waiting(wait, 0.0)
@@ -196,7 +196,7 @@ def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
 
 
 def test_what_is_asked_at_a_time_is_bounded() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.ask(KEYS)
     [question] = world.step().questions
     assert question.keys == tuple(KEYS[:12])
@@ -204,7 +204,7 @@ def test_what_is_asked_at_a_time_is_bounded() -> None:
 
 
 def test_what_is_known_is_bounded_without_deleting_anything() -> None:
-    world = World(known_most=4)
+    world = PlannerOverSharedTier(known_most=4)
     world.learn(KEYS[:8])
     assert len(world.store) <= 4
     world.planner.check()
@@ -214,7 +214,7 @@ def test_what_is_known_is_bounded_without_deleting_anything() -> None:
 
 
 def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     gone, damaged = frozenset(KEYS[:1]), frozenset(KEYS[1:2])
     world.load(KEYS[:3], JobResult(bad=gone | damaged, lost=gone | damaged, corrupt=damaged))
@@ -223,7 +223,7 @@ def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> N
 
 
 def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.planner.stores.plan(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult()}))
@@ -239,7 +239,7 @@ def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
 
 
 def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
-    world = World(ranks=2)
+    world = PlannerOverSharedTier(ranks=2)
     world.planner.stores.plan(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
     world.planner.complete(StepReport({store.job: JobResult(ranks=2)}))
@@ -251,7 +251,7 @@ def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
 
 
 def test_a_tier_that_lost_everything_is_asked_again() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.planner.complete(StepReport(tiers={(1, 0): Observed(losses=1)}))
     assert not any(map(world.planner.sources.present, KEYS[:3]))
@@ -260,7 +260,7 @@ def test_a_tier_that_lost_everything_is_asked_again() -> None:
 
 
 def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     wait = world.ask(KEYS[8:10])
     plan = world.step()
@@ -276,7 +276,7 @@ def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> Non
 
 
 def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     health = world.health[1]
     assert health.reads.state is BreakerState.OPEN
@@ -293,7 +293,7 @@ def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None
 
 
 def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     world.at(6.0)
     world.step()
@@ -305,7 +305,7 @@ def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
 
 @pytest.mark.parametrize("keys", [KEYS[:3], [b"a", b"bcd"]])
 def test_a_plan_with_questions_travels(keys: list[bytes]) -> None:
-    world = World()
+    world = PlannerOverSharedTier()
     world.ask(keys)
     [question] = pickle.loads(pickle.dumps(world.step())).questions
     assert (question.tier, list(question.keys)) == (1, keys)

@@ -40,7 +40,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_prefix, "BATCH", 3)
 
 
-class World:
+class ChangingTiers:
     """Tiers whose chunks come and go, and lookups of one request that remember."""
 
     def __init__(self, seed: int, groups: tuple[GroupLayout, ...] = ALONE) -> None:
@@ -123,7 +123,7 @@ class World:
 
 def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
     """The number of answers, each equal to that of a lookup without memory."""
-    world = World(seed, groups)
+    world = ChangingTiers(seed, groups)
     world.put(world.disk, world.every[: world.random.randrange(len(world.every))])
     answers = start = 0
     for step in range(200):
@@ -203,7 +203,7 @@ def test_planted_faults_are_found(
 
 def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
     """The chunks are nowhere but in the read under way, which fails."""
-    world = World(0)
+    world = ChangingTiers(0)
     keys = world.keys[0][:4]
     world.put(world.disk, keys)
     world.load()
@@ -216,7 +216,7 @@ def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
 
 def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> None:
     """A step whose budget is used up leaves that to the next; nobody may count on the chunks."""
-    world = World(0)
+    world = ChangingTiers(0)
     keys = world.keys[0][:8]
     world.put(world.disk, keys)
     world.planner.loads.plan("back", [ChunkBatch(keys[4:], 0, [5, 6, 7, 8], range(5, 9))])
@@ -235,7 +235,7 @@ def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> No
 
 
 def test_a_long_prompt_takes_several_steps_and_asks_for_each_chunk_once() -> None:
-    world = World(0)
+    world = ChangingTiers(0)
     world.put(world.disk, world.every)
     steps = 1
     while (found := world.ask()) is None:
@@ -249,7 +249,7 @@ def test_a_long_prompt_takes_several_steps_and_asks_for_each_chunk_once() -> Non
 
 
 def test_several_long_prompts_share_a_step() -> None:
-    world = World(0)
+    world = ChangingTiers(0)
     world.put(world.disk, world.every)
     assert world.ask() is None
     left = world.allowance.left
@@ -261,7 +261,7 @@ def test_several_long_prompts_share_a_step() -> None:
 @pytest.mark.parametrize("most", [3, 10**6])
 def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
     """Between any two of its steps so much has left that what it knows may be wrong."""
-    world = World(0)
+    world = ChangingTiers(0)
     world.planner.removals._most = most
     world.put(world.disk, world.every)
     steps = 0

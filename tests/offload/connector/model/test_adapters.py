@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from offload.connector.model.adapters import ASKS_MAX, AdapterBook, AdapterWatch, joined
 from offload.requests.miss_reasons import Reason, RequestRecord
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 
 PROMPT = list(range(64))
 ONE, TWO = b"1" * 32, b"2" * 32
@@ -179,14 +179,14 @@ def test_a_request_is_asked_again_a_few_times() -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
+def world(tmp_path: Path) -> Iterator[OracleEngine]:
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
         made.worker._watch = AdapterWatch(LoRAConfig())
         yield made
         made.check_idle()
 
 
-def serve(world: World, name: str, lora: LoRARequest) -> RequestRecord:
+def serve(world: OracleEngine, name: str, lora: LoRARequest) -> RequestRecord:
     """Serve one request alone; what is known of its lookup."""
     world._salts[name] = None
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -200,14 +200,14 @@ def serve(world: World, name: str, lora: LoRARequest) -> RequestRecord:
     return found
 
 
-def loaded_by_worker(world: World, lora: LoRARequest) -> None:
+def loaded_by_worker(world: OracleEngine, lora: LoRARequest) -> None:
     watch = world.worker._watch
     assert watch is not None
     watch.load(lora, lambda: None)
 
 
 def test_requests_of_an_adapter_that_nobody_knows_stay_outside(
-    world: World, tmp_path: Path
+    world: OracleEngine, tmp_path: Path
 ) -> None:
     lora = make_adapter(tmp_path / "one", b"one")
     for name in ("a", "b"):
@@ -216,7 +216,7 @@ def test_requests_of_an_adapter_that_nobody_knows_stay_outside(
     assert not world.planner.cpu.resident
 
 
-def test_a_report_that_is_under_way_is_waited_for(world: World, tmp_path: Path) -> None:
+def test_a_report_that_is_under_way_is_waited_for(world: OracleEngine, tmp_path: Path) -> None:
     """The first request after a start finds what an earlier server has stored."""
     lora = make_adapter(tmp_path / "one", b"one")
     loaded_by_worker(world, lora)  # reported with the next step's answers
@@ -227,7 +227,7 @@ def test_a_report_that_is_under_way_is_waited_for(world: World, tmp_path: Path) 
 
 
 def test_copies_for_an_adapter_that_was_loaded_again_are_refused(
-    world: World, tmp_path: Path
+    world: OracleEngine, tmp_path: Path
 ) -> None:
     """The scheduler hears of it after the step in which the load is planned; here it takes until
     the request has ended."""
@@ -250,7 +250,9 @@ def test_copies_for_an_adapter_that_was_loaded_again_are_refused(
     assert serve(world, "e", lora).loaded == {"cpu": 60}
 
 
-def test_what_is_stored_while_an_adapter_changes_is_not_kept(world: World, tmp_path: Path) -> None:
+def test_what_is_stored_while_an_adapter_changes_is_not_kept(
+    world: OracleEngine, tmp_path: Path
+) -> None:
     lora = make_adapter(tmp_path / "one", b"one")
     loaded_by_worker(world, lora)
     world._salts["a"] = None

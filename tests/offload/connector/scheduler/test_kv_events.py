@@ -18,7 +18,7 @@ from offload.layout.keys import group_of
 from offload.telemetry.counters import PlannerStats
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_scheduler import live
 
 Held = set[tuple[str, str | None, int, Any]]
@@ -27,7 +27,7 @@ Held = set[tuple[str, str | None, int, Any]]
 class Follower:
     """Gets what vLLM publishes, as a router would, and keeps count."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: OracleEngine) -> None:
         self.held: Held = set()
         self.cleared = self.removed = 0
         self._world = world
@@ -87,9 +87,9 @@ def publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle_world, "make_config", with_events)
 
 
-def followed(name: str, folder: Path, seed: int) -> Iterator[tuple[World, Follower]]:
+def followed(name: str, folder: Path, seed: int) -> Iterator[tuple[OracleEngine, Follower]]:
     conditions = Conditions(slots=20, fault_rate=0.1)
-    with World(MODELS[name], conditions, folder, seed) as world:
+    with OracleEngine(MODELS[name], conditions, folder, seed) as world:
         world.change_weights = lambda: None  # type: ignore[method-assign]  # its own test below
         yield world, Follower(world)
 
@@ -116,7 +116,7 @@ def test_a_follower_knows_what_the_tiers_hold(
 
 
 def test_a_reset_clears_everything(tmp_path: Path, publishing: None) -> None:
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
         live(world, 60)
         batches: list[Any] = []
         world.scheduler.kv_event_publisher.publish = batches.append
@@ -131,7 +131,7 @@ def test_a_reset_clears_everything(tmp_path: Path, publishing: None) -> None:
 
 
 def test_nothing_is_collected_unless_vllm_publishes(tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
         live(world, 30)
         assert world.connector._events is None
         assert list(world.connector.take_events()) == []

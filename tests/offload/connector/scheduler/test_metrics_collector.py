@@ -20,7 +20,7 @@ from offload.telemetry.metrics import METRICS
 from offload.worker.tier_folders import TierFolders
 from tests.dashboards import alert_rules
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_scheduler import live
 from tests.promql import parse
 
@@ -30,7 +30,7 @@ Page = dict[str, float]
 class Scraped:
     """A page of metrics, fed with what vLLM takes from the connector."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: OracleEngine) -> None:
         self._registry = CollectorRegistry()
         kinds: dict[Any, Any] = {
             kind: partial(kind, registry=self._registry) for kind in (Counter, Gauge, Histogram)
@@ -62,7 +62,7 @@ class Scraped:
 
 def differences(folder: Path) -> dict[str, tuple[float, float]]:
     """The values on the page and the counters, where they differ."""
-    with World(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
         scraped = Scraped(world)
         live(world, 150)
         collector: Any = world.connector._collector
@@ -93,7 +93,7 @@ def test_the_page_adds_up(tmp_path: Path) -> None:
 def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
     """``increase`` of a series that begins with 1 is 0: an alert would sleep through the first
     fault, and a quotient of rates through one of whose sides nothing was counted yet."""
-    with World(MODELS["full"], Conditions(slots=20, fault_rate=0.1), tmp_path, 3) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), tmp_path, 3) as world:
         scraped = Scraped(world)
         first = scraped.page()
         live(world, 150)
@@ -121,7 +121,7 @@ def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.Mo
             "specs",
             lambda self, n=count: [replace(s, set_aside=n) for s in specs(self)],
         )
-        with World(MODELS["full"], Conditions(slots=20), tmp_path / str(count), 3) as world:
+        with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path / str(count), 3) as world:
             scraped = Scraped(world)
             live(world, 30)
             world.executor._lose(0)  # and once while it runs
@@ -143,7 +143,7 @@ def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path
     registry = CollectorRegistry()
     counter = partial(Counter, registry=registry)
     kinds: dict[Any, Any] = {Counter: counter, Gauge: gauge, Histogram: None}
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
         OffloadPromMetrics(world._config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
     assert modes
     assert set(modes) == {"mostrecent"}
@@ -151,7 +151,7 @@ def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path
 
 def test_a_number_that_cannot_be_published_costs_no_other(tmp_path: Path) -> None:
     """An exception would end vLLM's engine for everybody."""
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
         scraped = Scraped(world)
     wrong = {"no_such": 1.0, "loads": -1.0, "misses": 2.0, "used_ratio:cpu:x": 0.5}
     scraped.metrics.observe({**wrong, "resets": 3.0})
@@ -162,7 +162,7 @@ def test_a_number_that_cannot_be_published_costs_no_other(tmp_path: Path) -> Non
 
 
 def test_what_ranks_report_between_two_scrapes_adds_up(tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
         scraped = Scraped(world)
         scraped.take()
         collector: Any = world.connector._collector
