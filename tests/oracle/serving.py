@@ -161,7 +161,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
     return config, kv_cache_config
 
 
-class World:
+class OracleEngine:
     """One engine under one seed. ``mismatches`` are wrong bytes that a forward pass has read."""
 
     def __init__(self, model: OracleModel, conditions: Conditions, folder: Path, seed: int) -> None:

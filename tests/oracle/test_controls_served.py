@@ -15,7 +15,7 @@ from offload.connector.scheduler import scheduler_side
 from tests.offload.connector.kv_cache_configs import full, sliding
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS, OracleModel
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_late_loads import still
 from tests.oracle.test_miss_reasons import stored
 from tests.oracle.test_requests_told import _request
@@ -25,20 +25,20 @@ PROMPT = list(range(64))
 
 
 @pytest.fixture(params=["full", "sliding_full"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    with World(MODELS[request.param], Conditions(slots=120), tmp_path, 1) as made:
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OracleEngine]:
+    with OracleEngine(MODELS[request.param], Conditions(slots=120), tmp_path, 1) as made:
         yield made
         made.check_idle()
 
 
-def serve(world: World, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
+def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
     """Serve one request alone; the report that its client gets."""
     params = serve_params(world, name, prompt, {"kvtiers": told} if told else None)
     assert bool(params) == bool(told), "a client is told something if it said something"
     return dict(params["kvtiers_report"]) if params else {}
 
 
-def serve_params(world: World, name: str, prompt: list[int], sent: Any) -> dict[str, Any]:
+def serve_params(world: OracleEngine, name: str, prompt: list[int], sent: Any) -> dict[str, Any]:
     """Serve one request alone with these ``kv_transfer_params``; those of its answer."""
     request = _request(world, name, prompt, sent)
     outputs: list[Any] = []
@@ -58,11 +58,11 @@ def serve_params(world: World, name: str, prompt: list[int], sent: Any) -> dict[
     return dict(last[0].kv_transfer_params or {})
 
 
-def loaded(world: World) -> float:
+def loaded(world: OracleEngine) -> float:
     return sum(world.loaded().values())
 
 
-def test_nothing_is_stored_or_loaded_on_request(world: World) -> None:
+def test_nothing_is_stored_or_loaded_on_request(world: OracleEngine) -> None:
     serve(world, "a", PROMPT, no_store=True)
     assert len(world.planner.cpu) == 0
     serve(world, "b", PROMPT)
@@ -86,7 +86,7 @@ def test_where_salts_are_required_nothing_is_shared_without_one(
         return config, kv_cache_config
 
     monkeypatch.setattr(oracle_world, "make_config", strict)
-    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
 
         def ask(name: str, salt: str | None) -> None:
             world.forget_locally()
@@ -105,7 +105,7 @@ def test_where_salts_are_required_nothing_is_shared_without_one(
 
 
 def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=120), tmp_path, 2) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=120), tmp_path, 2) as world:
         stored(world)
         request = _request(world, "gone", PROMPT, {"kvtiers": {"session": "s"}})
         world.scheduler.add_request(request)
@@ -118,7 +118,7 @@ def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Pa
             assert side.finished(request, tables) == {"kvtiers_report": {"loaded_tokens": {}}}
 
 
-def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
+def test_at_most_so_many_tokens_are_loaded(world: OracleEngine) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     size = world.connector._scheduler.layout.alignment_tokens
@@ -132,7 +132,7 @@ def test_at_most_so_many_tokens_are_loaded(world: World) -> None:
     assert serve(world, "d", PROMPT, max_load_tokens=0)["loaded_tokens"] == {}
 
 
-def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: World) -> None:
+def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: OracleEngine) -> None:
     serve(world, "a", PROMPT, tiers=["cpu"])
     assert len(world.planner.lower[0]) == 0
     world.forget_locally()
@@ -148,7 +148,7 @@ def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: World) -> N
 
 
 def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         report = serve(world, "a", PROMPT, pin_s=600, pinned=32)
         assert report["pinned_tokens"] == 24, "a quarter of the tier's 24 slots of 4 tokens"
         for number in range(12):
@@ -169,7 +169,7 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     clock = SimpleNamespace(**vars(time))
     clock.monotonic = lambda: began + ahead
     monkeypatch.setattr(scheduler_side, "time", clock)
-    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         pins = world.connector._scheduler._endings.pins
         serve(world, "a", PROMPT, pin_s=600)
         assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
@@ -184,14 +184,14 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_hint_pinned_says_of_how_many_tokens(tmp_path: Path) -> None:
     """Of the first ones, and never of more than the prompt has."""
-    with World(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
         assert serve(world, "a", PROMPT, pin_s=600, pinned=10)["pinned_tokens"] == 8
         other = [7, *PROMPT[1:62]]  # with its answer it has 64 and more
         assert serve(world, "b", other, pin_s=600, pinned=10_000)["pinned_tokens"] == 60
         world.check_idle()
 
 
-def test_what_could_not_be_loaded_is_not_told_as_loaded(world: World) -> None:
+def test_what_could_not_be_loaded_is_not_told_as_loaded(world: OracleEngine) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     world.planner.cpu.drop(list(world.planner.cpu.resident))
@@ -216,7 +216,7 @@ TWO_FULL_GROUPS = OracleModel(
 
 def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
     """The share is used up by the first group, so that a prefix is whole in none but a part."""
-    with World(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
+    with OracleEngine(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
         assert world.connector._scheduler is not None
         kinds = [group.kind for group in world.connector._scheduler.layout.groups]
         assert kinds == ["full", "full", "window"]
@@ -225,7 +225,7 @@ def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
         world.check_idle()
 
 
-def test_wrong_values_are_told_and_counted(world: World) -> None:
+def test_wrong_values_are_told_and_counted(world: OracleEngine) -> None:
     report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
     assert len(report["ignored"]) == 3
     assert world.connector._scheduler.intake.wrong_values == 3
@@ -242,7 +242,7 @@ def test_wrong_values_are_told_and_counted(world: World) -> None:
     ],
 )
 def test_a_control_that_was_not_understood_stores_nothing(
-    world: World, params: dict[str, Any]
+    world: OracleEngine, params: dict[str, Any]
 ) -> None:
     """The client learns of that, and of the name that it may have meant."""
     report = serve_params(world, "a", PROMPT, params)["kvtiers_report"]
@@ -258,7 +258,7 @@ def test_a_control_that_was_not_understood_stores_nothing(
 def test_the_log_says_at_debug_level_what_a_request_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with World(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
         logging.getLogger("offload").propagate = True  # the connector sends it to vLLM's log
         with caplog.at_level(logging.DEBUG, logger="offload"):
             serve(world, "a", PROMPT)

@@ -15,7 +15,7 @@ import pytest
 from offload.worker import runtime
 from tests.libcuda import Cuda, strict_cuda
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_scheduler import live
 from tiers.copy.cuda_engine import CudaCopyEngine
 from tiers.copy.cuda_paths import CopyPath
@@ -50,7 +50,7 @@ class DrivenEngine(CudaCopyEngine):
         self._cuda.await_idle()
 
 
-class CudaWorld(World):
+class OracleEngineOnCuda(OracleEngine):
     """A server whose KV cache lies in memory that is the GPU's."""
 
     def __init__(self, cuda: Cuda, path: CopyPath, *arguments: Any) -> None:
@@ -90,7 +90,7 @@ def test_every_byte_read_is_right(name: str, path: CopyPath, tmp_path: Path) -> 
     conditions = Conditions(slots=30, fault_rate=0.05, asynchronous=is_asynchronous)
     with strict_cuda(1) as cuda:
         cuda.make_current()
-        with CudaWorld(cuda, path, MODELS[name], conditions, tmp_path, 1) as world:
+        with OracleEngineOnCuda(cuda, path, MODELS[name], conditions, tmp_path, 1) as world:
             live(world, STEPS)
             assert world.finished > 5
             assert sum(world.loaded().values()) > 0, "nothing was restored"

@@ -12,20 +12,20 @@ from vllm.v1.request import RequestStatus
 
 from offload.requests.miss_reasons import Reason
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, serve, stored
 from tests.oracle.test_requests_told import _request
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
+def world(tmp_path: Path) -> Iterator[OracleEngine]:
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
         yield made
 
 
 @pytest.mark.parametrize("kept", [0, 52])
 def test_a_record_says_what_was_taken(
-    kept: int, world: World, monkeypatch: pytest.MonkeyPatch
+    kept: int, world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(world)
     find = world.connector.get_num_new_matched_tokens
@@ -47,7 +47,7 @@ def test_a_record_says_what_was_taken(
 
 
 def test_what_a_load_was_to_fill_is_not_stored_if_it_never_begins(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM has allocated the blocks and counts them as computed, and the client goes away before
     it lets the load begin."""

@@ -33,7 +33,7 @@ from offload.connector.worker import worker_side
 from offload.worker import runtime
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT
 from tests.oracle.test_requests_told import _request
 from tests.patience import PATIENCE_S
@@ -115,7 +115,7 @@ class DeadDisk:
                 self.revive()
 
 
-class Served(World):
+class Served(OracleEngine):
     """With the loop's own thread and real tiers."""
 
     @contextmanager

@@ -18,7 +18,7 @@ import pytest
 import offload.worker.executor
 from offload.connector.scheduler.open_loads import WAIT_S, UnfinishedLoads
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
 from tests.oracle.test_requests_told import _request
 from tiers.base import ReadOutcome
@@ -50,14 +50,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
+def world(tmp_path: Path) -> Iterator[OracleEngine]:
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as made:
         yield made
         made.check_idle()
 
 
 @pytest.fixture
-def failed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def failed(world: OracleEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests whose loads have failed, as vLLM knows."""
     names: list[str] = []
     update = world.connector._scheduler.update
@@ -70,14 +70,14 @@ def failed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def ask(world: World, name: str, prompt: list[int], tokens: int = 4) -> None:
+def ask(world: OracleEngine, name: str, prompt: list[int], tokens: int = 4) -> None:
     request = _request(world, name, prompt, None)
     request.max_tokens = tokens
     world.scheduler.add_request(request)
 
 
 @contextmanager
-def still(world: World) -> Iterator[None]:
+def still(world: OracleEngine) -> Iterator[None]:
     """The worker's loop does not turn."""
     usual = world._conditions
     world._conditions = dataclasses.replace(usual, late=0)
@@ -86,7 +86,7 @@ def still(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def steady(world: World) -> Iterator[None]:
+def steady(world: OracleEngine) -> Iterator[None]:
     """Each step gives loop and copies time for all that there is to do, so that a load that is
     begun in one step has ended in the next."""
     turn = world._turn
@@ -102,7 +102,7 @@ def steady(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def copies_hang(world: World) -> Iterator[None]:
+def copies_hang(world: OracleEngine) -> Iterator[None]:
     """Copies into GPU blocks that were submitted run only afterwards."""
     lane = world.engine._load
     hanging, lane.queue = lane.queue, deque()
@@ -110,7 +110,7 @@ def copies_hang(world: World) -> Iterator[None]:
     lane.queue.extendleft(reversed(hanging))
 
 
-def begin_load(world: World, name: str, prompt: list[int] = PROMPT) -> None:
+def begin_load(world: OracleEngine, name: str, prompt: list[int] = PROMPT) -> None:
     """Ask for a prompt, and let the loop turn until a copy for it was submitted."""
     ask(world, name, prompt)
     with still(world):
@@ -122,16 +122,16 @@ def begin_load(world: World, name: str, prompt: list[int] = PROMPT) -> None:
     raise AssertionError("no copy was submitted")
 
 
-def pass_deadlines(world: World, clock: Clock) -> None:
+def pass_deadlines(world: OracleEngine, clock: Clock) -> None:
     clock.ahead_s += world.executor.limits.load_timeout_s + offload.worker.executor.STALL_S + 1
 
 
-def blocks_of(world: World, name: str) -> set[int]:
+def blocks_of(world: OracleEngine, name: str) -> set[int]:
     return set(world.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
 
 def test_blocks_are_not_given_away_while_a_load_copies_into_them(
-    world: World, clock: Clock, failed: list[str]
+    world: OracleEngine, clock: Clock, failed: list[str]
 ) -> None:
     """The process stands still for longer than a load may take, with copies submitted."""
     stored(world)
@@ -155,7 +155,9 @@ def test_blocks_are_not_given_away_while_a_load_copies_into_them(
     assert failed == ["late"]
 
 
-def test_a_request_is_told_at_the_deadline_if_nothing_copies(world: World, clock: Clock) -> None:
+def test_a_request_is_told_at_the_deadline_if_nothing_copies(
+    world: OracleEngine, clock: Clock
+) -> None:
     stored(world)
     ask(world, "late", PROMPT)
     with still(world):
@@ -169,7 +171,7 @@ def test_a_request_is_told_at_the_deadline_if_nothing_copies(world: World, clock
     world.check()
 
 
-def test_a_rank_stores_again_when_its_loop_turns_again(world: World, clock: Clock) -> None:
+def test_a_rank_stores_again_when_its_loop_turns_again(world: OracleEngine, clock: Clock) -> None:
     stored(world)
     ask(world, "late", PROMPT)
     with still(world):
@@ -189,7 +191,7 @@ def test_a_rank_stores_again_when_its_loop_turns_again(world: World, clock: Cloc
 
 
 def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
-    world: World, clock: Clock, failed: list[str]
+    world: OracleEngine, clock: Clock, failed: list[str]
 ) -> None:
     """A client uses a name twice. The first load is given up and still reads from the disk."""
     keys = stored(world)
@@ -228,7 +230,7 @@ def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
 
 
 @contextmanager
-def stalled(world: World, clock: Clock) -> Iterator[None]:
+def stalled(world: OracleEngine, clock: Clock) -> Iterator[None]:
     """The loop stands still for longer than any load may take. Copies go on, or do not."""
     world._loop.turn(world.random.randrange(6))
     usual, limits, fence = world._conditions, world.executor.limits, world.executor.fence
@@ -252,7 +254,7 @@ def test_every_byte_is_right_while_loops_stand_still_now_and_then(
     conditions = Conditions(slots=60, fault_rate=0.05, late=3, asynchronous=seed % 2 == 1)
     if MODELS[name].drafts:
         conditions = dataclasses.replace(conditions, asynchronous=False)
-    with World(MODELS[name], conditions, tmp_path, seed) as world:
+    with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         gave_up = 0
         for _ in range(25):
             for _ in range(world.random.randrange(1, 7)):
@@ -268,7 +270,7 @@ def test_every_byte_is_right_while_loops_stand_still_now_and_then(
         assert sum(world.loaded().values()) > 0
 
 
-def live_a_step(world: World) -> None:
+def live_a_step(world: OracleEngine) -> None:
     chance = world.random.random()
     if chance < 0.4 and len(world.scheduler.requests) < 8:
         world.add()
@@ -290,7 +292,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
 ) -> None:
     """One request per step comes, loads its prompt and is served: some load is always open."""
     cold, hot = OTHERS[0], [[n, *range(1, 13)] for n in range(40)]
-    with World(MODELS["full"], Conditions(slots=300), tmp_path, 2) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=300), tmp_path, 2) as world:
         for number, prompt in enumerate([cold, *hot]):
             ask(world, f"first {number}", prompt)
         world.drain()
@@ -312,7 +314,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
         assert world.loaded()["cpu"] >= 12 * (steps - 1)
 
 
-def lose(world: World, name: str) -> None:
+def lose(world: OracleEngine, name: str) -> None:
     """The chunks that this request will load turn out to be missing on the disk."""
     identity = world.connector._scheduler._states[name].identity
     identity.extend(world.scheduler.requests[name].block_hashes)

@@ -25,7 +25,7 @@ from offload.telemetry.removed_chunks import RemovalCauses
 from policies.base import AdmissionPolicy, EntryInfo
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_requests_told import _request
 from tiers.base import ReadOutcome
 
@@ -36,7 +36,7 @@ def reason(record: RequestRecord) -> Reason:
     return record.miss.reason
 
 
-def serve(world: World, name: str, prompt: list[int], **told: Any) -> RequestRecord:
+def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> RequestRecord:
     """Serve one request alone; what is known of its lookup."""
     world.scheduler.add_request(_request(world, name, prompt, {"kvtiers": told} if told else None))
     world.drain()
@@ -62,13 +62,13 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def world(recorded: Path, tmp_path: Path) -> Iterator[World]:
-    with World(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
+def world(recorded: Path, tmp_path: Path) -> Iterator[OracleEngine]:
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
         yield made
         made.check_idle()
 
 
-def stored(world: World) -> list[bytes]:
+def stored(world: OracleEngine) -> list[bytes]:
     """Serve the prompt; the keys of its chunks in prefix order. The GPU has forgotten it then."""
     states = world.connector._scheduler._states
     request = _request(world, "first", PROMPT, None)
@@ -79,7 +79,7 @@ def stored(world: World) -> list[bytes]:
     return list(state.identity.keys[0][: len(PROMPT) // 4])
 
 
-def test_never_stored_then_complete(world: World) -> None:
+def test_never_stored_then_complete(world: OracleEngine) -> None:
     first = serve(world, "a", PROMPT)
     assert reason(first) is Reason.NEVER_STORED
     assert (first.miss.depth_tokens, first.hit_tokens, first.loaded) == (4, 0, {})
@@ -97,7 +97,7 @@ def test_never_stored_then_complete(world: World) -> None:
 
 
 def test_evicted_by_which_policy_and_when(recorded: Path, tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         keys = stored(world)
         for number in range(4):
             serve(world, f"x{number}", [200 - number, *range(1, 80)])
@@ -112,7 +112,7 @@ def test_evicted_by_which_policy_and_when(recorded: Path, tmp_path: Path) -> Non
 
 
 def test_no_room(recorded: Path, tmp_path: Path) -> None:
-    with World(MODELS["full"], Conditions(slots=4, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=4, tier=False), tmp_path, 1) as world:
         stored(world)
         cpu = world.planner.cpu
         cpu.pin(list(cpu.resident))  # everything is in use
@@ -121,7 +121,7 @@ def test_no_room(recorded: Path, tmp_path: Path) -> None:
         assert reason(serve(world, "b", [9, *PROMPT])) is Reason.NO_SPACE
 
 
-def test_not_admitted(world: World) -> None:
+def test_not_admitted(world: OracleEngine) -> None:
     class Never(AdmissionPolicy):
         def admit(self, key: Any, info: Any) -> bool:
             return False
@@ -131,7 +131,7 @@ def test_not_admitted(world: World) -> None:
     assert reason(serve(world, "b", PROMPT)) is Reason.NOT_ADMITTED
 
 
-def test_being_stored(world: World) -> None:
+def test_being_stored(world: OracleEngine) -> None:
     keys = stored(world)
     world.planner.cpu.drop(keys)
     world.planner.lower[0].drop(keys)
@@ -145,7 +145,7 @@ def test_being_stored(world: World) -> None:
 
 
 def test_the_chunks_of_a_load_are_computed_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(world)
     load_ranges, made = PrefixMatcher.load_ranges, []
@@ -161,7 +161,7 @@ def test_the_chunks_of_a_load_are_computed_once(
     assert len(made) == 1
 
 
-def test_store_failed(world: World) -> None:
+def test_store_failed(world: OracleEngine) -> None:
     """The store's blocks were given away before it was sent."""
     request = _request(world, "a", PROMPT, None)
     world.scheduler.add_request(request)
@@ -179,7 +179,7 @@ def test_store_failed(world: World) -> None:
     assert reason(serve(world, "b", PROMPT)) is Reason.STORE_FAILED
 
 
-def reads_give(world: World, outcome: ReadOutcome) -> None:
+def reads_give(world: OracleEngine, outcome: ReadOutcome) -> None:
     """Every read of the lower tier gives this from now on; the CPU tier is empty."""
     world.planner.cpu.drop(list(world.planner.cpu.resident))
 
@@ -198,7 +198,7 @@ def reads_give(world: World, outcome: ReadOutcome) -> None:
     ],
 )
 def test_bad_records(
-    world: World, outcome: ReadOutcome, first: Reason, then: Reason | None
+    world: OracleEngine, outcome: ReadOutcome, first: Reason, then: Reason | None
 ) -> None:
     stored(world)
     reads_give(world, outcome)
@@ -214,7 +214,7 @@ def test_bad_records(
         assert later.miss.tier == "file"
 
 
-def test_deadline(world: World) -> None:
+def test_deadline(world: OracleEngine) -> None:
     """The request was answered before its load has ended."""
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
@@ -236,7 +236,7 @@ def test_other_namespace_says_which_field_differs(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conditions = Conditions(slots=100)
-    with World(MODELS["full"], conditions, tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 1) as world:
         stored(world)
         world.check_idle()
     make = oracle_world.make_config
@@ -247,7 +247,7 @@ def test_other_namespace_says_which_field_differs(
         return config, kv_cache_config
 
     monkeypatch.setattr(oracle_world, "make_config", other)
-    with World(MODELS["full"], conditions, tmp_path, 1) as world:
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 1) as world:
         miss = serve(world, "a", PROMPT).miss
         assert miss.reason is Reason.NAMESPACE
         assert "chunk_blocks differs" in miss.note
@@ -255,7 +255,7 @@ def test_other_namespace_says_which_field_differs(
         assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, "much later"
 
 
-def test_reset(world: World) -> None:
+def test_reset(world: OracleEngine) -> None:
     stored(world)
     world.change_weights()
     assert reason(serve(world, "b", PROMPT)) is Reason.RESET
@@ -264,7 +264,7 @@ def test_reset(world: World) -> None:
 @pytest.mark.parametrize("name", ["sliding_full", "mamba1_full"])
 def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
     """The layers that keep every token have the prefix, the others kept another boundary."""
-    with World(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
+    with OracleEngine(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
         kinds = {g.group: g.kind for g in world.connector._scheduler.layout.groups}
         serve(world, "a", [*PROMPT, *range(64, 120)])
         world.forget_locally()
@@ -286,7 +286,7 @@ def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
         ({"tiers": ["file"]}, "tiers"),
     ],
 )
-def test_filtered_by_the_request(world: World, told: dict[str, Any], note: str) -> None:
+def test_filtered_by_the_request(world: OracleEngine, told: dict[str, Any], note: str) -> None:
     stored(world)
     world.planner.lower[0].drop(list(world.planner.lower[0].resident))
     found = serve(world, "b", PROMPT, **told)
@@ -294,7 +294,7 @@ def test_filtered_by_the_request(world: World, told: dict[str, Any], note: str) 
     assert found.miss.note == note
 
 
-def test_budget(world: World) -> None:
+def test_budget(world: OracleEngine) -> None:
     stored(world)
     world.planner.loads.loading = 1
     loads = world.planner.loads
@@ -306,7 +306,7 @@ def test_budget(world: World) -> None:
 
 
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])
-def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
+def test_a_tier_that_is_not_asked(world: OracleEngine, which: Reason) -> None:
     stored(world)
     gate = world.planner.health[0]
     far = time.monotonic() + 1e6
@@ -320,7 +320,7 @@ def test_a_tier_that_is_not_asked(world: World, which: Reason) -> None:
     assert found.miss.tier == "file"
 
 
-def test_too_few_tokens_to_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_tokens_to_load(world: OracleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
     pace = type(world.planner.health[0].pace)
@@ -331,7 +331,7 @@ def test_too_few_tokens_to_load(world: World, monkeypatch: pytest.MonkeyPatch) -
 # -- counted, written and read back --------------------------------------------------------------
 
 
-def test_counters_and_file_tell_the_same(world: World, recorded: Path) -> None:
+def test_counters_and_file_tell_the_same(world: OracleEngine, recorded: Path) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     serve(world, "b", [*PROMPT, *range(80, 100)])
@@ -353,7 +353,9 @@ def test_counters_and_file_tell_the_same(world: World, recorded: Path) -> None:
     assert MEANINGS[Reason.NEVER_STORED][:40] in table.output
 
 
-def test_a_record_that_fails_costs_no_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_fails_costs_no_load(
+    world: OracleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(world)
 
     def broken(*_: Any) -> Miss:
@@ -412,7 +414,9 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_planted_faults_are_seen(
-    world: World, fault: Callable[[pytest.MonkeyPatch], None], test: Callable[[World], None]
+    world: OracleEngine,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    test: Callable[[OracleEngine], None],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

@@ -18,7 +18,7 @@ from policies.simulation.simulator import simulate
 from policies.simulation.trace_formats import read_trace
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 
 
 class Spy(LruPolicy):
@@ -43,7 +43,7 @@ class Spy(LruPolicy):
 
 
 def _request(
-    world: World, name: str, prompt: list[int], told: Any, salt: str | None = None
+    world: OracleEngine, name: str, prompt: list[int], told: Any, salt: str | None = None
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=4,
@@ -55,7 +55,9 @@ def _request(
     return Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=world._hasher)
 
 
-def _serve(world: World, name: str, prompt: list[int], told: Any, salt: str | None = None) -> None:
+def _serve(
+    world: OracleEngine, name: str, prompt: list[int], told: Any, salt: str | None = None
+) -> None:
     world.scheduler.add_request(_request(world, name, prompt, told, salt))
     world.drain()
     world.check()
@@ -72,13 +74,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return config, kv_cache_config
 
     monkeypatch.setattr(oracle_world, "make_config", recording)
-    with World(MODELS["full"], Conditions(slots=80, tier=False), tmp_path, 1) as made:
+    with OracleEngine(MODELS["full"], Conditions(slots=80, tier=False), tmp_path, 1) as made:
         made.trace = trace  # type: ignore[attr-defined]  # for the test alone
         yield made
 
 
 def test_hints_of_a_served_request_reach_the_policy(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: OracleEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     spy = world.planner.cpu.policy = Spy()
     end = {"kvtiers": {"session": "s", "session_end": True}}
@@ -103,7 +105,7 @@ def test_hints_of_a_served_request_reach_the_policy(
     assert len({id(r) for r in caplog.records if "kv_transfer_params of request" in r.message}) == 1
 
 
-def test_what_was_evicted_under_a_running_request_is_stored_again(world: World) -> None:
+def test_what_was_evicted_under_a_running_request_is_stored_again(world: OracleEngine) -> None:
     prompt = list(range(64))
     _serve(world, "a", prompt, None)
     keys = list(world.planner.cpu.resident)
@@ -119,7 +121,7 @@ def test_what_was_evicted_under_a_running_request_is_stored_again(world: World) 
     assert all(key in world.planner.cpu for key in keys)
 
 
-def test_the_recorded_trace_can_be_simulated(world: World) -> None:
+def test_the_recorded_trace_can_be_simulated(world: OracleEngine) -> None:
     prompt = list(range(64))
     _serve(world, "a", prompt, {"kvtiers": {"session": 7, "pinned": 40}})
     _serve(world, "b", prompt + [1] * 32, {"kvtiers": {"session": 7, "session_end": True}})

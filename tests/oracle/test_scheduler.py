@@ -28,7 +28,7 @@ from offload.requests.request_state import StoreState
 from offload.worker.executor import Executor
 from offload.worker.loads import LoadTask
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 
 SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2")))
 STEPS = 250
@@ -48,7 +48,7 @@ def conditions_of(name: str, seed: int) -> Conditions:
     )
 
 
-def change_weights_in_flight(world: World) -> None:
+def change_weights_in_flight(world: OracleEngine) -> None:
     """The weights change while requests run on. vLLM cannot empty its own cache before they have
     ended; the connector must store nothing that came from their old KV cache. Requests that do not
     run yet are aborted: they would read the old blocks in vLLM's cache."""
@@ -68,7 +68,7 @@ def change_weights_in_flight(world: World) -> None:
     assert world.scheduler.reset_prefix_cache()
 
 
-def live(world: World, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
+def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
     """Requests come, run, are aborted; caches are emptied; now and then the weights change,
     ``in_flight`` of the times while requests run on."""
     rng = world.random
@@ -95,7 +95,7 @@ def live(world: World, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
     conditions = conditions_of(name, seed)
-    with World(MODELS[name], conditions, tmp_path, seed) as world:
+    with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world, in_flight=0.5)
         assert world.finished > 5
         if conditions.slots > 12:  # the smallest tier may hold nothing that is asked for again
@@ -108,7 +108,9 @@ def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
     seen = dict.fromkeys(["cpu", "file", "preempted", "load_failures", "fenced", "weights"], 0)
     for seed in range(6):
         folder = tmp_path / str(seed)
-        with World(MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed) as world:
+        with OracleEngine(
+            MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed
+        ) as world:
             live(world)
             for what, count in world.events().items():
                 seen[what] += count
@@ -124,7 +126,7 @@ def test_blocks_written_before_the_fence_leave_no_wrong_record(
 ) -> None:
     """Model Runner V2 zeroes and copies blocks before it calls the hook that fences."""
     conditions = dataclasses.replace(conditions_of(name, seed), runner=2)
-    with World(MODELS[name], conditions, tmp_path, seed) as world:
+    with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world)
         assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
@@ -252,7 +254,7 @@ SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_fu
 def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
     """Live under the conditions of planted faults; what was seen to be wrong, or nothing."""
     conditions = Conditions(slots=60, fault_rate=0.2, late=2, runner=runner)
-    with World(MODELS[model], conditions, folder, seed) as world:
+    with OracleEngine(MODELS[model], conditions, folder, seed) as world:
         try:
             live(world)
         except AssertionError as error:

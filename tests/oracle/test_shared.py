@@ -24,7 +24,7 @@ from offload.namespaces.epochs import TierEpochs
 from offload.worker.presence_queries import PresenceQueries
 from offload.worker.tier_writer import TierWriter
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_scheduler import READS_WRONG, live
 from tiers.base import ReadOutcome, Tier, TierIoError
 from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
@@ -66,7 +66,7 @@ class UnreliableSharedTier(SharedMemoryTier):
         await super().reset(epoch)
 
 
-class Engine(World):
+class Engine(OracleEngine):
     """One of several engines over a shared memory; weights that it is given are its own."""
 
     def __init__(

@@ -11,14 +11,14 @@ import pytest
 from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.planner.jobs import JobKind
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
 from tests.oracle.test_requests_told import _request
 
 OTHER = list(range(30, 94))
 
 
-def ask(world: World, name: str, prompt: list[int]) -> Any:
+def ask(world: OracleEngine, name: str, prompt: list[int]) -> Any:
     request = _request(world, name, prompt, None)
     world.scheduler.add_request(request)
     return request
@@ -28,11 +28,11 @@ def ask(world: World, name: str, prompt: list[int]) -> Any:
 def world(request: Any, tmp_path: Path) -> Any:
     """With and without recurrent states, which are stored in another way."""
     conditions = Conditions(slots=100, tier=False, batched_tokens=16)
-    with World(MODELS[request.param], conditions, tmp_path, 2) as made:
+    with OracleEngine(MODELS[request.param], conditions, tmp_path, 2) as made:
         yield made
 
 
-def compute_a_part(world: World) -> None:
+def compute_a_part(world: OracleEngine) -> None:
     """A request is in the middle of its prompt when the weights change; it is not restarted."""
     request = ask(world, "running", PROMPT)
     world.step()
@@ -41,7 +41,7 @@ def compute_a_part(world: World) -> None:
     world.scheduler.reset_connector_cache()
 
 
-def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: World) -> None:
+def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: OracleEngine) -> None:
     """Nor what follows: it is computed from the old KV cache."""
     compute_a_part(world)
     world.drain()
@@ -53,7 +53,7 @@ def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: Wo
     assert len(world.planner.cpu) > 0
 
 
-def test_a_request_that_begins_again_is_stored_under_new_weights(world: World) -> None:
+def test_a_request_that_begins_again_is_stored_under_new_weights(world: OracleEngine) -> None:
     compute_a_part(world)
     world.forget_locally()  # vLLM preempts it, and computes it from the beginning
     world.drain()
@@ -66,7 +66,7 @@ def test_a_request_that_begins_again_is_stored_under_new_weights(world: World) -
 def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
     """A load has failed, or its request has lost its blocks again: nothing of it counts as loaded,
     and others need not wait for the end of this request."""
-    with World(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
         keys = stored(world)[: (len(PROMPT) - 1) // 4]
         if how == "failed":
             world.planner.cpu.clear()
@@ -90,7 +90,7 @@ def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
         world.check()
 
 
-def chunks_being_stored(world: World) -> int:
+def chunks_being_stored(world: OracleEngine) -> int:
     """Of stores that were sent and not answered."""
     unsent = {store.job for store in world.planner.stores._planned}
     jobs = [job for job in world.planner.jobs.jobs() if job.kind is JobKind.STORE]
@@ -102,7 +102,9 @@ def test_a_fault_that_may_have_hidden_a_fence_spoils_every_open_store(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The content of these stores' blocks is unknown. The chunks may be stored again later."""
-    with World(MODELS["full"], Conditions(slots=100, tier=False, late=1), tmp_path, 2) as world:
+    with OracleEngine(
+        MODELS["full"], Conditions(slots=100, tier=False, late=1), tmp_path, 2
+    ) as world:
         ask(world, "stored", PROMPT)
         world.drain()
         world.forget_locally()

@@ -34,7 +34,7 @@ HOPELESS_S = (FAILURES + 2) * LIMITS.tier_timeout_s
 """After hanging for so long a tier's breaker must have opened."""
 
 
-class World(Engine):
+class ServerLife(Engine):
     """See the module. ``run`` lives through so many steps, comes to rest and audits what is left.
     ``hits`` counts restored chunks by where they came from, ``events`` what happened."""
 
@@ -315,7 +315,7 @@ def _virtual_clocks() -> Iterator[None]:
         yield
 
 
-def live(world: World, steps: int) -> World:
+def live(world: ServerLife, steps: int) -> ServerLife:
     """Let a world live; a failure says how far it came."""
     with _virtual_clocks():
         try:

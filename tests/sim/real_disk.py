@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.sim.life import ServerLife
 from tests.sim.server import Medium, Setup
 from tests.sim.virtual_time import VirtualLoop
-from tests.sim.world import World
 from tiers.adapters.wrapper import TierWrapper
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.lmdb.tier import LmdbTier
@@ -78,7 +78,7 @@ class LmdbMedium(OnThreads, Medium):
         return self._disk.epoch
 
 
-class DiskWorld(World):
+class ServerLifeOnDisk(ServerLife):
     """A world whose lower tiers are LMDB tiers in a folder."""
 
     def __init__(self, seed: int, folder: Path, setup: Setup | None = None) -> None:

@@ -32,8 +32,8 @@ from offload.worker.staging import Window
 from offload.worker.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
 from tests.sim.device import Device
+from tests.sim.life import ServerLife, live
 from tests.sim.server import Setup
-from tests.sim.world import World, live
 
 SEEDS = 60
 STEPS = 100
@@ -288,7 +288,7 @@ QUICK = ("fences are skipped", "failed reads fill slots", "loads go on over a re
 def first_failure(setup: Setup | None, first: int = 0) -> tuple[int, BaseException] | None:
     for seed in (first, *range(SEEDS)):
         try:
-            live(World(seed, setup), STEPS)
+            live(ServerLife(seed, setup), STEPS)
         except (AssertionError, InvariantError, KeyError) as error:
             return seed, error
     return None
@@ -318,4 +318,4 @@ def test_a_tier_that_lies_is_seen() -> None:
 @pytest.mark.parametrize("setup", [SMALL, BROKEN_COPIES, Setup(trouble=0.08)])
 def test_without_planted_faults_these_worlds_live(setup: Setup) -> None:
     for seed in range(5):
-        live(World(seed, setup), STEPS)
+        live(ServerLife(seed, setup), STEPS)

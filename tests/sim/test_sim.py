@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.real_disk import DiskWorld
+from tests.sim.life import ServerLife, live
+from tests.sim.real_disk import ServerLifeOnDisk
 from tests.sim.weather import Sky
-from tests.sim.world import World, live
 
 SEEDS = int(os.environ.get("KVTIERS_SIM_SEEDS", "120"))
 FIRST = int(os.environ.get("KVTIERS_SIM_FIRST", "0"))
@@ -38,7 +38,7 @@ class Totals:
         self.worlds = self.steps = self.turns = self.checked = 0
         self.cpu_s = 0.0
 
-    def add(self, world: World) -> None:
+    def add(self, world: ServerLife) -> None:
         """Count one life."""
         self.events += world.events
         self.hits += world.hits
@@ -62,9 +62,9 @@ def totals() -> Totals:
     return Totals()
 
 
-def live_through(seed: int) -> World:
+def live_through(seed: int) -> ServerLife:
     """One world; a failure says how to see it again."""
-    world = World(seed)
+    world = ServerLife(seed)
     try:
         return live(world, STEPS)
     except BaseException as error:
@@ -114,7 +114,7 @@ def test_the_worlds_have_seen_everything(totals: Totals) -> None:
 @pytest.mark.parametrize("seed", range(DISK_SEEDS))
 def test_worlds_on_real_disk_tiers(seed: int, tmp_path: Path) -> None:
     """Fewer, because the disks are real; their threads decide some orders, so a seed may differ."""
-    world = live(DiskWorld(seed, tmp_path), STEPS // 2)
+    world = live(ServerLifeOnDisk(seed, tmp_path), STEPS // 2)
     assert world.events["finished"]
 
 
@@ -124,6 +124,6 @@ def test_replay() -> None:
         world = live_through(int(SEED))
         print(world.setup, dict(world.events), dict(world.hits))
         return
-    first, second = (live(World(7), STEPS) for _ in range(2))
+    first, second = (live(ServerLife(7), STEPS) for _ in range(2))
     assert first.events == second.events
     assert (first.steps, first.checked, first.hits) == (second.steps, second.checked, second.hits)

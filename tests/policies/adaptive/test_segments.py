@@ -77,7 +77,7 @@ class _Naive:
         return found
 
 
-class _World:
+class _TreeAndNaive:
     """The two beside each other."""
 
     def __init__(self, seed: int) -> None:
@@ -191,7 +191,7 @@ def test_segments_are_what_single_keys_are(
     monkeypatch.setattr(segments, "SMALL", small)
     monkeypatch.setattr(segments, "_LOOSE_MAX", 3)
     monkeypatch.setattr(segments, "_LEFT_MAX", 2)
-    world = _World(seed)
+    world = _TreeAndNaive(seed)
     for _ in range(150):
         world.arrive()
         for act in world.draw.choices([world.touch, world.drain, world.drop], [4, 3, 1], k=3):

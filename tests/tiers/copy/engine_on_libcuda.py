@@ -19,7 +19,7 @@ SLOTS = 6
 MODEL_STREAM = 0
 
 
-class World:
+class SimulatedGpu:
     """A GPU with one cache, a pinned slab and an engine. ``options`` are the library's;
     ``failing`` names a function and which call of it fails."""
 

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.tiers.copy.engine_on_libcuda import BLOCKS, MODEL_STREAM, SLOTS, World
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, MODEL_STREAM, SLOTS, SimulatedGpu
 from tests.tiers.copy.known_caches import Cache, batch, contiguous_blocks, separate_layers
 from tiers.copy.base import TransferError
 from tiers.copy.cuda_paths import CopyPath
@@ -28,8 +28,8 @@ def cache() -> Cache:
 
 
 @pytest.fixture
-def world(cache: Cache) -> Iterator[World]:
-    one = World(cache, path=CopyPath.BATCH)
+def world(cache: Cache) -> Iterator[SimulatedGpu]:
+    one = SimulatedGpu(cache, path=CopyPath.BATCH)
     yield one
     one.close()
 
@@ -41,7 +41,7 @@ async def test_bytes_are_right_both_ways_on_every_path(make: object, path: CopyP
     # numpy aligns to 16, as the kernel needs.
     assert cache.storage.ctypes.data % 16 == 0
     for seed in range(5):
-        world = World(cache, seed=seed, path=path)
+        world = SimulatedGpu(cache, seed=seed, path=path)
         try:
             assert world.paths() == (path, path)
             rows = np.random.default_rng(seed).permutation(BLOCKS).reshape(SLOTS, 2).tolist()
@@ -57,7 +57,7 @@ async def test_bytes_are_right_both_ways_on_every_path(make: object, path: CopyP
             world.close()
 
 
-async def store_behind_a_forward_pass(world: World, wait: bool) -> bool:
+async def store_behind_a_forward_pass(world: SimulatedGpu, wait: bool) -> bool:
     """Returns True if a store sees the bytes of a kernel that runs late."""
     world.cache.storage[:] = 0
     world.cuda.hold(MODEL_STREAM)
@@ -72,16 +72,16 @@ async def store_behind_a_forward_pass(world: World, wait: bool) -> bool:
     return bool((world.slot(1) == 7).all())
 
 
-async def test_a_store_waits_for_the_forward_pass(world: World) -> None:
+async def test_a_store_waits_for_the_forward_pass(world: SimulatedGpu) -> None:
     assert await store_behind_a_forward_pass(world, wait=True)
 
 
-async def test_without_the_event_it_would_not(world: World) -> None:
+async def test_without_the_event_it_would_not(world: SimulatedGpu) -> None:
     """The library can show the fault that the test above looks for."""
     assert not await store_behind_a_forward_pass(world, wait=False)
 
 
-async def test_a_load_waits_for_the_readers_of_its_blocks(world: World) -> None:
+async def test_a_load_waits_for_the_readers_of_its_blocks(world: SimulatedGpu) -> None:
     world.cache.storage[:] = 3
     world.slot(1)[:] = 9
     seen: list[int] = []
@@ -100,7 +100,7 @@ async def test_a_load_waits_for_the_readers_of_its_blocks(world: World) -> None:
 async def test_order_holds_under_random_delays(cache: Cache, path: CopyPath) -> None:
     """Forward passes, stores of what they wrote and loads of it, on three streams at once."""
     for seed in range(4):
-        world = World(cache, seed=seed, path=path, delay_us=500)
+        world = SimulatedGpu(cache, seed=seed, path=path, delay_us=500)
         try:
             for value in range(1, 12):
                 slot = value % SLOTS
@@ -125,7 +125,9 @@ async def test_order_holds_under_random_delays(cache: Cache, path: CopyPath) -> 
 async def test_no_call_holds_more_copies_than_drivers_bear(blocks: int) -> None:
     """A job of any length goes out in calls of ``BATCH_COPIES_MAX``; the library refuses more."""
     cache = separate_layers([32, 16, 48], blocks, chunk_blocks=blocks // 4)
-    world = World(cache, path=CopyPath.BATCH, slots=4, batch_limit=BATCH_COPIES_MAX, delay_us=0)
+    world = SimulatedGpu(
+        cache, path=CopyPath.BATCH, slots=4, batch_limit=BATCH_COPIES_MAX, delay_us=0
+    )
     try:
         rows = np.random.default_rng(0).permutation(blocks).reshape(4, -1).tolist()
         before = cache.storage.copy()
@@ -145,7 +147,7 @@ async def test_no_call_holds_more_copies_than_drivers_bear(blocks: int) -> None:
         world.close()
 
 
-async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: World) -> None:
+async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: SimulatedGpu) -> None:
     world.cuda.hold()
     before = world.slot(0).copy()
     first = world.engine.submit_store([batch([0], [[0, 1]])])
@@ -162,7 +164,7 @@ async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: World) -
 
 
 async def test_lists_of_copies_are_held_until_the_copies_have_run(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says that the driver has read its arrays when the call returns."""
     lists: list[weakref.ref[np.ndarray]] = []
@@ -186,7 +188,7 @@ async def test_lists_of_copies_are_held_until_the_copies_have_run(
 
 
 async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_more(
-    world: World,
+    world: SimulatedGpu,
 ) -> None:
     world.cuda.hold()
     world.cuda.fail("half of cuMemcpyBatchAsync", 1)
@@ -208,7 +210,7 @@ async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_mo
     np.testing.assert_array_equal(slots[0], world.cache.chunk([0, 1]))
 
 
-async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: World) -> None:
+async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: SimulatedGpu) -> None:
     world.slot(0)[:] = 0xEE
     bad = world.engine.submit_store([batch([0], [[0, 1]]), batch([1], [[0, BLOCKS]])])
     with pytest.raises(TransferError, match="block 12 asked for"):
@@ -219,7 +221,7 @@ async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: Wo
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
 
 
-async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: World) -> None:
+async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: SimulatedGpu) -> None:
     world.cuda.configure(event_failure=700)
     with pytest.raises(TransferError, match="cuEventSynchronize: unknown error"):
         await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
@@ -227,7 +229,9 @@ async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: World)
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
 
 
-async def test_a_job_whose_end_cannot_be_marked_ends_when_its_copies_have(world: World) -> None:
+async def test_a_job_whose_end_cannot_be_marked_ends_when_its_copies_have(
+    world: SimulatedGpu,
+) -> None:
     world.cuda.hold()
     world.cuda.fail("cuEventRecord", 700, nth=1)
     ticket = world.engine.submit_store([batch([0], [[0, 1]])])
@@ -241,7 +245,7 @@ async def test_a_job_whose_end_cannot_be_marked_ends_when_its_copies_have(world:
     await behind.completed()
 
 
-async def test_a_job_without_an_event_for_its_end_does_not_begin(world: World) -> None:
+async def test_a_job_without_an_event_for_its_end_does_not_begin(world: SimulatedGpu) -> None:
     world.slot(0)[:] = 0xEE
     held = [world.engine.record_event() for _ in range(world.cuda.count("events"))]
     world.cuda.fail("cuEventCreate", 2)
@@ -255,7 +259,7 @@ async def test_a_job_without_an_event_for_its_end_does_not_begin(world: World) -
 
 
 async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: SimulatedGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.cuda.fail("half of cuMemcpyBatchAsync", 1)
     for count in range(2, 14):  # the text differs, the kind does not
@@ -280,7 +284,7 @@ async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
 
 
 async def test_the_event_is_of_the_caches_device_whatever_the_caller_has_made_current(
-    world: World,
+    world: SimulatedGpu,
 ) -> None:
     """In this thread no context is current, as on one whose model runs on another device."""
     after = await asyncio.to_thread(world.engine.record_event)
@@ -288,14 +292,14 @@ async def test_the_event_is_of_the_caches_device_whatever_the_caller_has_made_cu
     np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
 
 
-async def test_an_event_of_something_else_is_refused(world: World) -> None:
+async def test_an_event_of_something_else_is_refused(world: SimulatedGpu) -> None:
     with pytest.raises(TypeError, match="not an event of this engine"):
         world.engine.submit_store([], object())
 
 
 async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> None:
     threads = set(threading.enumerate())
-    world = World(cache)
+    world = SimulatedGpu(cache)
     tickets = [world.engine.submit_store([batch([i % SLOTS], [[0, 1]])]) for i in range(30)]
     held = world.engine.record_event()
     world.engine.close()
@@ -331,7 +335,7 @@ async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> N
 def test_what_was_set_up_is_released_when_a_later_step_fails(
     cache: Cache, name: str, nth: int
 ) -> None:
-    world = World(cache)
+    world = SimulatedGpu(cache)
     world.engine.close()
     threads = set(threading.enumerate())
     retained = world.cuda.count("retained")
@@ -348,14 +352,14 @@ def test_what_was_set_up_is_released_when_a_later_step_fails(
         world.close()
 
 
-async def test_events_are_reused(world: World) -> None:
+async def test_events_are_reused(world: SimulatedGpu) -> None:
     for _ in range(50):
         after = world.engine.record_event()
         await world.engine.submit_store([batch([0], [[0, 1]])], after).completed()
     assert world.cuda.count("events") <= 6
 
 
-async def test_threads_keep_out_of_the_way_of_graph_capture(world: World) -> None:
+async def test_threads_keep_out_of_the_way_of_graph_capture(world: SimulatedGpu) -> None:
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
     lanes = {"kvtiers-store", "kvtiers-store-wait", "kvtiers-load", "kvtiers-load-wait"}
@@ -367,10 +371,10 @@ async def test_threads_keep_out_of_the_way_of_graph_capture(world: World) -> Non
 
 
 async def test_an_older_driver_copies_one_by_one(cache: Cache) -> None:
-    world = World(cache, has_batch=0, path=CopyPath.BATCH)
+    world = SimulatedGpu(cache, has_batch=0, path=CopyPath.BATCH)
     assert world.paths() == (CopyPath.EACH, CopyPath.EACH)
     world.close()
-    world = World(cache, has_batch=0, path=CopyPath.EACH)
+    world = SimulatedGpu(cache, has_batch=0, path=CopyPath.EACH)
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
     world.close()
@@ -381,7 +385,7 @@ async def test_where_the_gpu_has_other_addresses_for_host_memory_nothing_uses_ou
     cache: Cache, path: CopyPath | None
 ) -> None:
     """Attribute 91 is 0 on WSL2: one batch or kernel there, and every later call fails."""
-    world = World(cache, path=path, host_pointers=0)
+    world = SimulatedGpu(cache, path=path, host_pointers=0)
     try:
         assert world.paths() == (CopyPath.EACH, CopyPath.EACH)
         await world.engine.submit_store([batch([0], [[0, 1]])]).completed()

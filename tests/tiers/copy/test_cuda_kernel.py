@@ -17,7 +17,7 @@ import pytest
 
 from tests.libcuda import COPY, ROOT, missing, triton_folder
 from tests.patience import PATIENCE_S
-from tests.tiers.copy.engine_on_libcuda import BLOCKS, SLOTS, World
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, SLOTS, SimulatedGpu
 from tests.tiers.copy.known_caches import Cache, batch, contiguous_blocks, separate_layers
 from tiers.copy import cuda_kernel
 from tiers.copy.base import TransferError
@@ -71,7 +71,7 @@ async def test_the_kernel_copies_exactly_its_list(make: object) -> None:
     """Sizes below, at and above what a warp holds (2 KiB); nothing between them is touched."""
     pages = [16, 32, 2032, 2048, 2064, 3 * 2048 - 16, 48]
     cache: Cache = make(pages, BLOCKS, chunk_blocks=2, padding=16)  # type: ignore[operator]  # a function
-    world = World(cache, path=CopyPath.KERNEL)
+    world = SimulatedGpu(cache, path=CopyPath.KERNEL)
     try:
         rows = np.random.default_rng(0).permutation(BLOCKS).reshape(SLOTS, 2).tolist()
         before = cache.storage.copy()
@@ -94,10 +94,10 @@ async def test_the_kernel_copies_exactly_its_list(make: object) -> None:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """Every copy goes through the kernel, four copies per launch: one chunk."""
     monkeypatch.setattr(cuda_kernel, "LIST_COPIES", 4)
-    one = World(separate_layers([4096, 8192], BLOCKS, chunk_blocks=2), path=CopyPath.KERNEL)
+    one = SimulatedGpu(separate_layers([4096, 8192], BLOCKS, chunk_blocks=2), path=CopyPath.KERNEL)
     assert one.paths() == (CopyPath.KERNEL, CopyPath.KERNEL)
     yield one
     one.close()
@@ -107,7 +107,7 @@ def rows_of(chunk: int) -> list[list[int]]:
     return [[2 * chunk, 2 * chunk + 1]]
 
 
-async def test_a_list_is_written_again_only_when_its_launch_has_run(world: World) -> None:
+async def test_a_list_is_written_again_only_when_its_launch_has_run(world: SimulatedGpu) -> None:
     """More launches wait than there are lists. The first copies another chunk than the rest."""
     launches = world.cuda.calls("cuLaunchKernel")
     for slot in range(SLOTS):
@@ -140,7 +140,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_a_list_whose_launch_left_no_event_is_kept_until_its_stream_has_run(
-    world: World,
+    world: SimulatedGpu,
 ) -> None:
     """Otherwise the launch would do the copies of a later job, before that job may begin."""
     launches, waits = (world.cuda.calls(name) for name in ("cuLaunchKernel", "cuStreamSynchronize"))
@@ -169,7 +169,7 @@ async def test_a_list_whose_launch_left_no_event_is_kept_until_its_stream_has_ru
     assert (world.cache.chunk(rows_of(5)[0]) == 9).all()
 
 
-async def test_a_job_longer_than_all_lists_is_copied(world: World) -> None:
+async def test_a_job_longer_than_all_lists_is_copied(world: SimulatedGpu) -> None:
     slots = [n % SLOTS for n in range(3 * LISTS)]
     rows = [rows_of(slot)[0] for slot in slots]
     await world.engine.submit_store([batch(slots, rows)]).completed()
@@ -178,7 +178,7 @@ async def test_a_job_longer_than_all_lists_is_copied(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord"])
-async def test_lists_stay_right_after_a_launch_that_failed(world: World, name: str) -> None:
+async def test_lists_stay_right_after_a_launch_that_failed(world: SimulatedGpu, name: str) -> None:
     for slot in range(SLOTS):
         world.slot(slot)[:] = 0
     world.cuda.hold()
@@ -216,7 +216,7 @@ async def test_without_the_kernel_the_batch_copies_everything(
     """Wherever its set-up fails, what was set up is let go (``strict_cuda`` counts)."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     with caplog.at_level(logging.WARNING, "tiers.copy.cuda_engine"):
-        world = World(cache, failing=(name, nth))
+        world = SimulatedGpu(cache, failing=(name, nth))
     try:
         assert caplog.text.count("the gather/scatter kernel cannot be used (") == 1
         assert world.paths() == (CopyPath.BATCH, CopyPath.BATCH)

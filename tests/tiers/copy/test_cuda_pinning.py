@@ -11,7 +11,7 @@ import pytest
 
 from tests.libcuda import strict_cuda
 from tests.patience import PATIENCE_S
-from tests.tiers.copy.engine_on_libcuda import BLOCKS, SLOTS, World
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, SLOTS, SimulatedGpu
 from tests.tiers.copy.known_caches import Cache, batch, separate_layers
 from tiers.copy.base import TransferError
 from tiers.copy.cuda_engine import CudaCopyEngine
@@ -36,10 +36,10 @@ class Slow(CudaRegistrar):
 
 
 @pytest.fixture
-def slow(cache: Cache) -> Iterator[World]:
+def slow(cache: Cache) -> Iterator[SimulatedGpu]:
     """A world in which the first piece (slot 0) is pinned, and the rest is not yet."""
     Slow.permits = threading.Semaphore(1)
-    one = World(cache, path=CopyPath.BATCH, registrar=Slow, wait_pinned=False)
+    one = SimulatedGpu(cache, path=CopyPath.BATCH, registrar=Slow, wait_pinned=False)
     one.slab.wait_ready(1)
     yield one
     Slow.permits.release(SLOTS)
@@ -48,7 +48,7 @@ def slow(cache: Cache) -> Iterator[World]:
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
-    slow: World, seed: int
+    slow: SimulatedGpu, seed: int
 ) -> None:
     """Every copy ends while the pinning stands still."""
     rng = np.random.default_rng(seed)
@@ -72,7 +72,7 @@ async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
     assert slow.cuda.calls("cuMemcpyAsync") == 2 * 4 * (SLOTS - 1), "all are pinned now"
 
 
-async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: World) -> None:
+async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: SimulatedGpu) -> None:
     first = slow.engine.submit_load([batch([5], [[0, 1]])])
     second = slow.engine.submit_load([batch([0], [[2, 3]])])
     both = asyncio.gather(first.completed(), second.completed())
@@ -80,7 +80,7 @@ async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: World) 
     assert slow.slab.pinned_slots == 1
 
 
-async def test_closing_does_not_wait_for_the_pinning(slow: World) -> None:
+async def test_closing_does_not_wait_for_the_pinning(slow: SimulatedGpu) -> None:
     ticket = slow.engine.submit_store([batch([5], [[0, 1]])])
     await asyncio.wait_for(asyncio.to_thread(slow.engine.close), PATIENCE_S)
     assert ticket.done()
@@ -128,7 +128,7 @@ async def test_pieces_pinned_before_a_failure_stay_fast(cache: Cache) -> None:
 async def test_memory_that_is_not_pinned_is_copied_one_by_one(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(cache, pin=False, path=CopyPath.BATCH)
+    world = SimulatedGpu(cache, pin=False, path=CopyPath.BATCH)
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     np.testing.assert_array_equal(world.slot(0), cache.chunk([0, 1]))
     assert world.cuda.calls("cuMemcpyBatchAsync") == 0
@@ -161,7 +161,7 @@ async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: C
 
 async def test_memory_that_was_unregistered_too_early_is_noticed(cache: Cache) -> None:
     """The control of every test here: the library sees a slab that goes before its copies."""
-    world = World(cache, path=CopyPath.BATCH)
+    world = SimulatedGpu(cache, path=CopyPath.BATCH)
     world.cuda.hold()
     ticket = world.engine.submit_store([batch([0], [[0, 1]])])
     world.cuda.await_call("cuMemcpyBatchAsync")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.libcuda import strict_cuda
-from tests.tiers.copy.engine_on_libcuda import BLOCKS, MODEL_STREAM, World
+from tests.tiers.copy.engine_on_libcuda import BLOCKS, MODEL_STREAM, SimulatedGpu
 from tests.tiers.copy.known_caches import separate_layers
 from tiers.copy.cuda_engine import gpu_node
 from tiers.copy.cuda_paths import (
@@ -81,7 +81,7 @@ async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     before = cache.storage.copy()
     with caplog.at_level(logging.INFO, "tiers.copy.cuda_engine"):
-        world = World(
+        world = SimulatedGpu(
             cache,
             batch_store_ns=500,
             batch_load_ns=500,
@@ -116,7 +116,7 @@ async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
 async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
     """vLLM's zeroes may still be under way: what is copied back must not be older."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
-    world = World(cache)
+    world = SimulatedGpu(cache)
     world.engine.close()
     try:
         world.cuda.hold(MODEL_STREAM)
@@ -136,7 +136,7 @@ async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
 async def test_without_a_measurement_the_size_decides(nth: int) -> None:
     """A copy that fails while it is timed: cuStreamSynchronize 1 and 2 belong to the kernel."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
-    world = World(cache, failing=("cuStreamSynchronize", nth))
+    world = SimulatedGpu(cache, failing=("cuStreamSynchronize", nth))
     try:
         assert world.paths() == (KERNEL, KERNEL)
         assert world.engine.choices()[0, "load"].rates == {}

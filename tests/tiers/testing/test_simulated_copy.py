@@ -35,7 +35,7 @@ def slab(cache: Cache) -> Iterator[HostSlab]:
     one.close()
 
 
-class World:
+class CacheAndSlab:
     """A cache, a slab and an engine, and what a model would do with them."""
 
     def __init__(self, cache: Cache, slab: HostSlab, seed: int) -> None:
@@ -73,12 +73,12 @@ class World:
         return np.unique(self.cache.chunk(blocks)).tolist()
 
 
-Program = Callable[[World, bool], Awaitable[bool]]
+Program = Callable[[CacheAndSlab, bool], Awaitable[bool]]
 """A little program: a world, and whether to leave out the wait that it is about. Returns
 whether all bytes came out right."""
 
 
-async def store_after_compute(world: World, faulty: bool) -> bool:
+async def store_after_compute(world: CacheAndSlab, faulty: bool) -> bool:
     """A store must wait for the forward pass that wrote its blocks."""
     world.forward([3, 4], 7)
     after = None if faulty else world.engine.record_event()
@@ -86,7 +86,7 @@ async def store_after_compute(world: World, faulty: bool) -> bool:
     return world.slot_values(1) == [7]
 
 
-async def load_after_compute(world: World, faulty: bool) -> bool:
+async def load_after_compute(world: CacheAndSlab, faulty: bool) -> bool:
     """A load must wait for the forward pass that still reads the blocks it will overwrite."""
     world.forward([3, 4], 7)
     seen = world.attend([3, 4])
@@ -96,7 +96,7 @@ async def load_after_compute(world: World, faulty: bool) -> bool:
     return seen == [7, 7]
 
 
-async def free_slot_after_load(world: World, faulty: bool) -> bool:
+async def free_slot_after_load(world: CacheAndSlab, faulty: bool) -> bool:
     """A slot may be given away only when the load that reads it has ended."""
     world.slab.slot(1)[:] = 7
     ticket = world.engine.submit_load([batch([1], [[3, 4]])])
@@ -107,7 +107,7 @@ async def free_slot_after_load(world: World, faulty: bool) -> bool:
     return world.values([3, 4]) == [7]
 
 
-async def free_slot_after_store(world: World, faulty: bool) -> bool:
+async def free_slot_after_store(world: CacheAndSlab, faulty: bool) -> bool:
     """An aborted store still writes: its slot may be given away only when it has ended."""
     world.cache.storage[:] = 7
     ticket = world.engine.submit_store([batch([1], [[3, 4]])])
@@ -118,7 +118,7 @@ async def free_slot_after_store(world: World, faulty: bool) -> bool:
     return world.slot_values(1) == [9]
 
 
-async def free_blocks_after_store(world: World, faulty: bool) -> bool:
+async def free_blocks_after_store(world: CacheAndSlab, faulty: bool) -> bool:
     """Blocks may be reused only when the store that reads them has ended."""
     world.cache.storage[:] = 7
     ticket = world.engine.submit_store([batch([1], [[3, 4]])])
@@ -129,7 +129,7 @@ async def free_blocks_after_store(world: World, faulty: bool) -> bool:
     return world.slot_values(1) == [7]
 
 
-async def use_blocks_after_load(world: World, faulty: bool) -> bool:
+async def use_blocks_after_load(world: CacheAndSlab, faulty: bool) -> bool:
     """Loaded blocks may be read only when the load's ticket is done."""
     world.slab.slot(1)[:] = 7
     ticket = world.engine.submit_load([batch([1], [[3, 4]])], world.engine.record_event())
@@ -141,7 +141,7 @@ async def use_blocks_after_load(world: World, faulty: bool) -> bool:
     return seen == [7, 7]
 
 
-async def load_after_store(world: World, faulty: bool) -> bool:
+async def load_after_store(world: CacheAndSlab, faulty: bool) -> bool:
     """The lanes are independent: a slot can be loaded only when its store has ended."""
     world.cache.storage[:] = 7
     stored = world.engine.submit_store([batch([1], [[3, 4]])])
@@ -152,7 +152,7 @@ async def load_after_store(world: World, faulty: bool) -> bool:
     return world.values([8, 9]) == [7]
 
 
-async def one_job_per_slot(world: World, faulty: bool) -> bool:
+async def one_job_per_slot(world: CacheAndSlab, faulty: bool) -> bool:
     """A slot goes to the next job only when the last one has ended: here a load still reads it."""
     world.slab.slot(1)[:] = 7
     first = world.engine.submit_load([batch([1], [[3, 4]])])
@@ -163,7 +163,7 @@ async def one_job_per_slot(world: World, faulty: bool) -> bool:
     return world.values([3, 4]) == [7]
 
 
-async def two_stores_on_a_slot(world: World, faulty: bool) -> bool:
+async def two_stores_on_a_slot(world: CacheAndSlab, faulty: bool) -> bool:
     """The same lane keeps two stores in order; but when the first one's owner reads the slot, it
     may already hold the bytes of the second."""
     world.cache.storage[:] = 7
@@ -197,7 +197,7 @@ async def outcomes(program: Program, cache: Cache, slab: HostSlab, faulty: bool)
     """The seeds under which the program came out wrong."""
     wrong = []
     for seed in SEEDS:
-        world = World(cache, slab, seed)
+        world = CacheAndSlab(cache, slab, seed)
         if not await program(world, faulty):
             wrong.append(seed)
         world.engine.close()
@@ -235,7 +235,7 @@ async def test_an_engine_that_reports_loads_early_is_found(
     """With the engine as it is nothing is found, so what is found is the early report."""
     found = []
     for seed in SEEDS:
-        world = World(cache, slab, seed)
+        world = CacheAndSlab(cache, slab, seed)
         world.engine = engine([cache.regions], slab, num_blocks=BLOCKS, seed=seed)
         world.slab.slot(1)[:] = 7
         await world.engine.submit_load(
@@ -261,14 +261,14 @@ async def test_jobs_that_share_a_slot_are_named_under_every_seed(
     program: Program, text: str, cache: Cache, slab: HostSlab
 ) -> None:
     for seed in SEEDS:
-        world = World(cache, slab, seed)
+        world = CacheAndSlab(cache, slab, seed)
         await program(world, True)
         world.engine.close()
         assert world.engine.hazards == [text], f"seed {seed}"
 
 
 async def test_jobs_that_share_a_block_are_named(cache: Cache, slab: HostSlab) -> None:
-    world = World(cache, slab, seed=0)
+    world = CacheAndSlab(cache, slab, seed=0)
     engine = world.engine
     engine.submit_store([batch([0], [[3, 4]])])
     engine.submit_store([batch([1], [[4, 5]])])  # two readers: fine
