@@ -128,7 +128,7 @@ def test_every_module_has_its_place_in_the_order() -> None:
 
 
 def missing_in(docstring: str) -> list[str]:
-    """Which of the two sentences about a package are not there, each in a line by itself."""
+    """Find which of the two sentences a docstring lacks. Each has a line to itself."""
     lines = docstring.splitlines()
     return [
         start

@@ -11,7 +11,7 @@ import pytest
 from offload.index.chunk_batch import UNKNOWN
 from offload.planner.presence import SharedLimits
 from offload.requests.lookup import Lookups
-from tests.offload.planner.test_presence import KEYS, OracleEngine
+from tests.offload.planner.test_presence import KEYS, PlannerOverSharedTier
 
 WANTED = KEYS[:4]
 
@@ -23,7 +23,7 @@ def test_a_request_does_not_ask_for_ever(
     monkeypatch: pytest.MonkeyPatch, remember_s: float, step_s: float, answers_after: int
 ) -> None:
     """An engine computes others meanwhile, each step that long; answers come that many later."""
-    world = OracleEngine(limits=SharedLimits(0.05, remember_s))
+    world = PlannerOverSharedTier(limits=SharedLimits(0.05, remember_s))
     monkeypatch.setattr(time, "monotonic", lambda: world.now)
     matcher: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
     log: Any = None
