@@ -274,7 +274,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._setup.publishes_events:
                 self._events = KvEvents(layout, planner)
             epochs = self._setup.tier_epochs()
-self._epochs = PendingEpochs(
+            self._epochs = PendingEpochs(
                 len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
             )
             self._scheduler.attach(planner, ranks, self._setup.foreign(planner.lower))

@@ -20,7 +20,7 @@ from torch import nn
 from vllm.v1.request import RequestStatus
 
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, World
+from tests.oracle.serving import Conditions, OracleEngine
 
 CYCLES = 20
 NAMES = ("full", "sliding_full", "runner_v2_kernel_blocks")
@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(3, dtype=torch.uint8))
 
 
-class SleepingWorld(World):
+class SleepingEngine(OracleEngine):
     """A world whose server can sleep. ``kept`` and ``lost`` count sleeps after which the tiers went
     on and began a new epoch."""
 
@@ -114,7 +114,7 @@ class SleepingWorld(World):
             self.kept += bool(before)
 
 
-def live(world: SleepingWorld, cycles: int) -> None:
+def live(world: SleepingEngine, cycles: int) -> None:
     """Requests come and run; in between the server sleeps. Some sleeps change the weights."""
     rng = world.random
     for cycle in range(cycles):
@@ -140,7 +140,7 @@ def run(folder: Path, seed: int, cycles: int = CYCLES) -> dict[str, float]:
         batched_tokens=rng.choice([16, 32, 64]),
         runner=2 if name.startswith("runner_v2") else 1,
     )
-    with SleepingWorld(MODELS[name], conditions, folder, seed) as world:
+    with SleepingEngine(MODELS[name], conditions, folder, seed) as world:
         live(world, cycles)
         return {"kept": world.kept, "lost": world.lost, **world.events()}
 

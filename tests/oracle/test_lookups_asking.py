@@ -11,6 +11,7 @@ import pytest
 from offload.index.chunk_batch import UNKNOWN
 from offload.planner.presence import SharedLimits
 from offload.requests.lookup import Lookups
+from offload.requests.request_state import LookupState
 from tests.offload.planner.test_presence import KEYS, PlannerOverSharedTier
 
 WANTED = KEYS[:4]
@@ -29,8 +30,7 @@ def test_a_request_does_not_ask_for_ever(
     log: Any = None
     lookups = Lookups(matcher, world.planner, log)
     identity = SimpleNamespace(keys=[WANTED], origin=UNKNOWN)
-    lookup = SimpleNamespace(wait=None, start=0)
-    state: Any = SimpleNamespace(identity=identity, lookup=lookup)
+    state: Any = SimpleNamespace(identity=identity, lookup=LookupState())
     request: Any = SimpleNamespace(num_tokens=65)
     asked: list[Any] = []
     for _ in range(20):
