@@ -90,9 +90,6 @@ def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -
         f"from vLLM {vllm.__version__} on its {found.platform} platform; block sizes may "
         "differ on others"
     )
-    ignored = [f"not a flag of the engine, ignored: {' '.join(found.ignored)}"] * bool(
-        found.ignored
-    )
     return Facts(
         model=model,
         ranks=found.vllm_config.parallel_config.world_size,
@@ -100,7 +97,7 @@ def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -
         kernel_tokens=found.kernel_tokens,
         pages=tuple(_pages(group) for group in found.kv_cache_config.kv_cache_groups),
         asked_block=found.asked_block,
-        notes=(*notes, asked, *ignored),
+        notes=(*notes, asked),
         parameters=found.parameters * found.vllm_config.parallel_config.world_size,
     )
 

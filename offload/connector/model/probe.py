@@ -8,6 +8,7 @@ size replace the process groups, so that any parallel layout can be examined on 
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, res
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
+from vllm.version import __version_tuple__
 
 from offload.config.transfer import NAME
 from offload.connector.compat import plan_kv_cache
@@ -54,15 +56,14 @@ class Probe:
     """The result of a probe.
 
     ``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
-    ``--block-size`` or ``None``; ``ignored`` are flags that do not belong to the engine;
-    ``platform`` is vLLM's name of the platform here; ``parameters`` counts those of one rank.
+    ``--block-size`` or ``None``; ``platform`` is vLLM's name of the platform here; ``parameters``
+    counts those of one rank.
     """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
     kernel_tokens: tuple[int, ...]
     asked_block: int | None
-    ignored: tuple[str, ...]
     platform: str
     parameters: int
 
@@ -71,22 +72,34 @@ class FlagsError(Exception):
     """vLLM's parser does not understand the flags; the text says which, and why."""
 
 
-class _EngineFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Parses flags as ``vllm serve`` does.
+class _ServeFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """Parses flags as ``vllm serve`` does, but raises an error instead of ending the process.
 
     This includes ``--max_model_len``, ``--config FILE`` and ``--kv-transfer-config.kv_role``, which
-    only ``parse_args`` understands. Flags that do not belong to the engine are put aside, and an
-    error is raised instead of ending the process.
+    only ``parse_args`` understands, and the flags of the API server.
     """
 
-    ignored: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        parsed, self.ignored = super().parse_known_args(args, namespace)
-        return parsed, []
-
     def error(self, message: str) -> NoReturn:
-        raise FlagsError(message)
+        raise FlagsError(message + self._alternatives(message))
+
+    def _alternatives(self, message: str) -> str:
+        """Names existing flags that are similar to those that do not exist."""
+        if not message.startswith("unrecognized arguments"):
+            return ""
+        known = [name for action in self._actions for name in action.option_strings]
+        wrong = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        near = [difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in wrong]
+        found = " and ".join(name for names in near for name in names)
+        return f". Did you mean {found}?" if found else ""
+
+
+def _serve_flags() -> FlexibleArgumentParser:
+    """A parser with every flag of ``vllm serve``."""
+    if __version_tuple__[:2] < (0, 33):
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    else:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    return make_arg_parser(_ServeFlags())
 
 
 def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None) -> Probe:
@@ -95,8 +108,9 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
     ``transfer`` replaces their ``--kv-transfer-config``. Raises ``FlagsError``, and whatever vLLM
     raises for a model or flags that it refuses.
     """
-    parser = AsyncEngineArgs.add_cli_args(_EngineFlags())
-    parsed = parser.parse_args(["--model", model, *flags])
+    parsed = _serve_flags().parse_args(["--model", model, *flags])
+    if parsed.model_tag is not None:
+        raise FlagsError(f"unrecognized arguments: {parsed.model_tag}")
     arguments = AsyncEngineArgs.from_cli_args(parsed)
     if transfer is not None or arguments.kv_transfer_config is None:
         arguments.kv_transfer_config = KVTransferConfig(**(PLAIN if transfer is None else transfer))
@@ -111,9 +125,8 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
         kv_cache_config = plan_kv_cache(config, specs, memory)
         kernel = _kernel_tokens(config, kv_cache_config)
     name = current_platform.device_name
-    ignored = tuple(parser.ignored)
     asked = parsed.block_size
-    return Probe(config, kv_cache_config, kernel, asked, ignored, name, parameters)
+    return Probe(config, kv_cache_config, kernel, asked, name, parameters)
 
 
 class _StandInGroup:
