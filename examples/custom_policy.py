@@ -11,9 +11,10 @@ import logging
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,53 +28,72 @@ from policies.testing import synthetic_trace
 logger = logging.getLogger("offload.example")
 
 
-class HeadsLastPolicy(EvictionPolicy):
-    """LRU that evicts the first ``head_tokens`` tokens of prompts last: system prompts stay."""
+class EndedFirstPolicy(EvictionPolicy):
+    """LRU that evicts conversations first once their clients say that they are over.
 
-    def __init__(self, head_tokens: int = 64) -> None:
-        self._head_tokens = head_tokens
-        self._heads: OrderedDict[Key, None] = OrderedDict()
-        self._rest: OrderedDict[Key, None] = OrderedDict()
+    What other conversations share stays: a chunk that was followed by two different chunks is a
+    fork, and only what lies behind the last fork belongs to one conversation alone.
+    """
+
+    def __init__(self) -> None:
+        self._over: OrderedDict[Key, None] = OrderedDict()  # oldest use first, as in the next one
+        self._live: OrderedDict[Key, None] = OrderedDict()
+        self._next: dict[Key, Key] = {}
+        self._forks: set[Key] = set()
         self._named = 0
 
     def insert(self, key: Key, info: EntryInfo) -> None:
-        queue = self._heads if 0 < info.depth_tokens <= self._head_tokens else self._rest
-        queue[key] = None
+        self._live[key] = None
 
     def touch(self, keys: Sequence[Key]) -> None:
-        for key in reversed(keys):
-            for queue in (self._heads, self._rest):
-                if key in queue:
-                    queue.move_to_end(key)
+        members = [key for key in keys if key in self._live or key in self._over]
+        for key, follower in pairwise(members):
+            if self._next.setdefault(key, follower) != follower:
+                self._forks.add(key)
+        for key in reversed(members):
+            self._over.pop(key, None)
+            self._live[key] = None
+            self._live.move_to_end(key)
+
+    def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
+        if hints.get("session_end"):
+            shared = [index for index, key in enumerate(keys) if key in self._forks]
+            for key in reversed(keys[max(shared, default=-1) + 1 :]):
+                if key in self._live:
+                    del self._live[key]
+                    self._over[key] = None
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        in_order = filter(evictable, chain(self._rest, self._heads))
+        in_order = filter(evictable, chain(self._over, self._live))
         found = list(islice(in_order, count))
         if found and not self._named:
-            logger.warning("HeadsLastPolicy names its first victims")
+            logger.warning("EndedFirstPolicy names its first victims")
         self._named += len(found)
         return found
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
-        self._heads.pop(key, None)
-        self._rest.pop(key, None)
+        for queue in (self._over, self._live, self._next):
+            queue.pop(key, None)
+        self._forks.discard(key)
 
     def clear(self) -> None:
-        self._heads.clear()
-        self._rest.clear()
+        for queue in (self._over, self._live, self._next, self._forks):
+            queue.clear()
 
     def __len__(self) -> int:
-        return len(self._heads) + len(self._rest)
+        return len(self._over) + len(self._live)
 
 
 def in_the_simulator() -> None:
-    """Compare it with LRU and with Belady's optimum."""
+    """Compare it with LRU, with the default and with Belady's optimum: a trace of conversations,
+    a twentieth of which fits, and clients that say when they are done."""
     trace = synthetic_trace(1, requests=1000)
     capacity = trace.unique_blocks() // 20
     for result in (
         bound(trace, capacity),
         simulate(trace, make_policy("lru"), capacity),
-        simulate(trace, HeadsLastPolicy(), capacity),
+        simulate(trace, make_policy("adaptive"), capacity, hints="end"),
+        simulate(trace, EndedFirstPolicy(), capacity, hints="end"),
     ):
         print(f"simulated {result.policy}: {result.token_hit_ratio:.1%} of the prompt tokens hit")
 
@@ -81,7 +101,7 @@ def in_the_simulator() -> None:
 def in_a_server(folder: Path) -> bool:
     """Serve with it; return True if it chose victims, and prompts came back from the disk with the
     bytes that were computed."""
-    policy = {"name": "examples.custom_policy:HeadsLastPolicy", "head_tokens": 64}
+    policy = "examples.custom_policy:EndedFirstPolicy"
     connector = {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
@@ -123,7 +143,7 @@ def in_a_server(folder: Path) -> bool:
                 restored["disk"] += sources.disk
                 wait_until_on_disk(server)
         compared = read_compared(server)
-    used = "HeadsLastPolicy names its first victims" in log.read_text(errors="replace")
+    used = "EndedFirstPolicy names its first victims" in log.read_text(errors="replace")
     print(f"restored tokens: {restored}; the policy chose victims in the server: {used}")
     print(f"restored blocks: {compared}")
     all_right = compared.equal > 0 == compared.different == compared.unknown
