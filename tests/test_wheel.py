@@ -1,4 +1,4 @@
-"""The wheel, installed into a fresh environment and used outside the checkout."""
+"""Wheel and source distribution: what is in them, and the wheel in use outside the checkout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("offload", "policies", "tiers")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", *PACKAGES)
+SOURCES = (
+    *("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+    *("SECURITY.md", "LICENSE", "docs", "examples", *PACKAGES),
+)
+DATA = ("share/kvtiers/alerts.yaml", "share/kvtiers/grafana.json")
 
 pytestmark = pytest.mark.thorough
 
@@ -31,21 +36,38 @@ def run(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because the build writes beside its sources."""
-    place = tmp_path_factory.mktemp("wheel")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, because a build writes beside its sources."""
+    place = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, place / "source" / name, ignore=ignored)
+            shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            (place / "source").mkdir(exist_ok=True)
-            shutil.copy(source, place / "source" / name)
+            shutil.copy(source, place / name)
+    return place
+
+
+def build_wheel(sources: Path, place: Path) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
-    done = run(*build, "-w", place, folder=place / "source")
+    done = run(*build, "-w", place, folder=sources)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = place.glob("kvtiers-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(sources, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sdist")
+    program = f"from setuptools.build_meta import build_sdist; build_sdist({str(place)!r})"
+    done = run(sys.executable, "-c", program, folder=sources)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = place.glob("kvtiers-*.tar.gz")
     return built
 
 
@@ -71,12 +93,38 @@ def test_it_holds_what_runs_and_its_metadata(wheel: Path) -> None:
         names = file.namelist()
         [metadata] = [name for name in names if name.endswith("/METADATA")]
         text = file.read(metadata).decode()
-    assert {name.split("/")[0] for name in names} - {metadata.split("/")[0]} == set(PACKAGES)
+    tops = {name.split("/")[0] for name in names if not name.startswith("kvtiers-")}
+    assert tops == set(PACKAGES)
+    data = sorted(name.partition(".data/data/")[2] for name in names if ".data/" in name)
+    assert data == sorted(DATA)
     for name in ("offload/py.typed", "offload/connector/contract/declared.toml"):
         assert name in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for field in ("Author: ", "Keywords: ", "Classifier: Operating System :: POSIX :: Linux"):
         assert f"\n{field}" in text, field
+
+
+def test_the_source_distribution_makes_the_same_wheel(
+    sdist: Path, wheel: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(sdist) as file:
+        file.extractall(tmp_path, filter="data")
+    [unpacked] = tmp_path.iterdir()
+    for name in ("SECURITY.md", "docs/guides/serve.md", "examples/custom_tier.py"):
+        assert (unpacked / name).is_file(), name
+    assert not (unpacked / "tests").exists()
+    again = build_wheel(unpacked, tmp_path)
+    contents = []
+    for one in (wheel, again):
+        with zipfile.ZipFile(one) as archive:
+            contents.append({info.filename: info.CRC for info in archive.infolist()})
+    assert contents[0] == contents[1]
+
+
+def test_the_dashboard_is_installed_where_the_guide_says(installed: Path) -> None:
+    for name in DATA:
+        kept = ROOT / "docs/dashboards" / Path(name).name
+        assert (installed.parent / name).read_bytes() == kept.read_bytes()
 
 
 def test_commands_run_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
