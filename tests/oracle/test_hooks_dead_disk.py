@@ -212,6 +212,8 @@ def live(world: Served, failed: list[str]) -> None:
     assert connector.reset_cache() is False
     assert connector.reset_cache() is False, "and does not wait again"
     world.serve("after the reset", PROMPT)
+    world.worker.unregister_kv_caches()
+    world.worker.restore_kv_caches()
     connector.get_kv_connector_stats()
     list(connector.take_events())
     connector.has_pending_push_work()
