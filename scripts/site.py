@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".cache" / "site"
 MKDOCS = "mkdocs==1.6.1"
 COPIED = (
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "Dockerfile"),
     *("docs/**/*.md", "docs/**/*.svg", "docs/dashboards/*", "bench/results/*.md"),
     *("bench/results/*.png", "examples/*.py", "scripts/gpu_box/README.md"),
 )
