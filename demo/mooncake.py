@@ -17,8 +17,8 @@ from demo.ports import free_port
 START_S = 300.0
 LOG_CHARS = 2_000
 NEEDS = (
-    "Mooncake cannot be used here: {}. Run: pip install 'kvtiers[mooncake]'; on Debian also: "
-    "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+    "Mooncake cannot be used here: {}. Run: pip install mooncake-transfer-engine-non-cuda; "
+    "on Debian also: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
 )
 
 

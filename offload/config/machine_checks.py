@@ -305,7 +305,7 @@ def _least(tier: TierConfig) -> int:
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
     problems += _only_in_lmdb(tier, where)
     if tier.type == "mooncake" and (missing := why_not()):
-        fix = "Run: pip install 'kvtiers[mooncake]' (docs/guides/share.md names what else it needs)"
+        fix = "See docs/guides/share.md. Run: pip install mooncake-transfer-engine-non-cuda"
         problems.append(Problem(f"{where}.type", f"needs the package mooncake: {missing}", fix))
     if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         fix = "Run: pip install zstandard"
@@ -313,7 +313,7 @@ def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None
     if tier.encryption is None:
         return
     if importlib.util.find_spec("cryptography") is None:
-        fix = "Run: pip install 'kvtiers[crypto]'"
+        fix = "Run: pip install cryptography"
         problems.append(Problem(f"{where}.encryption", "needs the package cryptography", fix))
     problem = _key_file_problem(tier.encryption.key_file, f"{where}.encryption.key_file")
     if problem:

@@ -77,7 +77,7 @@ class KeyRing:
             return cls(masters, namespace)
         except ImportError as error:
             raise TierIoError(
-                "encryption needs the package cryptography. Run: pip install kvtiers[crypto]"
+                "encryption needs the package cryptography. Run: pip install cryptography"
             ) from error
 
 

@@ -127,5 +127,5 @@ def make_codec(identity: Identity, options: LmdbOptions) -> Codec:
         return Codec(identity, keys=keys, compress=options.compress)
     except ImportError as error:
         raise TierIoError(
-            "compression needs the package zstandard. Run: pip install kvtiers[compress]"
+            "compression needs the package zstandard. Run: pip install zstandard"
         ) from error
